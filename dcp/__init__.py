@@ -1,0 +1,1 @@
+"""Sharded checkpointing for PyTorch. ``import dcp`` is a drop-in for ``torch.distributed.checkpoint``."""

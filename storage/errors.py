@@ -1,0 +1,189 @@
+"""Every error the package raises on purpose.
+
+CheckpointError (Exception)
+├── CheckpointNotFoundError      no committed checkpoint under that id
+├── CheckpointConflictError      somebody else published to the id first
+├── CheckpointFormatError        the bytes are not what the format allows
+│   ├── UnsafeObjectError        a pickle wants something outside the allow-list
+│   └── UnsupportedFormatError   recognised, but not readable by this version
+├── CorruptCheckpointError       bytes differ from what was committed
+├── PlanError                    the plan of a save or load is not valid
+│   ├── MissingKeyError          the state dict wants keys the checkpoint lacks
+│   ├── ShapeMismatchError
+│   ├── DtypeMismatchError
+│   └── ReplicaMismatchError     one name, different data on different ranks
+├── StorageError                 an operation of a store failed
+│   └── StorageFullError         no space or quota left
+└── CollectiveTimeoutError       ranks did not answer in time
+
+Errors carry data: keyword arguments become attributes (`fqn`, `path`, `rank`, ...), and travel between ranks
+as plain data (`to_wire`, `from_wire`), so no pickle is needed to report a failure of another rank.
+This module imports neither torch nor anything of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointConflictError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointNotFoundError",
+    "CollectiveTimeoutError",
+    "CorruptCheckpointError",
+    "DtypeMismatchError",
+    "MissingKeyError",
+    "PlanError",
+    "RemoteError",
+    "ReplicaMismatchError",
+    "ShapeMismatchError",
+    "StorageError",
+    "StorageFullError",
+    "UnsafeObjectError",
+    "UnsupportedFormatError",
+    "error_from_wire",
+    "error_to_wire",
+]
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package.
+
+    The message says what happened, where, and what to do. Facts are attributes too: whatever keyword
+    arguments were given (plain data only: str, int, float, bool, None, lists and dicts of these).
+    """
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), str(self), self.facts))
+
+
+def _rebuild(cls: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
+    return cls(message, **facts)
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """No committed checkpoint exists under the id."""
+
+
+class CheckpointConflictError(CheckpointError):
+    """Another writer published to the same id since this save began; nothing of this save remains."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """Bytes that no correct writer of the format produces: hostile, or damaged beyond a checksum's help."""
+
+
+class UnsafeObjectError(CheckpointFormatError):
+    """A pickle names a class or function outside the allow-list. Nothing of it was run."""
+
+
+class UnsupportedFormatError(CheckpointFormatError):
+    """The format is recognised, but this version cannot read it."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes differ from the committed ones: checksum, length or a missing file."""
+
+
+class PlanError(CheckpointError, ValueError):
+    """A save or load plan that cannot be carried out: overlap, gap, out of bounds, wrong kind."""
+
+
+class MissingKeyError(PlanError, KeyError):
+    """The state dict asks for keys which the checkpoint does not have."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return Exception.__str__(self)
+
+
+class ShapeMismatchError(PlanError):
+    """A tensor's global shape differs between state dict and checkpoint."""
+
+
+class DtypeMismatchError(PlanError, TypeError):
+    """A tensor's dtype differs between state dict and checkpoint, and no cast was asked for."""
+
+
+class ReplicaMismatchError(PlanError):
+    """Ranks hold different data under one name; storing one of them would lose the others silently."""
+
+
+class StorageError(CheckpointError, OSError):
+    """An operation of a store failed; the cause is chained."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class StorageFullError(StorageError):
+    """No space or quota left on the store."""
+
+
+class CollectiveTimeoutError(CheckpointError, TimeoutError):
+    """Ranks did not take part in a step in time; `ranks` names those that gave no sign of life."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class RemoteError(CheckpointError):
+    """An exception of another rank that is not one of ours: `type_name`, and `traceback_text` from there."""
+
+
+_BY_NAME: dict[str, type[CheckpointError]] = {
+    cls.__name__: cls
+    for cls in (
+        CheckpointError,
+        CheckpointNotFoundError,
+        CheckpointConflictError,
+        CheckpointFormatError,
+        UnsafeObjectError,
+        UnsupportedFormatError,
+        CorruptCheckpointError,
+        PlanError,
+        MissingKeyError,
+        ShapeMismatchError,
+        DtypeMismatchError,
+        ReplicaMismatchError,
+        StorageError,
+        StorageFullError,
+        CollectiveTimeoutError,
+        RemoteError,
+    )
+}
+
+
+def error_to_wire(error: BaseException, traceback_text: str) -> dict[str, Any]:
+    """Plain data (msgpack-able) that describes ``error``; ``traceback_text`` is its formatted traceback."""
+    if isinstance(error, CheckpointError):
+        for cls in type(error).__mro__:
+            if _BY_NAME.get(cls.__name__) is cls:
+                return {
+                    "class": cls.__name__,
+                    "message": str(error),
+                    "facts": error.facts,
+                    "traceback": traceback_text,
+                }
+    return {
+        "class": "RemoteError",
+        "message": f"{type(error).__name__}: {error}",
+        "facts": {"type_name": type(error).__qualname__, "traceback_text": traceback_text},
+        "traceback": traceback_text,
+    }
+
+
+def error_from_wire(wire: dict[str, Any]) -> CheckpointError:
+    """The inverse of `error_to_wire`; unknown classes become `CheckpointError`."""
+    cls = _BY_NAME.get(wire["class"], CheckpointError)
+    return cls(wire["message"], **wire["facts"])

@@ -1,0 +1,310 @@
+"""The one model every format is parsed into: tensors -> chunks (boxes) -> byte ranges in files.
+
+Columnar: one numpy array per attribute, so that millions of chunks cost megabytes and seconds, not objects.
+Torch-free. Loading, resharding, conversion, diff, verify and the catalog all consume a `CheckpointIndex`.
+
+Ragged columns (shapes, boxes, CRCs) are a flat array of values plus a ``*_start`` array of n+1 positions:
+row i is ``values[start[i]:start[i + 1]]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.checksums import BLOCK_BYTES
+
+__all__ = ["UNKNOWN", "CheckpointIndex", "Int64", "ObjectColumns", "Path", "starts"]
+
+Int64 = npt.NDArray[np.int64]
+Path = tuple[str | int, ...]
+"""Where a flattened value stood in the nested state dict: dict keys (str) and list positions (int)."""
+
+UNKNOWN = -1
+"""A payload offset or file size that only opening the record or file tells (foreign formats)."""
+
+
+def starts(counts: npt.ArrayLike) -> Int64:
+    """Positions of ragged rows from their lengths: ``[0, c0, c0 + c1, ...]``, int64, n+1 long."""
+    lengths = np.asarray(counts, dtype=np.int64)
+    result = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=result[1:])
+    return result
+
+
+def _int64(values: npt.ArrayLike = ()) -> Int64:
+    return np.asarray(values, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectColumns:
+    """Non-tensor values, in any order.
+
+    ``files``, ``offsets``, ``lengths`` locate the torch.save blob of each (``files`` -1 where there is none),
+    ``crcs`` is its CRC-32 (int64; UNKNOWN where the format records none). ``plain`` indexes ``values``:
+    the msgpack encoding of plain data (see `dcp.storage.formats.plain`), -1 where the blob alone has the value.
+    Equal values share one blob and one entry of ``values``.
+    """
+
+    fqns: Sequence[str] = ()
+    files: Int64 = field(default_factory=_int64)
+    offsets: Int64 = field(default_factory=_int64)
+    lengths: Int64 = field(default_factory=_int64)
+    crcs: Int64 = field(default_factory=_int64)
+    plain: Int64 = field(default_factory=_int64)
+    values: Sequence[bytes] = ()
+
+    def __len__(self) -> int:
+        return len(self.fqns)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Row by fully qualified name."""
+        return {fqn: row for row, fqn in enumerate(self.fqns)}
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointIndex:
+    """What a checkpoint holds and where its bytes are.
+
+    Tensors (n rows): ``fqns``, ``dtype_codes`` (`dcp.storage.formats.dtypes`), ``shape_start``/``shape_values``,
+    ``requires_grad`` (0 or 1). ``stride_orders`` maps the few tensors whose source was dense but not C-ordered
+    to the permutation of dimensions from slowest to fastest; stored payloads are C-ordered all the same.
+
+    Chunks (c rows, grouped by tensor: those of tensor t are rows ``chunk_start[t]:chunk_start[t + 1]``):
+    ``chunk_offsets`` and ``chunk_sizes`` are flat, ``ndim`` values a chunk, sliced by ``box_start``.
+    ``chunk_files`` indexes ``files``. The record (zip, or raw payload) of a chunk is
+    ``record_offsets``/``record_lengths``; its payload is ``payload_offsets`` (absolute in the file, UNKNOWN
+    where the record must be opened first) and ``payload_lengths`` bytes. Two chunks may share one payload:
+    tied tensors. ``crcs``/``crc_start`` hold the CRC-32 of each BLOCK_BYTES block of the payload; no rows
+    where the format records none.
+
+    ``planner_data`` maps an fqn to its path in the nested state dict, or is whatever plain data a custom
+    planner left, or None. ``provenance`` and ``user`` are plain dicts.
+    ``torch_metadata_crc`` is the CRC-32 of the `.metadata` file published with this index, None without one.
+    """
+
+    format: str
+    fqns: Sequence[str] = ()
+    dtype_codes: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    shape_start: Int64 = field(default_factory=lambda: _int64([0]))
+    shape_values: Int64 = field(default_factory=_int64)
+    requires_grad: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    chunk_start: Int64 = field(default_factory=lambda: _int64([0]))
+    chunk_offsets: Int64 = field(default_factory=_int64)
+    chunk_sizes: Int64 = field(default_factory=_int64)
+    chunk_files: Int64 = field(default_factory=_int64)
+    record_offsets: Int64 = field(default_factory=_int64)
+    record_lengths: Int64 = field(default_factory=_int64)
+    payload_offsets: Int64 = field(default_factory=_int64)
+    payload_lengths: Int64 = field(default_factory=_int64)
+    crc_start: Int64 = field(default_factory=lambda: _int64([0]))
+    crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    files: Sequence[str] = ()
+    file_sizes: Int64 = field(default_factory=_int64)
+    objects: ObjectColumns = field(default_factory=ObjectColumns)
+    stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    planner_data: Any = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    user: Mapping[str, Any] = field(default_factory=dict)
+    torch_metadata_crc: int | None = None
+    replaced_torch_metadata_crc: int | None = None
+
+    @property
+    def tensor_count(self) -> int:
+        """Number of tensors."""
+        return len(self.fqns)
+
+    @property
+    def chunk_count(self) -> int:
+        """Number of chunks of all tensors."""
+        return len(self.chunk_files)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Tensor row by fully qualified name."""
+        return {fqn: row for row, fqn in enumerate(self.fqns)}
+
+    @cached_property
+    def ndims(self) -> Int64:
+        """Number of dimensions by tensor."""
+        return np.diff(self.shape_start)
+
+    @cached_property
+    def chunk_tensors(self) -> Int64:
+        """Tensor row by chunk."""
+        return np.repeat(np.arange(self.tensor_count, dtype=np.int64), np.diff(self.chunk_start))
+
+    @cached_property
+    def box_start(self) -> Int64:
+        """Positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
+        return starts(self.ndims[self.chunk_tensors])
+
+    @cached_property
+    def itemsizes(self) -> Int64:
+        """Bytes per element by tensor."""
+        table = np.zeros(256, dtype=np.int64)
+        for code, dtype in dtypes.BY_CODE.items():
+            table[code] = dtype.itemsize
+        return table[self.dtype_codes]
+
+    def shape(self, tensor: int) -> tuple[int, ...]:
+        """Global shape of a tensor row."""
+        return tuple(self.shape_values[self.shape_start[tensor] : self.shape_start[tensor + 1]].tolist())
+
+    def dtype(self, tensor: int) -> dtypes.Dtype:
+        """Element type of a tensor row."""
+        return dtypes.BY_CODE[int(self.dtype_codes[tensor])]
+
+    def box(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, sizes) of a chunk row within its tensor."""
+        begin, end = self.box_start[chunk], self.box_start[chunk + 1]
+        return tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist())
+
+    def chunks(self, tensor: int) -> range:
+        """Chunk rows of a tensor row."""
+        return range(int(self.chunk_start[tensor]), int(self.chunk_start[tensor + 1]))
+
+    def block_crcs(self, chunk: int) -> npt.NDArray[np.uint32]:
+        """CRC-32 of each block of a chunk's payload; empty where none are recorded."""
+        return self.crcs[self.crc_start[chunk] : self.crc_start[chunk + 1]]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
+        return int(self.payload_lengths.sum())
+
+    def check(self) -> None:
+        """Raise CheckpointFormatError unless all columns agree with each other.
+
+        Run on everything decoded from bytes before anything is allocated or read on its word: lengths of the
+        columns, known dtypes, non-negative sizes, boxes inside their tensors, payload = box volume x itemsize,
+        payload inside record, record inside file (where sizes are known), CRC counts, file numbers, plain
+        file names (no separators, no dot names).
+        """
+        problem = _first_problem(self)
+        if problem:
+            raise CheckpointFormatError(f"checkpoint index is inconsistent: {problem}")
+
+
+def _first_problem(index: CheckpointIndex) -> str | None:  # noqa: PLR0911 - one return per rule
+    tensors, chunks = index.tensor_count, index.chunk_count
+    for name, length in (("dtype_codes", tensors), ("requires_grad", tensors), ("file_sizes", len(index.files))):
+        if len(getattr(index, name)) != length:
+            return f"column {name} has {len(getattr(index, name))} rows, not {length}"
+    for name in ("record_offsets", "record_lengths", "payload_offsets", "payload_lengths"):
+        if len(getattr(index, name)) != chunks:
+            return f"column {name} has {len(getattr(index, name))} rows, not {chunks}"
+    ragged: tuple[tuple[str, int, int], ...] = (
+        ("shape_start", tensors, len(index.shape_values)),
+        ("chunk_start", tensors, chunks),
+        ("crc_start", chunks, len(index.crcs)),
+    )
+    for name, rows, total in ragged:
+        column = getattr(index, name)
+        if len(column) != rows + 1 or column[0] != 0 or column[-1] != total or (np.diff(column) < 0).any():
+            return f"positions {name} do not ascend from 0 to {total}"
+    if len(set(index.fqns)) != tensors:
+        return "two tensors have one name"
+    if tensors and not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all():
+        return "unknown dtype code"
+    if (index.shape_values < 0).any():
+        return "negative size"
+    return _box_problem(index) or _range_problem(index) or _object_problem(index)
+
+
+def _box_problem(index: CheckpointIndex) -> str | None:
+    total = int(index.box_start[-1])
+    if len(index.chunk_offsets) != total or len(index.chunk_sizes) != total:
+        return "boxes have the wrong number of dimensions"
+    if index.chunk_count == 0:
+        return None
+    rows = np.repeat(index.shape_start[index.chunk_tensors], np.diff(index.box_start))
+    rows += np.arange(total, dtype=np.int64) - np.repeat(index.box_start[:-1], np.diff(index.box_start))
+    limits = index.shape_values[rows]
+    if (index.chunk_offsets < 0).any() or (index.chunk_sizes < 0).any():
+        return "negative box"
+    if (index.chunk_offsets > limits).any() or (index.chunk_sizes > limits - index.chunk_offsets).any():
+        return "a chunk reaches outside its tensor"
+    # float64 first: a lying shape must not wrap around in int64 and then pass
+    volumes = np.ones(index.chunk_count)
+    nonempty = np.diff(index.box_start) > 0
+    if total:
+        volumes[nonempty] = np.multiply.reduceat(
+            index.chunk_sizes.astype(np.float64), index.box_start[:-1][nonempty]
+        )
+    if (volumes > 2.0**62).any():
+        return "a chunk is larger than any storage"
+    exact = np.ones(index.chunk_count, dtype=np.int64)
+    if total:
+        exact[nonempty] = np.multiply.reduceat(index.chunk_sizes, index.box_start[:-1][nonempty])
+    expected = exact * index.itemsizes[index.chunk_tensors]
+    if (index.payload_lengths != expected).any():
+        return "a payload's length is not that of its box"
+    return None
+
+
+def _range_problem(index: CheckpointIndex) -> str | None:
+    for name in index.files:
+        if not name or name in (".", "..") or "/" in name or "\\" in name or "\x00" in name:
+            return f"file name {name!r} is not a plain name"
+    if len(set(index.files)) != len(index.files):
+        return "two files have one name"
+    if index.chunk_count == 0:
+        return None
+    files = index.chunk_files
+    if (files < 0).any() or (files >= len(index.files)).any():
+        return "a chunk names a file that is not listed"
+    if (index.record_offsets < 0).any() or (index.record_lengths < 0).any():
+        return "negative record range"
+    known = index.payload_offsets != UNKNOWN
+    record_ends = index.record_offsets + index.record_lengths
+    if (record_ends < index.record_offsets).any():
+        return "a record's range overflows"
+    inside = (index.payload_offsets >= index.record_offsets) & (
+        index.payload_lengths <= record_ends - index.payload_offsets
+    )
+    if not inside[known].all():
+        return "a payload reaches outside its record"
+    sizes = index.file_sizes[files]
+    if (record_ends[sizes != UNKNOWN] > sizes[sizes != UNKNOWN]).any():
+        return "a record reaches outside its file"
+    counts = np.diff(index.crc_start)
+    blocks = -(-index.payload_lengths // BLOCK_BYTES)
+    if not ((counts == 0) | (counts == blocks)).all():
+        return "a chunk has the wrong number of block checksums"
+    return None
+
+
+def _object_problem(index: CheckpointIndex) -> str | None:
+    objects = index.objects
+    for name in ("files", "offsets", "lengths", "crcs", "plain"):
+        if len(getattr(objects, name)) != len(objects):
+            return f"object column {name} has the wrong length"
+    if len(set(objects.fqns)) != len(objects):
+        return "two objects have one name"
+    if not set(objects.fqns).isdisjoint(index.position):
+        return "an object and a tensor have one name"
+    if len(objects) == 0:
+        return None
+    if (objects.files < -1).any() or (objects.files >= len(index.files)).any():
+        return "an object names a file that is not listed"
+    if (objects.plain < -1).any() or (objects.plain >= len(objects.values)).any():
+        return "an object names a value that is not there"
+    stored = objects.files >= 0
+    if ((objects.plain < 0) & ~stored).any():
+        return "an object has neither a value nor a record"
+    if (objects.offsets[stored] < 0).any() or (objects.lengths[stored] < 0).any():
+        return "negative object range"
+    sizes = index.file_sizes[objects.files[stored]]
+    ends = objects.offsets[stored] + objects.lengths[stored]
+    if ((sizes != UNKNOWN) & (ends > sizes)).any() or (ends < 0).any():
+        return "an object reaches outside its file"
+    return None
