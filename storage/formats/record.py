@@ -1,4 +1,4 @@
-"""Records: the minimal zip that `torch.save` would write for one contiguous tensor, with a raw payload inside.
+"""Records: the minimal zip that `torch.save` would write for one tensor, with a raw payload inside.
 
 A record is a stored (uncompressed) zip of three entries: ``r/data.pkl`` (how to rebuild the tensor),
 ``r/version`` and ``r/data/0`` (the bytes). Everything before the payload is known before the payload is: its
@@ -87,8 +87,8 @@ _templates: dict[tuple[int, tuple[int, ...], int], OpenRecord] = {}
 def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, file_offset: int) -> OpenRecord:
     """The record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
 
-    ``payload_bytes`` is the length of the tensor's raw bytes. The payload's own file offset,
-    ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES for payloads of ALIGNED_PAYLOAD_BYTES and more.
+    ``payload_bytes`` is the length of the raw bytes. From ALIGNED_PAYLOAD_BYTES on, the payload's own
+    file offset, ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES.
     """
     phase = file_offset & (ALIGNMENT_BYTES - 1) if payload_bytes >= ALIGNED_PAYLOAD_BYTES else -1
     key = (dtype_code, sizes, phase)
@@ -102,10 +102,10 @@ def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, fi
 
 
 def object_record(pickle_bytes: bytes) -> bytes:
-    """What `torch.save` would write for a value without tensors whose pickle (protocol 2) is ``pickle_bytes``."""
+    """The record of a value without tensors, for `torch.load`; ``pickle_bytes`` is its pickle, protocol 2."""
     if len(pickle_bytes) >= _ZIP64_BYTES:
         raise UnsupportedFormatError(
-            f"an object pickles to {len(pickle_bytes)} bytes, and one record holds less than 4 GiB of pickle; "
+            f"an object pickles to {len(pickle_bytes)} bytes, and a record holds less than 4 GiB of pickle: "
             "store large data as tensors",
             size_bytes=len(pickle_bytes),
         )
@@ -175,7 +175,7 @@ def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
 
 
 def _descriptor_and_directory_head(zip64: bool, payload_bytes: int) -> tuple[bytes, bytes]:
-    """What surrounds the first of the two CRCs: descriptor signature; sizes and the directory entry's start."""
+    """What stands before and after the first of the two CRCs."""
     version = 45 if zip64 else 20
     sizes = struct.pack("<QQ" if zip64 else "<II", payload_bytes, payload_bytes)
     head = struct.pack("<4sHHHHI", b"PK\1\2", version, version, _DESCRIPTOR_FLAG, 0, _DOS_EPOCH)
