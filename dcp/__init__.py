@@ -1,1 +1,137 @@
-"""Sharded checkpointing for PyTorch. ``import dcp`` is a drop-in for ``torch.distributed.checkpoint``."""
+"""Sharded checkpointing for PyTorch. ``import dcp`` is a drop-in for ``torch.distributed.checkpoint``.
+
+Every name that torch exports there is here, with the same parameters, and so are our own. Names and
+submodules are imported when they are first used (PEP 562), so that ``import dcp`` for the command line, the
+service or the formats does not pay for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dcp._fsspec_filesystem import FsspecReader as FsspecReader
+    from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
+    from dcp.api import CheckpointException as CheckpointException
+    from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
+    from dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
+    from dcp.errors import CheckpointConflictError as CheckpointConflictError
+    from dcp.errors import CheckpointError as CheckpointError
+    from dcp.errors import CheckpointFormatError as CheckpointFormatError
+    from dcp.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from dcp.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from dcp.errors import CorruptCheckpointError as CorruptCheckpointError
+    from dcp.errors import DtypeMismatchError as DtypeMismatchError
+    from dcp.errors import MissingKeyError as MissingKeyError
+    from dcp.errors import PlanError as PlanError
+    from dcp.errors import RemoteError as RemoteError
+    from dcp.errors import ReplicaMismatchError as ReplicaMismatchError
+    from dcp.errors import ShapeMismatchError as ShapeMismatchError
+    from dcp.errors import StorageError as StorageError
+    from dcp.errors import StorageFullError as StorageFullError
+    from dcp.errors import UnsafeObjectError as UnsafeObjectError
+    from dcp.errors import UnsupportedFormatError as UnsupportedFormatError
+    from dcp.failures import RankFailedError as RankFailedError
+    from dcp.filesystem import FileSystemReader as FileSystemReader
+    from dcp.filesystem import FileSystemWriter as FileSystemWriter
+    from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
+    from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
+    from dcp.metadata import BytesStorageMetadata as BytesStorageMetadata
+    from dcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
+    from dcp.metadata import Metadata as Metadata
+    from dcp.metadata import TensorStorageMetadata as TensorStorageMetadata
+    from dcp.optimizer import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
+    from dcp.planner import LoadPlan as LoadPlan
+    from dcp.planner import LoadPlanner as LoadPlanner
+    from dcp.planner import ReadItem as ReadItem
+    from dcp.planner import SavePlan as SavePlan
+    from dcp.planner import SavePlanner as SavePlanner
+    from dcp.planner import WriteItem as WriteItem
+    from dcp.quantized_hf_storage import (
+        QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
+    )
+    from dcp.state_dict_loader import load as load
+    from dcp.state_dict_loader import load_state_dict as load_state_dict
+    from dcp.state_dict_saver import async_save as async_save
+    from dcp.state_dict_saver import save as save
+    from dcp.state_dict_saver import save_state_dict as save_state_dict
+    from dcp.storage import StorageReader as StorageReader
+    from dcp.storage import StorageWriter as StorageWriter
+
+_NAMES = {
+    "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
+    "dcp.api": ("CheckpointException",),
+    "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
+    "dcp.errors": (
+        "CheckpointConflictError",
+        "CheckpointError",
+        "CheckpointFormatError",
+        "CheckpointNotFoundError",
+        "CollectiveTimeoutError",
+        "CorruptCheckpointError",
+        "DtypeMismatchError",
+        "MissingKeyError",
+        "PlanError",
+        "RemoteError",
+        "ReplicaMismatchError",
+        "ShapeMismatchError",
+        "StorageError",
+        "StorageFullError",
+        "UnsafeObjectError",
+        "UnsupportedFormatError",
+    ),
+    "dcp.failures": ("RankFailedError",),
+    "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),
+    "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
+    "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
+    "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
+    "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
+    "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
+    "dcp.state_dict_loader": ("load", "load_state_dict"),
+    "dcp.state_dict_saver": ("async_save", "save", "save_state_dict"),
+    "dcp.storage": ("StorageReader", "StorageWriter"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_SUBMODULES = frozenset(
+    {
+        "api",
+        "cli",
+        "default_planner",
+        "errors",
+        "filesystem",
+        "format_utils",
+        "hf_storage",
+        "inspection",
+        "logger",
+        "metadata",
+        "optimizer",
+        "planner",
+        "planners",
+        "quantized_hf_storage",
+        "server",
+        "staging",
+        "state_dict",
+        "state_dict_loader",
+        "state_dict_saver",
+        "stateful",
+        "storage",
+    }
+)
+
+__all__ = sorted(_HOMES)
+
+if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
+
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+            globals()[name] = value
+            return value
+        if name in _SUBMODULES:
+            return import_module(f"dcp.{name}")
+        if name == "__version__":
+            return import_module("importlib.metadata").version("dcphub")
+        raise AttributeError(f"module 'dcp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,0 +1,27 @@
+"""Checkpoints on storage: `stores` move bytes, `formats` say what they mean, reader and writer serve torch.
+
+As a stand-in for ``torch.distributed.checkpoint.storage`` it has torch's interfaces too. They are imported
+when first used, so that `dcp.storage.formats` and `dcp.storage.stores` work without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader as StorageReader
+    from torch.distributed.checkpoint.storage import StorageWriter as StorageWriter
+    from torch.distributed.checkpoint.storage import WriteResult as WriteResult
+
+__all__ = ["StorageReader", "StorageWriter", "WriteResult"]
+
+if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            from torch.distributed.checkpoint import storage
+
+            return getattr(storage, name)
+        raise AttributeError(f"module 'dcp.storage' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

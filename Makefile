@@ -1,0 +1,74 @@
+# Everything runs in .venv, which the first target that needs it makes: Python 3.11 or newer, pip and make are
+# all that has to be there. `make PYTHON=/path/to/python test` picks the interpreter.
+
+PYTHON ?=
+# In the order of how well they are tested; the first that is there, new enough and able to make a venv wins.
+PYTHONS = python3.11 python3 python3.12 python3.13 python3.14 python
+
+BIN = .venv/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+STAMP = .venv/.installed
+
+# Tests of several ranks start processes of their own, so few workers; a file stays on one worker.
+WORKERS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?=
+
+.PHONY: help demo test test-all check bench format clean
+
+help:
+	@echo "make demo      save, load, reshard and damage a small checkpoint, with what happens at each step"
+	@echo "make test      all tests but the exhaustive ones"
+	@echo "make test-all  all tests: also world size 8 and long runs"
+	@echo "make check     ruff, mypy, import contracts"
+	@echo "make bench     ours and stock torch in turn, on the same data"
+	@echo "make format    what ruff can repair by itself"
+	@echo "make clean     remove .venv and the caches"
+
+demo: $(STAMP)
+	@$(BIN)/python -m dcp.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) -m "not exhaustive" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# Where the interpreter comes without ensurepip (Debian splits it off), its own pip installs into the venv.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	usable='import sys, venv; from importlib.util import find_spec; \
+	sys.exit(sys.version_info < (3, 11) or not (find_spec("ensurepip") or find_spec("pip")))'; \
+	python=; \
+	for candidate in $(or $(PYTHON),$(PYTHONS)); do \
+		if "$$candidate" -c "$$usable" >/dev/null 2>&1; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "dcphub needs Python 3.11 or newer with venv and pip; tried: $(or $(PYTHON),$(PYTHONS))." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+		exit 1; \
+	fi; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "Making .venv with $$("$$python" --version), and installing into it; this is done once."; \
+		"$$python" -m venv --clear .venv >/dev/null 2>&1 || { \
+			"$$python" -m venv --clear --without-pip .venv; \
+			"$$python" -m pip --python $(BIN)/python install --quiet pip; \
+		}; \
+	fi; \
+	$(PIP) install --quiet --editable '.[dev]' --constraint constraints.txt; \
+	touch $@

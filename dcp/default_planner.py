@@ -1,0 +1,23 @@
+"""What ``torch.distributed.checkpoint.default_planner`` has.
+
+The planners are ours; the functions on torch's plan objects are torch's own, for custom planners that call them.
+"""
+
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_load_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+
+from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.save_planner import DefaultSavePlanner
+
+__all__ = [
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "create_default_global_load_plan",
+    "create_default_global_save_plan",
+    "create_default_local_load_plan",
+    "create_default_local_save_plan",
+]

@@ -1,0 +1,12 @@
+"""What ``torch.distributed.checkpoint.filesystem`` has.
+
+Reader and writer are ours; `FileSystem`, `FileSystemBase` and `SerializationFormat` are torch's own, for code
+that subclasses or names them.
+"""
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, SerializationFormat
+
+from dcp.storage.reader import FileSystemReader
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]

@@ -1,0 +1,17 @@
+"""What ``torch.distributed.checkpoint.logger`` has: torch's own logging hooks."""
+
+from torch.distributed.checkpoint.logger import (
+    _dcp_logger,
+    _dcp_method_logger,
+    _get_msg_dict,
+    _init_logger,
+    _msg_dict_from_dcp_method_args,
+)
+
+__all__ = [
+    "_dcp_logger",
+    "_dcp_method_logger",
+    "_get_msg_dict",
+    "_init_logger",
+    "_msg_dict_from_dcp_method_args",
+]

@@ -1,0 +1,37 @@
+"""What ``torch.distributed.checkpoint.state_dict`` has: torch's own helpers around models and optimizers.
+
+They turn parallelised models and optimizers into state dicts of fully qualified names and back;
+`dcp.save` and `dcp.load` take what they return.
+"""
+
+from torch.distributed.checkpoint.state_dict import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
+    StateDictOptions,
+    ValueType,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+__all__ = [
+    "FQNS_T",
+    "DictValueType",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
+    "StateDictOptions",
+    "ValueType",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
