@@ -1,0 +1,220 @@
+"""`.metadata` from columns: stock torch must read the `Metadata` that stock itself would have written."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import pickletools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
+from dcp.storage.formats.torch_metadata_writer import MAX_PLAIN_DEPTH, encode_torch_metadata
+from tests.storage.formats.torch_metadata_cases import (
+    index_of,
+    indexes,
+    make_index,
+    rich_state_dict,
+    stock_save,
+)
+
+COLUMNS = (
+    "dtype_codes",
+    "requires_grad",
+    "shape_start",
+    "shape_values",
+    "chunk_start",
+    "chunk_offsets",
+    "chunk_sizes",
+    "record_offsets",
+    "record_lengths",
+    "payload_lengths",
+)
+
+
+def decode(index: CheckpointIndex) -> Metadata:
+    """What stock reads from the encoded index."""
+    metadata = pickle.loads(encode_torch_metadata(index, checkpoint_id="here", save_id="abc"))
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def test_equals_what_stock_wrote(tmp_path: Path) -> None:
+    """The metadata of a stock save, through our index and encoder, is equal to the original."""
+    original = stock_save(tmp_path, rich_state_dict())
+    copy = decode(index_of(original))
+    expected_meta = StorageMeta(checkpoint_id="here", save_id="abc")
+    assert copy == dataclasses.replace(original, storage_meta=expected_meta)
+    assert original.storage_data is not None and copy.storage_data is not None
+    hints = {key: key.index for key in original.storage_data}
+    assert {key: key.index for key in copy.storage_data} == hints
+    assert [type(value) for value in copy.planner_data.values()] == [tuple] * len(original.planner_data)
+
+
+def test_instances_and_attributes_are_stock_ones(tmp_path: Path) -> None:
+    """Each object has exactly the instance state that stock gives it: no extra and no missing attribute."""
+    original = stock_save(tmp_path, {"a": torch.ones(2, 3), "b": "text"})
+    copy = decode(index_of(original))
+    for name in ("a", "b"):
+        assert vars(copy.state_dict_metadata[name]).keys() == vars(original.state_dict_metadata[name]).keys()
+    for ours, theirs in zip(
+        sorted(copy.storage_data, key=lambda key: str(key.fqn)),
+        sorted(original.storage_data, key=lambda key: str(key.fqn)),
+        strict=True,
+    ):
+        assert vars(ours) == vars(theirs)
+        assert vars(copy.storage_data[ours]) == vars(original.storage_data[theirs])
+    tensor = copy.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    assert type(tensor.size) is torch.Size
+    assert type(tensor.chunks[0].offsets) is torch.Size
+    assert tensor.properties.memory_format is torch.contiguous_format
+
+
+def test_instances_are_not_shared() -> None:
+    """Tensors of one kind get properties and chunks of their own: changing one changes no other."""
+    box = ((0, 0), (2, 3))
+    copy = decode(make_index({name: ((2, 3), [box], "float32", False) for name in ("a", "b")}))
+    first, second = copy.state_dict_metadata["a"], copy.state_dict_metadata["b"]
+    assert isinstance(first, TensorStorageMetadata) and isinstance(second, TensorStorageMetadata)
+    assert first == second
+    assert first.properties is not second.properties
+    assert first.chunks[0] is not second.chunks[0]
+
+
+def test_chunk_positions_are_index_hints() -> None:
+    """storage_data keys carry the position of the chunk in its tensor, and find their record by offset."""
+    boxes = [((row, 0), (1, 2)) for row in range(300)]
+    index = make_index({"x": ((2,), [((0,), (2,))], "int8", False), "y": ((300, 2), boxes, "float32", False)})
+    copy = decode(index)
+    hints = [key.index for key in copy.storage_data if key.fqn == "y"]
+    assert hints == list(range(300))
+    found = copy.storage_data[MetadataIndex("y", [299, 0])]
+    assert (found.relative_path, found.offset, found.length) == (
+        index.files[index.chunk_files[300]],
+        index.record_offsets[300],
+        index.record_lengths[300],
+    )
+
+
+def test_every_dtype_is_a_torch_dtype() -> None:
+    """All dtypes of the table that this torch knows arrive as that torch dtype."""
+    names = [name for name in dtypes.BY_NAME if hasattr(torch, name)]
+    assert len(names) > 20
+    copy = decode(make_index({name: ((4,), [((0,), (4,))], name, True) for name in names}))
+    for name in names:
+        tensor = copy.state_dict_metadata[name]
+        assert isinstance(tensor, TensorStorageMetadata)
+        assert tensor.properties.dtype is getattr(torch, name)
+        assert tensor.properties.requires_grad is True
+
+
+def test_large_numbers() -> None:
+    """Ranges, sizes and offsets beyond 32 bits arrive exactly."""
+    size = (1 << 40) + 1
+    index = make_index({"big": ((1 << 50,), [((1 << 49,), (size,))], "uint8", False)}, ["o"], gap=1 << 41)
+    copy = decode(index)
+    info = copy.storage_data[MetadataIndex("big", [1 << 49])]
+    assert info.length == size + (1 << 41)
+    assert copy.storage_data[MetadataIndex("o")].offset == info.length
+    assert copy.state_dict_metadata["big"].size == torch.Size([1 << 50])  # type: ignore[union-attr]
+
+
+def test_tied_chunks_share_a_range() -> None:
+    """Two tensors with one record are written as two entries with equal ranges."""
+    box = ((0,), (2,))
+    index = make_index({name: ((2,), [box], "float32", False) for name in ("a", "b")})
+    tied = dataclasses.replace(index, chunk_files=np.zeros(2, np.int64), record_offsets=np.zeros(2, np.int64))
+    tied.check()
+    copy = decode(tied)
+    assert copy.storage_data[MetadataIndex("a", [0])] == copy.storage_data[MetadataIndex("b", [0])]
+
+
+def test_objects_without_blob_are_left_out() -> None:
+    """An object stored only as a plain value has no place in .metadata; the others are complete."""
+    index = make_index({}, ["stored", "plain"])
+    objects = dataclasses.replace(
+        index.objects, files=np.array([0, -1]), plain=np.array([-1, 0]), values=[b"\xc0"]
+    )
+    copy = decode(dataclasses.replace(index, objects=objects))
+    assert list(copy.state_dict_metadata) == ["stored"]
+    assert list(copy.storage_data) == [MetadataIndex("stored")]
+
+
+def test_empty_index() -> None:
+    """A checkpoint of nothing is a Metadata of empty mappings."""
+    copy = decode(CheckpointIndex(format="dcp", objects=ObjectColumns()))
+    assert (copy.state_dict_metadata, copy.storage_data, copy.planner_data) == ({}, {}, None)
+    assert copy.version == "1.0.0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {},
+        {"a": ("a", 0, "b"), "b": (), "c": (1 << 70, -1, -(1 << 40), 1 << 31, 1 << 5000)},
+        {"a": (True, 1)},
+        {"a": (1, True)},
+        {1: ("a",)},
+        {"a": ["list"], "b": {"deep": [1.5, None, b"x", ("t",)]}},
+        "text\ud800",
+    ],
+)
+def test_planner_data_keeps_values_and_types(data: Any) -> None:
+    """Mappings and other plain data arrive equal, with exact types: True does not become 1."""
+    copy = decode(make_index({}, planner_data=data)).planner_data
+    assert repr(copy) == repr(data)
+
+
+def test_planner_data_that_is_not_plain_is_refused() -> None:
+    """Objects of other classes, and nesting without end, are refused with the type or limit named."""
+    with pytest.raises(PlanError, match=r"torch\.Size") as caught:
+        decode(make_index({}, planner_data={"a": {"b": torch.Size([1])}}))
+    assert caught.value.type_name == "torch.Size"
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(PlanError, match=str(MAX_PLAIN_DEPTH)):
+        decode(make_index({}, planner_data=endless))
+
+
+@settings(max_examples=60, deadline=None)
+@given(indexes())
+def test_round_trip_through_stock(index: CheckpointIndex) -> None:
+    """For any index, stock's unpickler (C and Python) gives objects whose index is the same again."""
+    index.check()
+    data = encode_torch_metadata(index, checkpoint_id="c", save_id="s")
+    pickletools.dis(data, out=io.StringIO())  # raises on a malformed stack, memo or frame
+    names = set(index.dtype_codes.tolist())
+    if not all(hasattr(torch, dtypes.BY_CODE[code].name) for code in names):
+        return
+    metadata = pickle.loads(data)
+    assert pickle._Unpickler(io.BytesIO(data)).load() == metadata
+    again = index_of(metadata)
+    assert (again.fqns, again.objects.fqns) == (index.fqns, index.objects.fqns)
+    assert repr(again.planner_data) == repr(index.planner_data)
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(again, name), getattr(index, name), err_msg=name)
+    assert [again.files[f] for f in again.chunk_files] == [index.files[f] for f in index.chunk_files]
+    assert again.objects.offsets.tolist() == index.objects.offsets.tolist()
+
+
+def test_no_object_per_chunk_is_made() -> None:
+    """A hundred thousand chunks take well under the second that pickling their objects would."""
+    count = 100_000
+    boxes = [((row,), (1,)) for row in range(count)]
+    index = make_index({"x": ((count,), boxes, "float32", False)})
+    begin = time.perf_counter()
+    data = encode_torch_metadata(index, checkpoint_id="c", save_id="s")
+    assert time.perf_counter() - begin < 1.0
+    assert len(data) / count < 200
