@@ -1,0 +1,423 @@
+"""The manifest: a `CheckpointIndex` as one msgpack file, small and quick to decode, with a CRC over itself.
+
+`docs/format.md` specifies the bytes. Columns that follow from others (payload lengths, positions of ragged
+rows) are not stored; offsets are stored relative to what they are near to. Torch-free.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    PlanError,
+    UnsupportedFormatError,
+)
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.column_codec import (
+    Budget,
+    ColumnEncoder,
+    budget_bytes,
+    check_counts,
+    decode_bytes,
+    decode_column,
+    decode_rows,
+    decode_strings,
+)
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.formats.plain import decode_plain, encode_plain
+from dcp.storage.formats.record import MAX_DIMENSIONS
+
+__all__ = ["MANIFEST_NAME", "MAX_MANIFEST_BYTES", "METADATA_NAME", "decode_manifest", "encode_manifest"]
+
+MANIFEST_NAME: Final = "manifest.msgpack"
+METADATA_NAME: Final = ".metadata"
+
+MAX_MANIFEST_BYTES: Final = 1 << 30
+MAX_PLAIN_SECTION_BYTES: Final = 64 << 20
+"""Limit of planner data, provenance and user metadata each."""
+
+_KIND: Final = "dcphub.manifest"
+_VERSION: Final = (1, 0)
+_CRC: Final = struct.Struct(">I")
+_CRC_HEAD: Final = b"\xa5crc32\xce"
+"""The last key of the map, and the head of its value: the CRC-32 itself is always the file's last 4 bytes."""
+
+_LARGEST_PAYLOAD_BYTES: Final = 2.0**62
+
+
+def encode_manifest(index: CheckpointIndex) -> bytes:
+    """The manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it inconsistent.
+
+    PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if the
+    manifest would be larger than MAX_MANIFEST_BYTES.
+    """
+    index.check()
+    encoder = ColumnEncoder()
+    data = _encode(index, encoder)
+    if encoder.decoded_bytes > budget_bytes(len(data)):
+        data = _encode(index, ColumnEncoder(compact=False))
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
+    return data
+
+
+def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
+    """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
+
+    CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for a format
+    version newer than this reader, CheckpointFormatError for anything that no writer produces.
+    """
+    data = bytes(data)
+    fields = _unpack(data)
+    budget = Budget(len(data))
+    index = _decode(fields, budget)
+    index.check()
+    return index
+
+
+def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
+    fields = {
+        "kind": _KIND,
+        "version": list(_VERSION),
+        "format": index.format,
+        "files": {"names": encoder.strings(index.files), "sizes": encoder.column(index.file_sizes)},
+        "tensors": _encode_tensors(index, encoder),
+        "chunks": _encode_chunks(index, encoder),
+        "objects": _encode_objects(index.objects, encoder),
+        "planner_data": _encode_planner_data(index.planner_data, encoder),
+        "provenance": encoder.blob(_plain(dict(index.provenance), "provenance")),
+        "user": encoder.blob(_plain(dict(index.user), "user metadata")),
+        "torch_metadata_crc": index.torch_metadata_crc,
+        "replaced_torch_metadata_crc": index.replaced_torch_metadata_crc,
+    }
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack_map_header(len(fields) + 1)
+    for key, value in fields.items():
+        packer.pack(key)
+        packer.pack(value)
+    body: bytes = packer.bytes() + _CRC_HEAD
+    return body + _CRC.pack(crc32(body))
+
+
+def _encode_tensors(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str, Any]:
+    rows = sorted(index.stride_orders)
+    orders = [dimension for row in rows for dimension in index.stride_orders[row]]
+    return {
+        "fqns": encoder.strings(index.fqns),
+        "dtypes": encoder.column(index.dtype_codes),
+        "ndims": encoder.column(np.diff(index.shape_start)),
+        "shapes": encoder.column(index.shape_values),
+        "requires_grad": encoder.column(index.requires_grad),
+        "chunk_counts": encoder.column(np.diff(index.chunk_start)),
+        "stride_rows": encoder.column(np.array(rows, dtype=np.int64)),
+        "stride_orders": encoder.column(np.array(orders, dtype=np.int64)),
+    }
+
+
+def _encode_chunks(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str, Any]:
+    unknown = index.payload_offsets == UNKNOWN
+    heads = np.where(unknown, UNKNOWN, index.payload_offsets - index.record_offsets)
+    has_crcs = (np.diff(index.crc_start) > 0) | (index.payload_lengths == 0)
+    return {
+        "offsets": encoder.column(index.chunk_offsets),
+        "sizes": encoder.column(index.chunk_sizes),
+        "files": encoder.column(index.chunk_files),
+        "record_offsets": encoder.column(index.record_offsets),
+        "record_overheads": encoder.column(index.record_lengths - index.payload_lengths),
+        "payload_heads": encoder.column(heads),
+        "has_crcs": encoder.column(has_crcs),
+        "crcs": encoder.column(index.crcs),
+    }
+
+
+def _encode_objects(objects: ObjectColumns, encoder: ColumnEncoder) -> dict[str, Any]:
+    return {
+        "fqns": encoder.strings(objects.fqns),
+        "files": encoder.column(objects.files),
+        "offsets": encoder.column(objects.offsets),
+        "lengths": encoder.column(objects.lengths),
+        "crcs": encoder.column(objects.crcs),
+        "plain": encoder.column(objects.plain),
+        "values": encoder.rows(objects.values),
+    }
+
+
+def _encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, Any] | None:
+    if planner_data is None:
+        return None
+    if not _is_paths(planner_data):
+        return {"plain": encoder.blob(_plain(planner_data, "planner data"))}
+    parts = [part for path in planner_data.values() for part in path]
+    is_position = np.fromiter((type(part) is int for part in parts), dtype=np.uint8, count=len(parts))
+    positions = [part for part in parts if type(part) is int]
+    return {
+        "fqns": encoder.strings(list(planner_data)),
+        "path_lengths": encoder.column([len(path) for path in planner_data.values()]),
+        "is_position": encoder.column(is_position),
+        "positions": encoder.column(np.array(positions, dtype=np.int64)),
+        "keys": encoder.strings([part for part in parts if type(part) is str]),
+    }
+
+
+def _is_paths(planner_data: Any) -> bool:
+    """Whether this is what flattening leaves (fqn to path), which has a compact form."""
+    if type(planner_data) is not dict:
+        return False
+    return all(
+        type(fqn) is str and type(path) is tuple and all(_is_path_part(part) for part in path)
+        for fqn, path in planner_data.items()
+    )
+
+
+def _is_path_part(part: Any) -> bool:
+    return type(part) is str or (type(part) is int and -(1 << 63) <= part < 1 << 63)
+
+
+def _plain(value: Any, what: str) -> bytes:
+    encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+    if encoded is None:
+        raise PlanError(
+            f"{what} cannot be stored in the manifest: it holds something else than None, bool, int, float, "
+            f"complex, str, bytes, list, tuple and dict, or more than {MAX_PLAIN_SECTION_BYTES >> 20} MiB"
+        )
+    return encoded
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointFormatError(
+            f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"
+        )
+    tail = len(data) - _CRC.size
+    if tail < len(_CRC_HEAD) or data[tail - len(_CRC_HEAD) : tail] != _CRC_HEAD:
+        raise CorruptCheckpointError(
+            f"the manifest does not end with its checksum ({len(data)} bytes): it is truncated or damaged"
+        )
+    (expected,) = _CRC.unpack_from(data, tail)
+    found = crc32(memoryview(data)[:tail])
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"the manifest's CRC-32 is {found:08x}, not {expected:08x}: these are not the bytes committed"
+        )
+    try:
+        # Limits first: msgpack allocates an array on the word of its header.
+        fields = msgpack.unpackb(data, max_array_len=16, max_map_len=256, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise CheckpointFormatError(f"the manifest is not msgpack as specified: {error}") from error
+    if not isinstance(fields, dict) or fields.get("kind") != _KIND:
+        raise CheckpointFormatError("the file is not a dcphub manifest")
+    _check_version(fields.get("version"))
+    return fields
+
+
+def _check_version(version: Any) -> None:
+    if not isinstance(version, list) or len(version) != 2 or not all(type(part) is int for part in version):
+        raise CheckpointFormatError("the manifest has no version")
+    if version[0] != _VERSION[0]:
+        raise UnsupportedFormatError(
+            f"the manifest has format version {version[0]}.{version[1]}, and this reader knows "
+            f"{_VERSION[0]}.x: read it with a newer dcphub",
+            version=version,
+        )
+
+
+def _decode(fields: dict[str, Any], budget: Budget) -> CheckpointIndex:
+    files = _section(fields, "files")
+    names = decode_strings(_field(files, "names"), budget)
+    tensors = _section(fields, "tensors")
+    fqns = decode_strings(_field(tensors, "fqns"), budget)
+    codes = _small(tensors, "dtypes", np.uint8, len(fqns), budget)
+    ndims = _column(tensors, "ndims", len(fqns), budget)
+    shape_values = decode_column(_field(tensors, "shapes"), budget)
+    if len(ndims) and int(ndims.max()) > MAX_DIMENSIONS:
+        raise CheckpointFormatError(f"a tensor of the manifest has more than {MAX_DIMENSIONS} dimensions")
+    check_counts(ndims, len(shape_values), "numbers of dimensions")
+    return CheckpointIndex(
+        format=_text(fields, "format"),
+        fqns=fqns,
+        dtype_codes=codes,
+        shape_start=starts(ndims),
+        shape_values=shape_values,
+        requires_grad=_small(tensors, "requires_grad", np.uint8, len(fqns), budget),
+        **_decode_chunks(tensors, _section(fields, "chunks"), ndims, codes, budget),
+        files=names,
+        file_sizes=_column(files, "sizes", len(names), budget),
+        objects=_decode_objects(_section(fields, "objects"), budget),
+        stride_orders=_decode_stride_orders(tensors, ndims, budget),
+        planner_data=_decode_planner_data(fields, budget),
+        provenance=_decode_plain_dict(fields, "provenance", budget),
+        user=_decode_plain_dict(fields, "user", budget),
+        torch_metadata_crc=_crc_or_none(fields, "torch_metadata_crc"),
+        replaced_torch_metadata_crc=_crc_or_none(fields, "replaced_torch_metadata_crc"),
+    )
+
+
+def _decode_chunks(
+    tensors: Mapping[str, Any],
+    chunks: Mapping[str, Any],
+    ndims: Int64,
+    codes: npt.NDArray[np.uint8],
+    budget: Budget,
+) -> dict[str, Any]:
+    files = decode_column(_field(chunks, "files"), budget)
+    count = len(files)
+    chunk_counts = _column(tensors, "chunk_counts", len(ndims), budget)
+    check_counts(chunk_counts, count, "numbers of chunks")
+    offsets = decode_column(_field(chunks, "offsets"), budget)
+    sizes = decode_column(_field(chunks, "sizes"), budget)
+    box_ndims = np.repeat(ndims, chunk_counts)
+    if int(box_ndims.sum()) != len(sizes) or len(offsets) != len(sizes):
+        raise CheckpointFormatError("boxes of the manifest have the wrong number of dimensions")
+    payload_lengths = _payload_lengths(sizes, box_ndims, np.repeat(codes, chunk_counts))
+    record_offsets = _column(chunks, "record_offsets", count, budget)
+    heads = _column(chunks, "payload_heads", count, budget)
+    has_crcs = _small(chunks, "has_crcs", np.uint8, count, budget)
+    crcs = decode_column(_field(chunks, "crcs"), budget)
+    crc_counts = -(-payload_lengths // BLOCK_BYTES) * (has_crcs != 0)
+    check_counts(crc_counts, len(crcs), "numbers of checksums")
+    return {
+        "chunk_start": starts(chunk_counts),
+        "chunk_offsets": offsets,
+        "chunk_sizes": sizes,
+        "chunk_files": files,
+        "record_offsets": record_offsets,
+        "record_lengths": _column(chunks, "record_overheads", count, budget) + payload_lengths,
+        "payload_offsets": np.where(heads == UNKNOWN, UNKNOWN, record_offsets + heads),
+        "payload_lengths": payload_lengths,
+        "crc_start": starts(crc_counts),
+        "crcs": _narrow(crcs, "crcs", np.uint32),
+    }
+
+
+def _payload_lengths(sizes: Int64, box_ndims: Int64, codes: npt.NDArray[np.uint8]) -> Int64:
+    """Bytes of each box; refuses boxes whose size wraps around in int64."""
+    if len(sizes) and int(sizes.min()) < 0:
+        raise CheckpointFormatError("a chunk of the manifest has a negative size")
+    table = np.zeros(256, dtype=np.int64)
+    for code, dtype in dtypes.BY_CODE.items():
+        table[code] = dtype.itemsize
+    lengths = table[codes]
+    boxed = box_ndims > 0
+    begins = (np.cumsum(box_ndims) - box_ndims)[boxed]
+    if len(begins):
+        approximate = np.multiply.reduceat(sizes.astype(np.float64), begins)
+        if (approximate * lengths[boxed] > _LARGEST_PAYLOAD_BYTES).any():
+            raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
+        lengths[boxed] *= np.multiply.reduceat(sizes, begins)
+    return lengths
+
+
+def _decode_objects(objects: Mapping[str, Any], budget: Budget) -> ObjectColumns:
+    fqns = decode_strings(_field(objects, "fqns"), budget)
+    columns = {
+        name: _column(objects, name, len(fqns), budget)
+        for name in ("files", "offsets", "lengths", "crcs", "plain")
+    }
+    return ObjectColumns(fqns=fqns, values=decode_rows(_field(objects, "values"), budget), **columns)
+
+
+def _decode_stride_orders(
+    tensors: Mapping[str, Any], ndims: Int64, budget: Budget
+) -> dict[int, tuple[int, ...]]:
+    rows = decode_column(_field(tensors, "stride_rows"), budget)
+    orders = decode_column(_field(tensors, "stride_orders"), budget).tolist()
+    if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(ndims)):
+        raise CheckpointFormatError("a stride order of the manifest belongs to no tensor")
+    check_counts(ndims[rows], len(orders), "stride orders")
+    result = {}
+    for row, (begin, end) in zip(rows.tolist(), pairwise(starts(ndims[rows]).tolist()), strict=True):
+        order = tuple(orders[begin:end])
+        if sorted(order) != list(range(end - begin)):
+            raise CheckpointFormatError("a stride order of the manifest is not a permutation of dimensions")
+        result[row] = order
+    return result
+
+
+def _decode_planner_data(fields: Mapping[str, Any], budget: Budget) -> Any:
+    if fields.get("planner_data") is None:
+        return None
+    section = _section(fields, "planner_data")
+    if "plain" in section:
+        encoded = decode_bytes(section["plain"], budget)
+        return decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+    fqns = decode_strings(_field(section, "fqns"), budget)
+    lengths = _column(section, "path_lengths", len(fqns), budget)
+    is_position = decode_column(_field(section, "is_position"), budget)
+    check_counts(lengths, len(is_position), "path lengths")
+    positions = decode_column(_field(section, "positions"), budget)
+    keys = decode_strings(_field(section, "keys"), budget)
+    if int(np.count_nonzero(is_position)) != len(positions) or len(is_position) != len(positions) + len(keys):
+        raise CheckpointFormatError("paths of the manifest's planner data do not add up")
+    return dict(zip(fqns, _paths(lengths, is_position, positions, keys), strict=True))
+
+
+def _paths(
+    lengths: Int64, is_position: Int64, positions: Int64, keys: Sequence[str]
+) -> list[tuple[str | int, ...]]:
+    parts = np.empty(len(is_position), dtype=object)
+    parts[is_position != 0] = positions.tolist()
+    parts[is_position == 0] = keys
+    flat, bounds = parts.tolist(), starts(lengths).tolist()
+    return [tuple(flat[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _decode_plain_dict(fields: Mapping[str, Any], name: str, budget: Budget) -> dict[str, Any]:
+    encoded = decode_bytes(_field(fields, name), budget)
+    value = decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+    if not isinstance(value, dict):
+        raise CheckpointFormatError(f"{name} of the manifest is not a dict")
+    return value
+
+
+def _section(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = _field(fields, name)
+    if not isinstance(section, dict):
+        raise CheckpointFormatError(f"{name} of the manifest is not a map")
+    return section
+
+
+def _field(fields: Mapping[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise CheckpointFormatError(f"the manifest lacks {name}")
+    return fields[name]
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = _field(fields, name)
+    if not isinstance(value, str):
+        raise CheckpointFormatError(f"{name} of the manifest is not a string")
+    return value
+
+
+def _column(section: Mapping[str, Any], name: str, rows: int, budget: Budget) -> Int64:
+    column = decode_column(_field(section, name), budget)
+    if len(column) != rows:
+        raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
+    return column
+
+
+def _small(section: Mapping[str, Any], name: str, dtype: Any, rows: int, budget: Budget) -> npt.NDArray[Any]:
+    return _narrow(_column(section, name, rows, budget), name, dtype)
+
+
+def _narrow(column: Int64, name: str, dtype: Any) -> npt.NDArray[Any]:
+    if len(column) and (int(column.min()) < 0 or int(column.max()) > np.iinfo(dtype).max):
+        raise CheckpointFormatError(f"column {name} of the manifest is out of range")
+    return column.astype(dtype)
+
+
+def _crc_or_none(fields: Mapping[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= 0xFFFFFFFF):
+        raise CheckpointFormatError(f"{name} of the manifest is not a CRC-32")
+    return value
