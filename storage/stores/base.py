@@ -1,0 +1,272 @@
+"""The store interface: everything the package asks of a place that keeps files.
+
+A checkpoint is a flat folder of immutable data files plus a few small files that are published atomically.
+The interface has exactly the operations this needs, so that an object store can offer them too: no append to
+a finished file, no rename, no nested folders. One backend is one file beside this one, and every backend
+passes `dcp.storage.stores.contract.StoreContract`.
+
+Errors are typed (`dcp.storage.errors`) and carry ``path`` and, where an operation failed, ``op``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
+
+from dcp.storage.errors import CheckpointFormatError
+
+__all__ = [
+    "ANY",
+    "LOCK_NAME",
+    "TEMPORARY_PREFIX",
+    "Anything",
+    "Buffer",
+    "Expected",
+    "FileInfo",
+    "ReadHandle",
+    "Store",
+    "Version",
+    "WriteHandle",
+    "byte_view",
+    "check_name",
+    "content_version",
+]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Bytes to be written: C-contiguous, any item format."""
+
+LOCK_NAME: Final = ".lock"
+"""The advisory lock's file where a backend needs one; reserved, and left out of listings."""
+
+TEMPORARY_PREFIX: Final = ".tmp-"
+"""Files written aside for a publish are named so. A crash may leave one; garbage collection removes it."""
+
+_NAME_LIMIT_BYTES: Final = 255
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """One regular file of a store; ``modified_seconds`` counts from the epoch."""
+
+    name: str
+    size_bytes: int
+    modified_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Which content a small file has now: opaque, to be compared for equality only.
+
+    Equal versions mean equal content, so that a replacement that compares versions loses no update.
+    """
+
+    token: str
+
+
+class Anything(Enum):
+    """The type of `ANY`."""
+
+    ANY = "any"
+
+
+ANY: Final = Anything.ANY
+"""``expected=ANY``: publish whatever is there now."""
+
+Expected: TypeAlias = Version | Literal[Anything.ANY] | None
+
+
+def check_name(name: str) -> str:
+    """``name`` itself if it is one plain path component that a file of a store may have.
+
+    Raises `CheckpointFormatError` otherwise: names come out of metadata that others wrote, and must not
+    reach outside of the folder.
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        size = 0
+    if not 0 < size <= _NAME_LIMIT_BYTES or name in (".", "..", LOCK_NAME):
+        fault = "empty, reserved, not UTF-8, or longer than 255 bytes"
+    elif "/" in name or "\\" in name or "\0" in name:
+        fault = "has a path separator or NUL in it"
+    else:
+        return name
+    raise CheckpointFormatError(
+        f"file name {name!r} is not allowed in a checkpoint: {fault}; "
+        "the metadata that names it is damaged or hostile",
+        name=name,
+    )
+
+
+def content_version(data: Buffer) -> Version:
+    """The version of a file by its content, for backends that have no cheaper stamp as trustworthy."""
+    return Version(f"sha256:{hashlib.sha256(data).hexdigest()}")
+
+
+def byte_view(data: Buffer) -> memoryview:
+    """``data`` as a one-dimensional view of bytes. Raises `TypeError` if it is not C-contiguous."""
+    view = memoryview(data)
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class ReadHandle(ABC):
+    """An open file, read at explicit offsets, by any number of threads at once."""
+
+    name: str
+    size_bytes: int
+
+    @abstractmethod
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all ``buffers`` exactly, in order, from byte ``offset`` on, without a copy in between.
+
+        Raises `CorruptCheckpointError` if the file ends before, `StorageError` if reading fails. Contents of
+        the buffers are then undefined.
+        """
+
+    @abstractmethod
+    def pread(self, length: int, offset: int) -> bytes:
+        """Exactly ``length`` bytes: for headers, where a destination of one's own is not worth it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the file; idempotent. No read may be running in another thread."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class WriteHandle(ABC):
+    """A new file, written front to back by one thread at a time.
+
+    As a context manager it finishes on a normal exit and aborts on an exception.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """Bytes accepted so far, so that the caller learns at which offset a record begins."""
+
+    @abstractmethod
+    def write(self, data: Buffer) -> None:
+        """Append ``data``, consumed before return: the caller may change the memory at once.
+
+        Raises `StorageFullError` or `StorageError`, also for an earlier write that failed in the background;
+        then only `abort` is of use.
+        """
+
+    @abstractmethod
+    def finish(self) -> int:
+        """Everything on storage, and durable where `Store.create` was asked so; returns the size in bytes.
+
+        The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove the file, for a save that failed. Idempotent; after `finish` it does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abort()
+
+
+class Store(ABC):
+    """A flat folder of files, safe to use from several threads and processes."""
+
+    url: str
+    """Names the folder in messages."""
+
+    def path_of(self, name: str) -> str:
+        """``name`` below `url`, for messages and the ``path`` of errors."""
+        return f"{self.url}/{name}"
+
+    @abstractmethod
+    def make_root(self) -> None:
+        """Create the folder and its parents, durably; fine if it is there. Before the first data file."""
+
+    @abstractmethod
+    def list(self) -> list[FileInfo]:
+        """Regular files directly below the root, sorted by name, temporary ones too (garbage collection needs
+        them), the lock file not; ``[]`` if the root does not exist.
+        """
+
+    @abstractmethod
+    def stat(self, name: str) -> FileInfo | None:
+        """One file's size without opening it; None if there is no regular file of that name."""
+
+    @abstractmethod
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """A whole small file (a manifest) in one request.
+
+        Raises `CheckpointNotFoundError` if it is absent, and `CheckpointFormatError` above ``limit_bytes``,
+        before memory for it is taken.
+        """
+
+    @abstractmethod
+    def open_read(self, name: str) -> ReadHandle:
+        """Open a data file for ranged reads. Raises `CheckpointNotFoundError` if it is absent."""
+
+    @abstractmethod
+    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+        """Begin a data file. Raises `StorageError` if the name exists: data files are never overwritten.
+
+        ``expected_bytes`` is the size that the file will have; a store may reserve it, and raise
+        `StorageFullError` now instead of after hours. It need not be exact.
+        """
+
+    @abstractmethod
+    def version(self, name: str) -> Version | None:
+        """Which content a small file has now, to replace exactly that one later; None if it is absent."""
+
+    @abstractmethod
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """Atomically make ``name`` hold ``data``: the commit. After a crash it is the old or the new.
+
+        ``expected=None`` publishes only if the name does not exist, a `Version` only over that content, `ANY`
+        always. Raises `CheckpointConflictError` if something else is there. Any other error leaves open what
+        happened: the caller has to look.
+        """
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a file; a missing one is fine, since deletion is repeated after crashes."""
+
+    @abstractmethod
+    def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
+        """Advisory and exclusive between processes and threads; released when the holder dies.
+
+        Re-entrant in one thread through one store object. Raises `StorageError` after ``timeout_seconds``.
+        """
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make names durable: finished files survive a power loss only after this."""
+
+    @abstractmethod
+    def remove_root(self) -> None:
+        """Remove the folder if it is empty, and leave it alone if it is not; a missing one is fine."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"

@@ -1,0 +1,120 @@
+"""Bounce buffers: page-aligned memory that is reused, because first touch of fresh memory costs ten copies.
+
+O_DIRECT needs aligned memory, and a caller's tensors rarely are. The pool keeps a bounded number of buffers
+of one size for the life of the process. It never blocks: whoever waits for a buffer waits for one of its own
+that is on its way to the disk, so that many files open at once cannot starve each other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+__all__ = ["ALIGNMENT_BYTES", "POOL", "BounceBuffer", "BufferPool", "copy_bytes"]
+
+ALIGNMENT_BYTES: Final = 4096
+"""Of memory, file offset and length in O_DIRECT writes; a device that wants more is served buffered."""
+
+_RELEASE_GIL_BYTES: Final = 64 << 10
+
+
+class BounceBuffer:
+    """One aligned block of memory. ``view`` is writable and as long as the pool's ``size_bytes``."""
+
+    __slots__ = ("generation", "view")
+
+    def __init__(self, size_bytes: int, generation: int) -> None:
+        # Private, not shared: after a fork the child's writes must not reach a file that the parent writes.
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view = memoryview(memory)
+        self.generation = generation
+
+
+class BufferPool:
+    """Keeps up to ``count`` buffers of ``size_bytes`` each. Thread-safe; starts afresh in a forked child."""
+
+    def __init__(self, count: int = 4, size_bytes: int = 8 << 20) -> None:
+        if count < 1 or size_bytes < ALIGNMENT_BYTES or size_bytes % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"a pool needs count >= 1 and a multiple of {ALIGNMENT_BYTES}: {count=}, {size_bytes=}"
+            )
+        self.count = count
+        self.size_bytes = size_bytes
+        self._generation = 0
+        self._start_afresh()
+        reference = weakref.ref(self)
+
+        def start_afresh_in_child() -> None:
+            pool = reference()
+            if pool is not None:
+                pool._start_afresh()
+
+        os.register_at_fork(after_in_child=start_afresh_in_child)
+
+    def _start_afresh(self) -> None:
+        # In a forked child: the lock may be held by a thread that does not exist here, and buffers that
+        # were out belong to handles of the parent.
+        self._lock = threading.Lock()
+        self._free: list[BounceBuffer] = []
+        self._out = 0
+        self._generation += 1
+
+    def try_take(self) -> BounceBuffer | None:
+        """A buffer if fewer than ``count`` are out, else None: a second one, to overlap copy and write."""
+        with self._lock:
+            if self._out >= self.count:
+                return None
+            self._out += 1
+            if self._free:
+                return self._free.pop()
+            generation = self._generation
+        return self._allocate(generation)
+
+    def take(self) -> BounceBuffer:
+        """A buffer, beyond the bound if need be: for the first one, without which no progress is possible."""
+        with self._lock:
+            self._out += 1
+            if self._free:
+                return self._free.pop()
+            generation = self._generation
+        return self._allocate(generation)
+
+    def give(self, buffer: BounceBuffer) -> None:
+        """Return a buffer; one that is beyond the bound, or from before a fork, is let go."""
+        with self._lock:
+            if buffer.generation != self._generation:
+                return
+            self._out -= 1
+            if self._out + len(self._free) < self.count:
+                self._free.append(buffer)
+
+    @contextmanager
+    def borrow(self) -> Iterator[memoryview]:
+        """The view of a buffer for the length of a ``with`` block."""
+        buffer = self.take()
+        try:
+            yield buffer.view
+        finally:
+            self.give(buffer)
+
+    def _allocate(self, generation: int) -> BounceBuffer:
+        return BounceBuffer(self.size_bytes, generation)
+
+
+POOL: Final = BufferPool()
+"""The pool of this process."""
+
+
+def copy_bytes(target: memoryview, source: bytes | memoryview) -> None:
+    """Copy into a view of bytes of the same length; large copies let other threads run (release the GIL)."""
+    if len(source) < _RELEASE_GIL_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

@@ -1,0 +1,223 @@
+"""Files in the memory of this process: for tests, examples, and state that need not outlive the process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from dcp.storage.stores.base import (
+    ANY,
+    Buffer,
+    Expected,
+    FileInfo,
+    ReadHandle,
+    Store,
+    Version,
+    WriteHandle,
+    byte_view,
+    check_name,
+    content_version,
+)
+
+__all__ = ["MemoryStore"]
+
+
+@dataclass
+class _File:
+    data: bytearray
+    modified_seconds: float
+
+
+@dataclass
+class _Folder:
+    files: dict[str, _File] = field(default_factory=dict)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    advisory: threading.RLock = field(default_factory=threading.RLock)
+
+
+_FOLDERS: dict[str, _Folder] = {}
+_FOLDERS_GUARD = threading.Lock()
+
+
+class MemoryStore(Store):
+    """Stores of one ``name`` share their files. Nothing survives the process; ``durable`` has no effect."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        with _FOLDERS_GUARD:
+            self._folder = _FOLDERS.setdefault(name, _Folder())
+
+    def make_root(self) -> None:
+        """Nothing to do: the folder exists as long as the process."""
+
+    def list(self) -> list[FileInfo]:
+        """A snapshot; files that are being written are listed with their size so far."""
+        with self._folder.guard:
+            return [_file_info(name, file) for name, file in sorted(self._folder.files.items())]
+
+    def stat(self, name: str) -> FileInfo | None:
+        """The size so far, for a file that is being written."""
+        file = self._folder.files.get(check_name(name))
+        return _file_info(name, file) if file else None
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """A copy of the file."""
+        data = self._file(name).data
+        if len(data) > limit_bytes:
+            raise CheckpointFormatError(
+                f"{self.path_of(name)} has {len(data)} bytes, more than the {limit_bytes} that it may have",
+                path=self.path_of(name),
+                size_bytes=len(data),
+                limit_bytes=limit_bytes,
+            )
+        return bytes(data)
+
+    def open_read(self, name: str) -> ReadHandle:
+        """The handle keeps the file's memory, also when the file is deleted or replaced."""
+        return _MemoryReadHandle(name, self.path_of(name), self._file(name))
+
+    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+        """The file grows in memory; neither option has an effect."""
+        file = _File(bytearray(), time.time())
+        with self._folder.guard:
+            if self._folder.files.setdefault(check_name(name), file) is not file:
+                raise StorageError(
+                    f"{self.path_of(name)} exists already: data files are never overwritten",
+                    path=self.path_of(name),
+                    op="create",
+                )
+        return _MemoryWriteHandle(name, self, file)
+
+    def version(self, name: str) -> Version | None:
+        """A digest of the content."""
+        file = self._folder.files.get(check_name(name))
+        return content_version(file.data) if file else None
+
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """Compare and replace under one mutex."""
+        new = _File(bytearray(data), time.time())
+        with self._folder.guard:
+            if expected is not ANY and self.version(name) != expected:
+                raise CheckpointConflictError(
+                    f"{self.path_of(name)} was published by somebody else since this save began",
+                    path=self.path_of(name),
+                )
+            self._folder.files[check_name(name)] = new
+        return content_version(data)
+
+    def delete(self, name: str) -> None:
+        """Open read handles still read it."""
+        with self._folder.guard:
+            self._folder.files.pop(check_name(name), None)
+
+    @contextmanager
+    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+        """Between threads: other processes have a folder of their own."""
+        if not self._folder.advisory.acquire(timeout=max(0.0, timeout_seconds)):
+            raise StorageError(
+                f"{self.url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
+                path=self.url,
+                op="lock",
+                timeout_seconds=timeout_seconds,
+            )
+        try:
+            yield
+        finally:
+            self._folder.advisory.release()
+
+    def sync(self) -> None:
+        """Nothing to do: nothing is durable here."""
+
+    def remove_root(self) -> None:
+        """Nothing to do: an empty folder takes no space, and a store object may still refer to it."""
+
+    def _file(self, name: str) -> _File:
+        file = self._folder.files.get(check_name(name))
+        if file is None:
+            raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+        return file
+
+    def _forget(self, name: str, file: _File) -> None:
+        with self._folder.guard:
+            if self._folder.files.get(name) is file:
+                del self._folder.files[name]
+
+
+class _MemoryReadHandle(ReadHandle):
+    def __init__(self, name: str, path: str, file: _File) -> None:
+        self.name = name
+        self.size_bytes = len(file.data)
+        self._path = path
+        self._file: _File | None = file
+
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        if self._file is None:
+            raise ValueError(f"{self._path} is closed: it cannot be read any more")
+        size, end = len(self._file.data), offset + sum(buffer.nbytes for buffer in buffers)
+        if end > size and end > offset:
+            raise CorruptCheckpointError(
+                f"{self._path} ends at byte {size}, but the checkpoint has data up to byte {end}",
+                path=self._path,
+                size_bytes=size,
+                wanted_bytes=end,
+            )
+        for buffer in buffers:
+            target = byte_view(buffer)
+            target[:] = self._file.data[offset : offset + len(target)]
+            offset += len(target)
+
+    def pread(self, length: int, offset: int) -> bytes:
+        data = bytearray(length)
+        self.preadv([memoryview(data)], offset)
+        return bytes(data)
+
+    def close(self) -> None:
+        self._file = None
+
+
+class _MemoryWriteHandle(WriteHandle):
+    def __init__(self, name: str, store: MemoryStore, file: _File) -> None:
+        self.name = name
+        self._store = store
+        self._file = file
+        self._state = "open"
+
+    @property
+    def position(self) -> int:
+        return len(self._file.data)
+
+    def write(self, data: Buffer) -> None:
+        self._check_open()
+        self._file.data += byte_view(data)
+
+    def finish(self) -> int:
+        if self._state != "finished":
+            self._check_open()
+            self._file.modified_seconds = time.time()
+            self._state = "finished"
+        return self.position
+
+    def abort(self) -> None:
+        if self._state == "open":
+            self._state = "aborted"
+            self._store._forget(self.name, self._file)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise ValueError(
+                f"{self._store.path_of(self.name)} is {self._state}: nothing can be written to it any more"
+            )
+
+
+def _file_info(name: str, file: _File) -> FileInfo:
+    return FileInfo(name, len(file.data), file.modified_seconds)

@@ -1,0 +1,357 @@
+"""Files below one folder of a POSIX file system: local disks, NFS, Lustre and the like."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from dcp.storage.stores.base import (
+    ANY,
+    LOCK_NAME,
+    TEMPORARY_PREFIX,
+    Expected,
+    FileInfo,
+    Store,
+    Version,
+    check_name,
+    content_version,
+)
+from dcp.storage.stores.buffers import POOL
+from dcp.storage.stores.posix_files import (
+    DurableFile,
+    Observe,
+    PageCacheFile,
+    PosixReadHandle,
+    step,
+    storage_error,
+)
+
+__all__ = ["PosixStore"]
+
+_PUBLISH_LOCK_SECONDS: Final = 60.0
+"""A replacement holds the lock for a read and a rename; longer waits mean a hanging file system."""
+
+_LINK_REFUSED: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+_LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR})
+_VERSION_LIMIT_BYTES: Final = 1 << 34
+
+
+class PosixStore(Store):
+    """A folder as a `Store`. The folder itself may be a symbolic link; the files in it may not, unless asked.
+
+    - ``follow_links``: read through symbolic links, as in the cache folders of model hubs. Off by default:
+      a hostile checkpoint could make a link to any file that the user can read.
+    - ``direct_io``: False writes durable files through the page cache too.
+    - ``hard_links``: False commits with a rename under the lock, as is done anyway where the file system has no
+      hard links; then only writers of this package are kept from overwriting each other.
+    - ``observe``: called as ``observe(step, name)`` before every system call that changes storage.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        observe: Callable[[str, str], None] | None = None,
+        *,
+        follow_links: bool = False,
+        direct_io: bool = True,
+        hard_links: bool = True,
+    ) -> None:
+        if not os.fspath(path):
+            raise ValueError("an empty path names no folder: pass '.' for the current one")
+        self._root = Path(path).absolute()
+        self._observe: Observe = observe
+        self._follow_links = follow_links
+        self._direct_io = direct_io
+        self._hard_links = hard_links
+        self._lock_owners: dict[int, int] = {}
+        self.url = str(self._root)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Worker processes get a store of their own: locks that are held here do not travel.
+        options = {
+            "follow_links": self._follow_links,
+            "direct_io": self._direct_io,
+            "hard_links": self._hard_links,
+        }
+        return (partial(PosixStore, self.url, self._observe, **options), ())
+
+    def make_root(self) -> None:
+        """Each folder that is new is made durable in its parent."""
+        missing = []
+        folder = self._root
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for created in reversed(missing):
+            with step(self._observe, "mkdir", created):
+                # Other ranks create the same folder at the same time.
+                created.mkdir(exist_ok=True)
+            self._sync_folder(created.parent)
+        if not self._root.is_dir():
+            raise StorageError(
+                f"{self.url} is not a folder, so no checkpoint can be stored there", path=self.url, op="mkdir"
+            )
+
+    def list(self) -> list[FileInfo]:
+        """Folders, links (unless followed), FIFOs and devices are left out."""
+        found: list[FileInfo] = []
+        try:
+            with os.scandir(self._root) as entries:
+                for entry in entries:
+                    if entry.name == LOCK_NAME or not entry.is_file(follow_symlinks=self._follow_links):
+                        continue
+                    with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
+                        found.append(_file_info(entry.name, entry.stat(follow_symlinks=self._follow_links)))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise storage_error(error, "list", self._root) from error
+        return sorted(found, key=lambda info: info.name)
+
+    def stat(self, name: str) -> FileInfo | None:
+        """None too for a link (unless followed) and whatever else is no regular file."""
+        path = self._path(name)
+        try:
+            status = path.stat(follow_symlinks=self._follow_links)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error(error, "stat", path) from error
+        return _file_info(name, status) if stat.S_ISREG(status.st_mode) else None
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """The size is checked on the open file, so that a swap in between gains nothing."""
+        with self.open_read(name) as handle:
+            if handle.size_bytes > limit_bytes:
+                raise CheckpointFormatError(
+                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
+                    "such a file may have: it is damaged or hostile",
+                    path=self.path_of(name),
+                    size_bytes=handle.size_bytes,
+                    limit_bytes=limit_bytes,
+                )
+            return handle.pread(handle.size_bytes, 0)
+
+    def open_read(self, name: str) -> PosixReadHandle:
+        """Raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
+        path = self._path(name)
+        # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(path, flags if self._follow_links else flags | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFoundError(f"{path} does not exist", path=str(path)) from error
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CheckpointFormatError(
+                    f"{path} is a symbolic link, which could point at any file of yours; "
+                    "if you trust the folder, open it with follow_links=True",
+                    path=str(path),
+                ) from error
+            raise storage_error(error, "open", path) from error
+        return PosixReadHandle(path, descriptor)
+
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None
+    ) -> DurableFile | PageCacheFile:
+        """O_EXCL, so that a link planted under the name is not followed either."""
+        path = self._path(name)
+        with step(self._observe, "create", path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o666)
+        if not durable:
+            return PageCacheFile(path, descriptor, self._observe, POOL)
+        handle = DurableFile(path, descriptor, self._observe, POOL, direct=self._direct_io)
+        try:
+            handle.reserve(expected_bytes or 0)
+        except StorageError:
+            handle.abort()
+            raise
+        return handle
+
+    def version(self, name: str) -> Version | None:
+        """A digest: times have too coarse a grain, and inode numbers are used again."""
+        try:
+            return content_version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
+        except CheckpointNotFoundError:
+            return None
+
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """Written aside, then linked (create-only) or renamed under the lock, then the folder is synced."""
+        self._path(name)
+        temporary = self._path(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        with self.create(temporary.name, durable=durable) as handle:
+            handle.write(data)
+        try:
+            self._commit(temporary, name, expected)
+        except BaseException:
+            # After a rename that did happen there is nothing under this name any more.
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        if durable:
+            self.sync()
+        return content_version(data)
+
+    def delete(self, name: str) -> None:
+        """Open handles still read it."""
+        path = self._path(name)
+        with step(self._observe, "unlink", path):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+        """flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
+        thread = threading.get_ident()
+        depth = self._lock_owners.get(thread, 0)
+        descriptor = self._acquire(timeout_seconds) if depth == 0 else -1
+        self._lock_owners[thread] = depth + 1
+        try:
+            yield
+        finally:
+            if depth == 0:
+                del self._lock_owners[thread]
+                self._release(descriptor)
+            else:
+                self._lock_owners[thread] = depth
+
+    def sync(self) -> None:
+        """fsync of the folder."""
+        self._sync_folder(self._root)
+
+    def remove_root(self) -> None:
+        """A lock file that a killed process left behind does not count."""
+        try:
+            if any(entry.name != LOCK_NAME for entry in os.scandir(self._root)):
+                return
+            if (self._root / LOCK_NAME).exists():
+                with self.lock(timeout_seconds=0):
+                    pass  # releasing removes the file
+            with step(self._observe, "rmdir", self._root):
+                self._root.rmdir()
+        except (FileNotFoundError, StorageError):
+            # Somebody else removed the folder, holds the lock or wrote a file just now: not ours to remove.
+            return
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+    def _sync_folder(self, folder: Path) -> None:
+        with step(self._observe, "fsync_folder", folder):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if (
+                    error.errno != errno.EINVAL
+                ):  # file systems without durable folders, such as SMB, have no such call
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def _commit(self, temporary: Path, name: str, expected: Expected) -> None:
+        """The instant at which ``name`` changes from old to new content."""
+        if expected is None and self._hard_links and self._link(temporary, name):
+            return
+        with self.lock(timeout_seconds=_PUBLISH_LOCK_SECONDS):
+            if expected is not ANY and self.version(name) != expected:
+                self._report_conflict(name)
+            with step(self._observe, "rename", self._root / name):
+                temporary.rename(self._root / name)
+
+    def _link(self, temporary: Path, name: str) -> bool:
+        """Give the file its name only if nobody has it, without a lock. False if links are refused."""
+        target = self._root / name
+        try:
+            with step(self._observe, "link", target):
+                target.hardlink_to(temporary)
+        except StorageError as error:
+            if error.errno in _LINK_REFUSED:
+                return False
+            # NFS may repeat a request whose answer was lost: then the name exists because it is ours.
+            if error.errno != errno.EEXIST:
+                raise
+            if not _same_file(temporary, target):
+                self._report_conflict(name)
+        with suppress(StorageError), step(self._observe, "unlink", temporary):  # published all the same
+            temporary.unlink()
+        return True
+
+    def _report_conflict(self, name: str) -> None:
+        raise CheckpointConflictError(
+            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
+            "save under another id, or load what is there first",
+            path=self.path_of(name),
+        )
+
+    def _acquire(self, timeout_seconds: float) -> int:
+        path = self._root / LOCK_NAME
+        give_up = time.monotonic() + timeout_seconds
+        pause_seconds = 0.001
+        while True:
+            descriptor = self._try_acquire(path)
+            if descriptor >= 0:
+                return descriptor
+            left_seconds = give_up - time.monotonic()
+            if left_seconds <= 0:
+                raise StorageError(
+                    f"{self.url} is locked by another writer, still after {timeout_seconds:g} seconds; "
+                    "wait for it to end, or stop it: the lock ends with its process",
+                    path=str(path),
+                    op="lock",
+                    timeout_seconds=timeout_seconds,
+                )
+            time.sleep(min(pause_seconds, left_seconds))
+            pause_seconds = min(2 * pause_seconds, 0.1)
+
+    def _try_acquire(self, path: Path) -> int:
+        """A descriptor that holds the lock, or -1. Each is an open file of its own: threads exclude too."""
+        with step(self._observe, "lock", path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The last holder removes the file: a lock on a removed file excludes nobody.
+                if os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False)):
+                    return descriptor
+            except OSError as error:
+                os.close(descriptor)
+                if error.errno in _LOCK_BUSY or error.errno == errno.ENOENT:
+                    return -1
+                raise
+            os.close(descriptor)
+            return -1
+
+    def _release(self, descriptor: int) -> None:
+        with suppress(OSError):  # left behind, the file does no harm: only the flock counts
+            (self._root / LOCK_NAME).unlink()
+        # Unlocking, not only closing: a forked child may hold a copy of the descriptor.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _file_info(name: str, status: os.stat_result) -> FileInfo:
+    return FileInfo(name, status.st_size, status.st_mtime)
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return os.path.samestat(first.stat(follow_symlinks=False), second.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
