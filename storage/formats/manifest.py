@@ -58,8 +58,8 @@ _LARGEST_PAYLOAD_BYTES: Final = 2.0**62
 def encode_manifest(index: CheckpointIndex) -> bytes:
     """The manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it inconsistent.
 
-    PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if the
-    manifest would be larger than MAX_MANIFEST_BYTES.
+    PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
+    the manifest would be larger than MAX_MANIFEST_BYTES.
     """
     index.check()
     encoder = ColumnEncoder()

@@ -1,0 +1,154 @@
+"""Which index is the truth of a folder: our manifest, stock's `.metadata`, or what ranks saved on their own.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    METADATA_NAME,
+    decode_manifest,
+)
+from dcp.storage.formats.merge import merge_rank_indexes
+from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
+from dcp.storage.stores.base import Store
+
+__all__ = ["MAX_TORCH_METADATA_BYTES", "has_checkpoint", "open_index"]
+
+logger = logging.getLogger(__name__)
+
+MAX_TORCH_METADATA_BYTES: Final = 8 << 30
+
+_ATTEMPTS: Final = 8
+_PROBED_NAMES: Final = 16
+_DATA_SUFFIXES: Final = (".distcp", ".safetensors")
+_STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+_RANK_LOCAL: Final = re.compile(
+    rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"
+)
+
+
+def open_index(store: Store, *, rank: int | None = None) -> CheckpointIndex:
+    """The index of the checkpoint that is committed in ``store``.
+
+    It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without a
+    manifest it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
+    and there, or all of them merged.
+
+    Raises CheckpointNotFoundError if nothing is committed, and the decoders' errors with ``path`` added: a
+    damaged manifest is never papered over with another file.
+    """
+    index = _open_pair(store, MANIFEST_NAME, METADATA_NAME)
+    if index is not None:
+        return index
+    ranks = _local_ranks(store)
+    if rank in ranks:
+        ranks = [rank]
+    indexes = {}
+    for local in ranks:
+        part = _open_pair(store, f"__{local}.{MANIFEST_NAME}", f"__{local}{METADATA_NAME}")
+        if part is not None:
+            indexes[local] = part
+    if not indexes:
+        raise _not_found(store)
+    with _located(store.url):
+        return merge_rank_indexes(indexes)
+
+
+def has_checkpoint(store: Store) -> bool:
+    """Whether anything is committed in ``store``; its files are not opened."""
+    if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
+        return True
+    return bool(_local_ranks(store))
+
+
+def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> CheckpointIndex | None:
+    """The index of one manifest and the `.metadata` beside it; None if both are absent."""
+    for _ in range(_ATTEMPTS):
+        manifest = _read(store, manifest_name, MAX_MANIFEST_BYTES)
+        metadata = _read(store, metadata_name, MAX_TORCH_METADATA_BYTES)
+        if manifest is None:
+            if metadata is None:
+                return None
+            with _located(store.path_of(metadata_name)):
+                return decode_torch_metadata(metadata)
+        with _located(store.path_of(manifest_name)):
+            index = decode_manifest(manifest)
+        if metadata is None or _belongs(index, metadata, store.path_of(metadata_name)):
+            return index
+        # A save of ours replaces two files, one after the other: only if the manifest is still the same was
+        # it somebody else who wrote .metadata.
+        if _read(store, manifest_name, MAX_MANIFEST_BYTES) == manifest:
+            with _located(store.path_of(metadata_name)):
+                return decode_torch_metadata(metadata)
+    raise CheckpointConflictError(
+        f"{store.url} was replaced {_ATTEMPTS} times while it was being opened; give each save its own id",
+        path=store.url,
+    )
+
+
+def _belongs(index: CheckpointIndex, metadata: bytes, path: str) -> bool:
+    """Whether ``metadata`` is the one published with the manifest, or the one that this was to replace."""
+    crc = crc32(metadata)
+    if crc in (index.torch_metadata_crc, index.replaced_torch_metadata_crc):
+        return True
+    # Stock never refers to our uniquely named files, so a .metadata that does is ours, with damage.
+    ours = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
+    if any(name.encode("utf-8", "surrogatepass") in metadata for name in ours):
+        logger.warning(
+            "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads the "
+            "manifest; stock torch would read the damaged file. Save again, or restore it.",
+            path,
+        )
+        return True
+    return False
+
+
+def _read(store: Store, name: str, limit_bytes: int) -> bytes | None:
+    try:
+        return store.read(name, limit_bytes=limit_bytes)
+    except CheckpointNotFoundError:
+        return None
+
+
+def _local_ranks(store: Store) -> list[int]:
+    matches = (_RANK_LOCAL.fullmatch(info.name) for info in store.list())
+    return sorted({int(match[1]) for match in matches if match})
+
+
+@contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Adds ``path`` to errors of the decoders, which see bytes and not files."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+
+
+def _not_found(store: Store) -> CheckpointNotFoundError:
+    data_files = [info.name for info in store.list() if info.name.endswith(_DATA_SUFFIXES)]
+    looked_for = f"{MANIFEST_NAME}, {METADATA_NAME}, __<rank>.{MANIFEST_NAME} or __<rank>{METADATA_NAME}"
+    if data_files:
+        return CheckpointNotFoundError(
+            f"{store.url} holds no committed checkpoint: there are {len(data_files)} data files, such as "
+            f"{data_files[0]}, but no {looked_for}. The save that wrote them failed or is still running; "
+            "load an earlier checkpoint.",
+            path=store.url,
+            data_files=len(data_files),
+        )
+    return CheckpointNotFoundError(
+        f"{store.url} holds no checkpoint: no {looked_for} is there. Check the path.",
+        path=store.url,
+        data_files=0,
+    )
