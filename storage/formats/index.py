@@ -21,11 +21,14 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES
 
-__all__ = ["UNKNOWN", "CheckpointIndex", "Int64", "ObjectColumns", "Path", "starts"]
+__all__ = ["MAX_DIMENSIONS", "UNKNOWN", "CheckpointIndex", "Int64", "ObjectColumns", "Path", "starts"]
 
 Int64 = npt.NDArray[np.int64]
 Path = tuple[str | int, ...]
 """Where a flattened value stood in the nested state dict: dict keys (str) and list positions (int)."""
+
+MAX_DIMENSIONS = 64
+"""torch makes no tensor of more dimensions."""
 
 UNKNOWN = -1
 """A payload offset or file size that only opening the record or file tells (foreign formats)."""
@@ -240,7 +243,7 @@ def _box_problem(index: CheckpointIndex) -> str | None:
         volumes[nonempty] = np.multiply.reduceat(
             index.chunk_sizes.astype(np.float64), index.box_start[:-1][nonempty]
         )
-    if (volumes > 2.0**62).any():
+    if (volumes * index.itemsizes[index.chunk_tensors] > 2.0**62).any():
         return "a chunk is larger than any storage"
     exact = np.ones(index.chunk_count, dtype=np.int64)
     if total:

@@ -33,9 +33,8 @@ from dcp.storage.formats.column_codec import (
     decode_rows,
     decode_strings,
 )
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.plain import decode_plain, encode_plain
-from dcp.storage.formats.record import MAX_DIMENSIONS
 
 __all__ = ["MANIFEST_NAME", "MAX_MANIFEST_BYTES", "METADATA_NAME", "decode_manifest", "encode_manifest"]
 

@@ -42,8 +42,8 @@ _RANK_LOCAL: Final = re.compile(
 def open_index(store: Store, *, rank: int | None = None) -> CheckpointIndex:
     """The index of the checkpoint that is committed in ``store``.
 
-    It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without a
-    manifest it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
+    It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without one
+    it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
     and there, or all of them merged.
 
     Raises CheckpointNotFoundError if nothing is committed, and the decoders' errors with ``path`` added: a

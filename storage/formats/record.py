@@ -18,6 +18,7 @@ from typing import Final
 from dcp.storage.errors import UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import MAX_DIMENSIONS
 
 __all__ = ["ALIGNED_PAYLOAD_BYTES", "ALIGNMENT_BYTES", "OpenRecord", "begin_record", "object_record"]
 
@@ -26,8 +27,6 @@ ALIGNMENT_BYTES: Final = 64
 
 ALIGNED_PAYLOAD_BYTES: Final = 4096
 """Payloads below this are not padded: for them the padding would be a visible part of the file."""
-
-MAX_DIMENSIONS: Final = 64
 
 _MAX_CACHED_TEMPLATES: Final = 16384
 

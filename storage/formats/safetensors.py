@@ -1,0 +1,162 @@
+"""The header of a safetensors file, checked as its specification demands, before anything is allocated.
+
+Specification: https://github.com/huggingface/safetensors#format. An 8-byte little-endian length, that many
+bytes of JSON, then the tensors' bytes, C-ordered and little-endian, without holes or overlaps. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import MAX_DIMENSIONS
+
+__all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header"]
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The specification's own cap, against headers that exhaust the reader's memory."""
+
+LENGTH_BYTES: Final = 8
+METADATA_KEY: Final = "__metadata__"
+
+_CACHED_HEADER_BYTES: Final = 1 << 20
+_BY_SAFETENSORS_NAME: Final = {d.safetensors: d for d in dtypes.BY_CODE.values() if d.safetensors}
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsEntry:
+    """One tensor; ``begin`` and ``end`` count bytes from `SafetensorsHeader.data_offset`."""
+
+    dtype_code: int
+    sizes: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """Tensors by name, free-form ``metadata``, and where the first tensor's bytes are: ``data_offset``."""
+
+    entries: Mapping[str, SafetensorsEntry]
+    metadata: Mapping[str, str]
+    data_offset: int
+
+
+def parse_header(read: Callable[[int, int], bytes], size: int | None) -> SafetensorsHeader:
+    """The header of the safetensors file that ``read(offset, length)`` reads from its first byte on.
+
+    ``size`` is the file's length in bytes, None where it is not known (a blob within another file); with it,
+    the tensors must fill the file exactly. Raises CheckpointFormatError for what the specification forbids,
+    UnsupportedFormatError for element types that this version does not know.
+    """
+    if size is not None and size < LENGTH_BYTES:
+        raise CheckpointFormatError(f"{size} bytes are too few for a safetensors file")
+    length = int.from_bytes(_exactly(read, 0, LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES or (size is not None and length > size - LENGTH_BYTES):
+        raise CheckpointFormatError(
+            f"the safetensors header claims {length} bytes, which is more than the file or the limit "
+            f"({MAX_HEADER_BYTES}) allows"
+        )
+    text = _exactly(read, LENGTH_BYTES, length)
+    header = _parse_cached(text) if length <= _CACHED_HEADER_BYTES else _parse(text)
+    data_bytes = max((entry.end for entry in header.entries.values()), default=0)
+    described = header.data_offset + data_bytes
+    if size is not None and described != size:
+        raise CheckpointFormatError(
+            f"the safetensors file has {size} bytes, and its header describes {described}"
+        )
+    return header
+
+
+def _exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
+    data = read(offset, length)
+    if len(data) != length:
+        raise CheckpointFormatError(f"the safetensors header ends after {len(data)} of {length} bytes")
+    return bytes(data)
+
+
+def _parse(text: bytes) -> SafetensorsHeader:
+    document = _parse_json(text)
+    metadata = document.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointFormatError("the safetensors header's __metadata__ does not map strings to strings")
+    entries = {name: _entry(name, fields) for name, fields in document.items()}
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise CheckpointFormatError(
+                f"tensor {name!r} begins at byte {entry.begin} of the safetensors data, not at {position}: "
+                "tensors must neither overlap nor leave holes",
+                fqn=name,
+            )
+        position = entry.end
+    return SafetensorsHeader(entries, metadata, LENGTH_BYTES + len(text))
+
+
+@lru_cache(maxsize=4)
+def _parse_cached(text: bytes) -> SafetensorsHeader:
+    """Readers that look up one tensor after the other parse one header many times."""
+    return _parse(text)
+
+
+def _parse_json(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise CheckpointFormatError("the safetensors header does not begin with '{'")
+    try:
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except CheckpointFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointFormatError(f"the safetensors header is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointFormatError("the safetensors header is not a JSON object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise CheckpointFormatError("the safetensors header has one key twice")
+    for key in result:
+        if not key.isascii() and any("\ud800" <= char <= "\udfff" for char in key):
+            raise CheckpointFormatError("a key of the safetensors header is not Unicode text")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise CheckpointFormatError(f"the safetensors header has {name}, which is not JSON")
+
+
+def _entry(name: str, fields: Any) -> SafetensorsEntry:
+    if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise CheckpointFormatError(
+            f"tensor {name!r} of the safetensors header needs dtype, shape and data_offsets", fqn=name
+        )
+    type_name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+        raise CheckpointFormatError(
+            f"tensor {name!r} of the safetensors header has a malformed shape or range", fqn=name
+        )
+    if not isinstance(type_name, str) or type_name not in _BY_SAFETENSORS_NAME:
+        raise UnsupportedFormatError(
+            f"tensor {name!r} has the safetensors element type {str(type_name)[:40]!r}, unknown here",
+            fqn=name,
+        )
+    dtype = _BY_SAFETENSORS_NAME[type_name]
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointFormatError(
+            f"tensor {name!r} of the safetensors header has {end - begin} bytes, not its shape's",
+            fqn=name,
+        )
+    return SafetensorsEntry(dtype.code, tuple(shape), begin, end)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)

@@ -1,0 +1,162 @@
+"""Reads the directory of a zip as `torch.save` writes it: stored entries, with zip64 where needed.
+
+Reads little (a record of torch is opened with two small reads) and trusts nothing: every position is checked
+against the record before it is used, sizes against named caps. Torch-free, and without zipfile, which reads
+and builds more per archive than a whole record costs here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+
+__all__ = ["LOCAL_SIGNATURE", "Entry", "Window", "entry_start", "read_directory"]
+
+MAX_DIRECTORY_BYTES: Final = 1 << 20
+"""A record of one tensor has some 500 bytes of directory."""
+
+LOCAL_SIGNATURE: Final = b"PK\3\4"
+
+_EDGE_BYTES: Final = 1024
+_WHOLE_BYTES: Final = 4096
+_LOCAL_BYTES: Final = 30
+_CENTRAL: Final = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_CENTRAL_BYTES: Final = _CENTRAL.size
+_END: Final = struct.Struct("<4s6xHIIH")
+_END64: Final = struct.Struct("<4s28xQQQ")
+_END64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
+_NAME_LENGTHS: Final = struct.Struct("<HH")
+_ZIP64_FIELD: Final = 1
+_UNSET_16: Final = 0xFFFF
+_UNSET_32: Final = 0xFFFFFFFF
+
+
+class Window:
+    """One record of a file: ``get(at, count)`` counts from the record's begin, and refuses to leave it."""
+
+    def __init__(self, read: Callable[[int, int], bytes], offset: int, length: int) -> None:
+        self._read = read
+        self._offset = offset
+        self.length = length
+        if length <= _WHOLE_BYTES:
+            self._head = self._tail = read(offset, length)
+            self._tail_at = 0
+        else:
+            self._head = read(offset, _EDGE_BYTES)
+            self._tail_at = length - _EDGE_BYTES
+            self._tail = read(offset + self._tail_at, _EDGE_BYTES)
+
+    def get(self, at: int, count: int) -> bytes:
+        """``count`` bytes from position ``at`` of the record."""
+        end = at + count
+        if at < 0 or count < 0 or end > self.length:
+            raise CheckpointFormatError("a position in the record's zip reaches outside the record")
+        if end <= len(self._head):
+            data = self._head[at:end]
+        elif at >= self._tail_at:
+            data = self._tail[at - self._tail_at : end - self._tail_at]
+        else:
+            data = self._read(self._offset + at, count)
+        if len(data) != count:
+            raise CheckpointFormatError("the record ends too early")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A stored entry: ``header_at`` is the position of its local header in the record, ``size`` in bytes."""
+
+    header_at: int
+    size: int
+    crc32: int
+
+
+def read_directory(window: Window) -> dict[bytes, Entry]:
+    """Entries by name, in the directory's order."""
+    count, directory_bytes, directory_at = _find_directory(window)
+    if directory_bytes > MAX_DIRECTORY_BYTES or count * _CENTRAL_BYTES > directory_bytes:
+        raise CheckpointFormatError(
+            f"the record's zip directory claims {count} entries in {directory_bytes} bytes"
+        )
+    directory = window.get(directory_at, directory_bytes)
+    entries: dict[bytes, Entry] = {}
+    at = 0
+    for _ in range(count):
+        if at + _CENTRAL_BYTES > directory_bytes:
+            raise CheckpointFormatError("the record's zip directory ends too early")
+        signature, flags, method, crc, packed, size, name_bytes, extra_bytes, comment_bytes, header_at = (
+            _CENTRAL.unpack_from(directory, at)
+        )
+        name_at = at + _CENTRAL_BYTES
+        extra_at = name_at + name_bytes
+        at = extra_at + extra_bytes + comment_bytes
+        if signature != b"PK\1\2" or at > directory_bytes:
+            raise CheckpointFormatError("the record's zip directory is malformed")
+        name = directory[name_at:extra_at]
+        if method or flags & 1:
+            raise UnsupportedFormatError(
+                f"the record's zip entry {name!r} is compressed or encrypted; torch.save stores plainly"
+            )
+        if _UNSET_32 in (packed, size, header_at):
+            extra = directory[extra_at : extra_at + extra_bytes]
+            size, packed, header_at = _zip64_values(extra, size, packed, header_at)
+        if packed != size or name in entries:
+            raise CheckpointFormatError(f"the record's zip entry {name!r} is malformed or there twice")
+        entries[name] = Entry(header_at, size, crc)
+    return entries
+
+
+def _find_directory(window: Window) -> tuple[int, int, int]:
+    """Number of entries, size and position of the directory, from the record at the zip's end."""
+    end_at = window.length - _END.size
+    signature, count, directory_bytes, directory_at, comment_bytes = _END.unpack(
+        window.get(end_at, _END.size)
+    )
+    if signature != b"PK\5\6" or comment_bytes:
+        raise CheckpointFormatError("the record does not end as a zip does: it is truncated or damaged")
+    if count == _UNSET_16 or _UNSET_32 in (directory_bytes, directory_at):
+        locator = window.get(end_at - _END64_LOCATOR.size, _END64_LOCATOR.size)
+        signature, end64_at = _END64_LOCATOR.unpack(locator)
+        if signature != b"PK\6\7":
+            raise CheckpointFormatError("the record's zip lacks its zip64 locator")
+        end64 = window.get(end64_at, _END64.size)
+        signature, count, directory_bytes, directory_at = _END64.unpack(end64)
+        if signature != b"PK\6\6":
+            raise CheckpointFormatError("the record's zip lacks its zip64 end")
+    return count, directory_bytes, directory_at
+
+
+def _zip64_values(extra: bytes, size: int, packed: int, header_at: int) -> tuple[int, int, int]:
+    """Fields that do not fit in 32 bits, in the order in which the zip64 extra field lists those it has."""
+    at = 0
+    while at + 4 <= len(extra):
+        field, length = _NAME_LENGTHS.unpack_from(extra, at)
+        at += 4
+        if field == _ZIP64_FIELD:
+            wanted = [value == _UNSET_32 for value in (size, packed, header_at)]
+            if length < 8 * sum(wanted) or at + length > len(extra):
+                break
+            wide = iter(struct.unpack_from(f"<{sum(wanted)}Q", extra, at))
+            size, packed, header_at = (
+                next(wide) if want else value
+                for want, value in zip(wanted, (size, packed, header_at), strict=True)
+            )
+            return size, packed, header_at
+        at += length
+    raise CheckpointFormatError("the record's zip has a malformed zip64 field")
+
+
+def entry_start(window: Window, entry: Entry) -> int:
+    """Position of an entry's bytes in the record, behind its local header."""
+    header = window.get(entry.header_at, _LOCAL_BYTES)
+    if not header.startswith(LOCAL_SIGNATURE):
+        raise CheckpointFormatError("an entry of the record's zip has no header where the directory says")
+    name_bytes, extra_bytes = _NAME_LENGTHS.unpack_from(header, 26)
+    start: int = entry.header_at + _LOCAL_BYTES + name_bytes + extra_bytes
+    if start + entry.size > window.length:
+        raise CheckpointFormatError("an entry of the record's zip reaches outside the record")
+    return start
