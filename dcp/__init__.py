@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dcp.filesystem import FileSystemWriter as FileSystemWriter
     from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
+    from dcp.inspection import open_index as open_index
     from dcp.metadata import BytesStorageMetadata as BytesStorageMetadata
     from dcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from dcp.metadata import Metadata as Metadata
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
     from dcp.planner import SavePlan as SavePlan
     from dcp.planner import SavePlanner as SavePlanner
     from dcp.planner import WriteItem as WriteItem
+    from dcp.planners.per_rank import PerRank as PerRank
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
+    from dcp.report import LoadReport as LoadReport
     from dcp.state_dict_loader import load as load
     from dcp.state_dict_loader import load_state_dict as load_state_dict
     from dcp.state_dict_saver import async_save as async_save
@@ -82,10 +85,13 @@ _NAMES = {
     "dcp.failures": ("RankFailedError",),
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
+    "dcp.inspection": ("open_index",),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
+    "dcp.planners.per_rank": ("PerRank",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
+    "dcp.report": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict"),
     "dcp.state_dict_saver": ("async_save", "save", "save_state_dict"),
     "dcp.storage": ("StorageReader", "StorageWriter"),
@@ -114,6 +120,7 @@ _SUBMODULES = frozenset(
         "state_dict_saver",
         "stateful",
         "storage",
+        "verification",
     }
 )
 
@@ -128,8 +135,6 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
             return value
         if name in _SUBMODULES:
             return import_module(f"dcp.{name}")
-        if name == "__version__":
-            return import_module("importlib.metadata").version("dcphub")
         raise AttributeError(f"module 'dcp' has no attribute {name!r}")
 
 

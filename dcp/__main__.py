@@ -1,0 +1,5 @@
+"""``python -m dcp`` is the command ``dcp``."""
+
+from dcp.cli import main
+
+main()

@@ -1,0 +1,41 @@
+"""The command ``dcp`` and its subcommands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dcp.cli import ls, show, verify
+from dcp.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="dcp",
+    help="Look at sharded checkpoints and verify them: ours and stock torch's.",
+    no_args_is_help=True,
+    # plain messages: a usage error is a line, not a box
+    rich_markup_mode=None,
+    # our own errors are reported by each command; what escapes is a bug, and its plain traceback the report
+    pretty_exceptions_enable=False,
+)
+app.command("ls")(ls.command)
+app.command("show")(show.command)
+app.command("verify")(verify.command)
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; exits with 0 fine, 1 findings, 2 usage, 3 failure."""
+    app(prog_name="dcp")

@@ -1,0 +1,64 @@
+"""``dcp ls``: the checkpoints in a folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp.cli.common import (
+    Debug,
+    Json,
+    describe_bytes,
+    describe_time,
+    errors_as_lines,
+    print_error,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from dcp.inspection import CheckpointSummary
+
+__all__ = ["command"]
+
+_HEADER = ("name", "step", "committed", "format", "tensors", "size", "ranks", "state")
+_RIGHT = ("step", "tensors", "size", "ranks")
+
+
+def command(
+    uri: Annotated[str, typer.Argument(help="A folder of checkpoints, or a checkpoint.")],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the checkpoints in a folder: step, time, format, size, committed or not."""
+    from dcp.inspection import list_checkpoints  # numpy is not worth waiting for to print a usage message
+
+    with errors_as_lines(debug=debug):
+        summaries = list_checkpoints(uri)
+    if json:
+        print_json(summaries)
+        return
+    if not summaries:
+        print_error(f"{uri}: no checkpoints")
+        return
+    print_table(_HEADER, [_row(summary) for summary in summaries], right=_RIGHT)
+    for summary in summaries:
+        if summary.problem:
+            print_error(f"{summary.name}: {summary.problem}")
+
+
+def _row(summary: CheckpointSummary) -> tuple[str, ...]:
+    def text(value: object) -> str:
+        return "-" if value is None else str(value)
+
+    return (
+        summary.name,
+        text(summary.step),
+        describe_time(summary.committed_seconds),
+        text(summary.format),
+        text(summary.tensors),
+        describe_bytes(summary.bytes),
+        text(summary.world_size),
+        summary.state,
+    )

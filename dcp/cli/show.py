@@ -1,0 +1,158 @@
+"""``dcp show``: what is in one checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dcp.cli.common import (
+    Debug,
+    Json,
+    describe_bytes,
+    describe_time,
+    errors_as_lines,
+    print_json,
+    print_table,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from dcp.inspection import CheckpointHeader, ModuleNode, ObjectRow, TensorRow
+
+__all__ = ["command"]
+
+_VALUE_CHARACTERS = 100
+
+
+def command(
+    uri: Annotated[str, typer.Argument(help="A checkpoint.")],
+    tree: Annotated[bool, typer.Option("--tree", help="Group the tensors by module.")] = False,
+    objects: Annotated[bool, typer.Option("--objects", help="List the other values, too.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what is in a checkpoint: where it comes from, its tensors, with --objects its other values."""
+    from dcp import inspection  # numpy is not worth waiting for to print a usage message
+    from dcp.storage.formats.open import open_index
+    from dcp.storage.stores import open_store
+
+    with errors_as_lines(debug=debug):
+        store = open_store(uri)
+        index = open_index(store)
+        header = inspection.header_of(store, index)
+        tensors = inspection.tensor_rows(index)
+        values = inspection.object_rows(index) if objects else []
+    modules = inspection.module_tree(tensors) if tree else None
+    if json:
+        print_json(_as_json(header, tensors, modules, values if objects else None))
+        return
+    _print_header(header)
+    if modules is not None:
+        print()
+        _print_tree(modules)
+    elif tensors:
+        print()
+        _print_tensors(tensors)
+    if values:
+        print()
+        _print_objects(values)
+
+
+def _as_json(
+    header: CheckpointHeader,
+    tensors: list[TensorRow],
+    modules: ModuleNode | None,
+    values: list[ObjectRow] | None,
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"checkpoint": header, "tensors": tensors}
+    if modules is not None:
+        result["modules"] = _module_as_json(modules)
+    if values is not None:
+        result["objects"] = values
+    return result
+
+
+def _module_as_json(node: ModuleNode) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "tensors": node.tensors,
+        "elements": node.elements,
+        "bytes": node.bytes,
+        "children": [_module_as_json(child) for child in node.children.values()],
+    }
+
+
+def _print_header(header: CheckpointHeader) -> None:
+    facts = (
+        ("checkpoint", header.url),
+        ("format", header.format),
+        ("save id", header.save_id),
+        ("committed", describe_time(header.committed_seconds)),
+        ("written by", _writer(header)),
+        ("ranks", header.world_size),
+        ("tensors", f"{header.tensors} in {header.chunks} chunks, {describe_bytes(header.bytes)}"),
+        ("objects", header.objects),
+        ("files", f"{header.files}, {describe_bytes(header.file_bytes)}"),
+        *((f"user.{key}", repr(value)) for key, value in header.user.items()),
+    )
+    for name, value in facts:
+        print(f"{printable(name):<10}  {printable('-' if value is None else str(value))}")
+
+
+def _writer(header: CheckpointHeader) -> str | None:
+    versions = (("dcphub", header.dcphub_version), ("torch", header.torch_version))
+    return ", ".join(f"{name} {version}" for name, version in versions if version) or None
+
+
+def _print_tensors(tensors: list[TensorRow]) -> None:
+    print_table(
+        ("tensor", "dtype", "shape", "chunks", "size", "files"),
+        [
+            (
+                row.fqn,
+                row.dtype,
+                _describe_shape(row.shape),
+                str(row.chunks),
+                describe_bytes(row.bytes),
+                str(len(row.files)),
+            )
+            for row in tensors
+        ],
+        right=("chunks", "size", "files"),
+    )
+
+
+def _print_tree(root: ModuleNode) -> None:
+    rows: list[tuple[str, ...]] = []
+
+    def visit(node: ModuleNode, indent: str) -> None:
+        for child in sorted(node.children.values(), key=lambda child: child.tensor is not None):
+            kind = f"{child.tensor.dtype} {_describe_shape(child.tensor.shape)}" if child.tensor else ""
+            counted = "" if child.tensor and not child.children else str(child.tensors)
+            rows.append(
+                (indent + child.name, counted, f"{child.elements:,}", describe_bytes(child.bytes), kind)
+            )
+            visit(child, indent + "  ")
+
+    visit(root, "")
+    rows.append(("total", str(root.tensors), f"{root.elements:,}", describe_bytes(root.bytes), ""))
+    print_table(
+        ("module", "tensors", "elements", "size", "tensor"), rows, right=("tensors", "elements", "size")
+    )
+
+
+def _print_objects(values: list[ObjectRow]) -> None:
+    print_table(("object", "type", "value"), [(row.fqn, *_describe_value(row)) for row in values])
+
+
+def _describe_value(row: ObjectRow) -> tuple[str, str]:
+    if not row.is_plain:
+        return "pickled", f"{describe_bytes(row.bytes)} in {row.file}"
+    text = repr(row.value)
+    shown = text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."
+    return type(row.value).__name__, shown
+
+
+def _describe_shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) if shape else "scalar"

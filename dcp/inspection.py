@@ -1,0 +1,277 @@
+"""What checkpoints there are and what is in them, from their indexes alone.
+
+No tensor is read, and torch is not needed.
+
+Functions return data classes; the command line and the service render them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.open import open_index as _open_index
+from dcp.storage.formats.plain import decode_plain
+from dcp.storage.stores import PosixStore, open_store
+from dcp.storage.stores.base import FileInfo, Store
+
+__all__ = [
+    "CheckpointHeader",
+    "CheckpointSummary",
+    "ModuleNode",
+    "ObjectRow",
+    "TensorRow",
+    "header_of",
+    "list_checkpoints",
+    "module_tree",
+    "object_rows",
+    "open_index",
+    "tensor_rows",
+]
+
+_STEP = re.compile(r"([0-9]+)$")
+_DATA_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """One checkpoint of a folder.
+
+    ``state`` is "committed", "incomplete" (data files that no save committed) or "unreadable" (``problem``
+    says why). ``step`` is the number at the end of the name. ``bytes`` is the size of the files it refers to.
+    What is not known is None.
+    """
+
+    name: str
+    url: str
+    state: str
+    step: int | None = None
+    committed_seconds: float | None = None
+    format: str | None = None
+    tensors: int | None = None
+    bytes: int | None = None
+    world_size: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHeader:
+    """A checkpoint as a whole; ``bytes`` are those of the tensors, ``file_bytes`` those of the files."""
+
+    url: str
+    format: str
+    save_id: str | None
+    torch_version: str | None
+    dcphub_version: str | None
+    world_size: int | None
+    committed_seconds: float | None
+    tensors: int
+    chunks: int
+    objects: int
+    files: int
+    bytes: int
+    file_bytes: int
+    user: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor: its global shape, and the number, bytes and files of its chunks."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRow:
+    """One non-tensor value. ``value`` counts only where ``is_plain``; others stay pickled, ``bytes`` long."""
+
+    fqn: str
+    is_plain: bool
+    value: Any
+    bytes: int
+    file: str | None
+
+
+@dataclass(slots=True)
+class ModuleNode:
+    """A module: what is below one dotted prefix. ``tensor`` is set where the name itself is a tensor."""
+
+    name: str
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+    tensor: TensorRow | None = None
+    children: dict[str, ModuleNode] = field(default_factory=dict)
+
+
+def open_index(checkpoint_id: str | os.PathLike[str], *, rank: int | None = None) -> CheckpointIndex:
+    """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
+
+    ``rank`` picks that rank's part of a save without collectives; by default all parts are merged.
+    Raises `CheckpointNotFoundError` where no save was committed, `CheckpointFormatError` on damaged metadata.
+    """
+    return _open_index(open_store(checkpoint_id), rank=rank)
+
+
+def list_checkpoints(checkpoint_id: str | os.PathLike[str]) -> list[CheckpointSummary]:
+    """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
+
+    Folders without files of a checkpoint are left out. An unreadable checkpoint is listed as such.
+    Raises `CheckpointNotFoundError` if there is no such folder.
+    """
+    store = open_store(checkpoint_id)
+    own = _summarize(store)
+    if own is not None:
+        return [own]
+    folders = _subfolders(store)
+    summaries = [summary for folder in folders if (summary := _summarize(open_store(folder))) is not None]
+    return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
+
+
+def _subfolders(store: Store) -> list[Path]:
+    if not isinstance(store, PosixStore):
+        return []  # other stores have one level of files only
+    root = Path(store.url)
+    if not root.is_dir():
+        raise CheckpointNotFoundError(f"{store.url}: no such folder", path=store.url)
+    return [entry for entry in root.iterdir() if entry.is_dir()]
+
+
+def _summarize(store: Store) -> CheckpointSummary | None:
+    """None if the folder has nothing of a checkpoint."""
+    name = store.url.rstrip("/").rsplit("/", 1)[-1]
+    match = _STEP.search(name)
+    step = int(match[1]) if match else None
+    try:
+        files = store.list()
+        if not has_checkpoint(store):
+            left = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
+            return CheckpointSummary(name, store.url, "incomplete", step, bytes=sum(left)) if left else None
+        index = _open_index(store)
+    except CheckpointError as error:
+        return CheckpointSummary(name, store.url, "unreadable", step, problem=str(error))
+    header = header_of(store, index, files)
+    return CheckpointSummary(
+        name,
+        store.url,
+        "committed",
+        step,
+        header.committed_seconds,
+        header.format,
+        header.tensors,
+        header.file_bytes,
+        header.world_size,
+    )
+
+
+def header_of(
+    store: Store, index: CheckpointIndex, files: Sequence[FileInfo] | None = None
+) -> CheckpointHeader:
+    """Facts about the checkpoint of ``store``; ``files`` is its listing, where the caller has it already."""
+    listing = {file.name: file for file in (store.list() if files is None else files)}
+    provenance = index.provenance
+    committed = provenance.get("time")
+    if committed is None:
+        published = [listing[name] for name in (METADATA_NAME, MANIFEST_NAME) if name in listing]
+        committed = published[0].modified_seconds if published else None
+    return CheckpointHeader(
+        url=store.url,
+        format=index.format,
+        save_id=provenance.get("save_id"),
+        torch_version=provenance.get("torch_version"),
+        dcphub_version=provenance.get("dcphub_version"),
+        world_size=provenance.get("world_size"),
+        committed_seconds=committed,
+        tensors=index.tensor_count,
+        chunks=index.chunk_count,
+        objects=len(index.objects),
+        files=len(index.files),
+        bytes=index.tensor_bytes,
+        file_bytes=sum(listing[name].size_bytes for name in index.files if name in listing),
+        user=index.user,
+    )
+
+
+def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
+    """All tensors in the order of the index."""
+    sizes = np.zeros(index.tensor_count, dtype=np.int64)
+    np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
+    chunks = np.diff(index.chunk_start).tolist()
+    shape_start, shape_values = index.shape_start.tolist(), index.shape_values.tolist()
+    files = _files_of_tensors(index)
+    return [
+        TensorRow(
+            fqn,
+            index.dtype(row).name,
+            tuple(shape_values[shape_start[row] : shape_start[row + 1]]),
+            chunks[row],
+            size,
+            files[row],
+        )
+        for row, (fqn, size) in enumerate(zip(index.fqns, sizes.tolist(), strict=True))
+    ]
+
+
+def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
+    pairs = np.unique(np.stack([index.chunk_tensors, index.chunk_files]), axis=1)
+    ends = np.searchsorted(pairs[0], np.arange(index.tensor_count + 1)).tolist()
+    names = [index.files[file] for file in pairs[1].tolist()]
+    return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
+
+
+def object_rows(index: CheckpointIndex) -> list[ObjectRow]:
+    """All non-tensor values in the order of the index; plain ones are decoded."""
+    objects = index.objects
+    values = [decode_plain(data) for data in objects.values]
+    rows = []
+    columns = (objects.files.tolist(), objects.lengths.tolist(), objects.plain.tolist())
+    for fqn, file, length, plain in zip(objects.fqns, *columns, strict=True):
+        is_plain = plain != UNKNOWN
+        stored = file != UNKNOWN
+        rows.append(
+            ObjectRow(
+                fqn,
+                is_plain,
+                values[plain] if is_plain else None,
+                length if stored else len(objects.values[plain]),
+                index.files[file] if stored else None,
+            )
+        )
+    return rows
+
+
+def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
+    """Tensors grouped by the dots in their names, with sums; the root has an empty name."""
+    root = ModuleNode("")
+    for row in rows:
+        elements = 1
+        for size in row.shape:
+            elements *= size
+        node = root
+        _count(node, elements, row.bytes)
+        for part in row.fqn.split("."):
+            node = node.children.setdefault(part, ModuleNode(part))
+            _count(node, elements, row.bytes)
+        node.tensor = row
+    return root
+
+
+def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
+    node.tensors += 1
+    node.elements += elements
+    node.bytes += size_bytes
