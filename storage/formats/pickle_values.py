@@ -1,0 +1,93 @@
+"""What a decoded pickle is made of: inert values in place of foreign functions, classes and their objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
+
+__all__ = ["Constructor", "Find", "Instance", "Limits", "allow_list", "instances"]
+
+Find: TypeAlias = Callable[[str, str], Any]
+"""(module, name) -> the inert value or `Constructor` that stands for the global, or UnsafeObjectError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pickle may cost.
+
+    ``data_bytes`` bounds all else, which grows linearly with the data. ``containers_per_byte`` is for lists,
+    dicts, tuples, sets and instances and, apart, for memo entries: real pickles have one in ten bytes, and a
+    hostile one makes 64 bytes out of one. ``copied_per_byte`` is for the lengths of what constructors return
+    and of keys that are tuples. ``free`` is what the shortest pickle may have of each.
+    """
+
+    data_bytes: int = 1 << 30
+    containers_per_byte: float = 0.5
+    copied_per_byte: float = 4.0
+    free: int = 1 << 12
+    marks: int = 1 << 10
+    integer_bytes: int = 1 << 10
+    key_parts: int = 1 << 8
+
+
+@dataclass(frozen=True, slots=True)
+class Constructor:
+    """A global that may be called: by REDUCE as a function, by NEWOBJ as a class; None where it may not.
+
+    The functions are ours. They get the arguments as the file gives them, as one tuple, and must check them,
+    raising CheckpointFormatError.
+    """
+
+    name: str
+    reduce: Callable[[tuple[Any, ...]], Any] | None = None
+    new: Callable[[tuple[Any, ...]], Any] | None = None
+
+
+class Instance:
+    """An object of a foreign class, not made: its class's name and the state that BUILD gave it.
+
+    Compared and hashed by identity, so that it can be a key whatever its state.
+    """
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+    def build(self, state: Any) -> None:
+        """What BUILD does."""
+        self.state = state
+
+
+def instances(name: str) -> Constructor:
+    """A class whose objects are kept as `Instance`; NEWOBJ without arguments makes one, REDUCE is refused."""
+
+    def new(args: tuple[Any, ...]) -> Instance:
+        if args:
+            raise CheckpointFormatError(
+                f"a pickle makes a {name} from {len(args)} arguments, which none takes"
+            )
+        return Instance(name)
+
+    return Constructor(name, new=new)
+
+
+def allow_list(allowed: Mapping[tuple[str, str], Any], *, what: str) -> Find:
+    """A ``find`` which knows ``allowed`` alone; ``what`` names the file's kind in the error."""
+
+    def find(module: str, name: str) -> Any:
+        try:
+            return allowed[module, name]
+        except KeyError:
+            full = f"{module}.{name}"[:200]
+            raise UnsafeObjectError(
+                f"{what} names {full!a}, which is not on the list of what such a file may contain. Nothing "
+                "was run; if you trust the file, load it with stock torch and save it again",
+                global_name=full,
+            ) from None
+
+    return find
