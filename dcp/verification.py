@@ -25,7 +25,7 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
-from dcp.storage.formats.record import StoredTensor, locate_payload
+from dcp.storage.formats.record_reader import StoredTensor, locate_payload
 from dcp.storage.stores import open_store
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, ReadHandle, Store
 
@@ -118,7 +118,7 @@ def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, Fil
     if index.format == "torch_dcp":
         yield Finding(
             "metadata",
-            f"stock torch has saved over this checkpoint: {MANIFEST_NAME} is of the save before, and is ignored",
+            f"stock torch has saved over this checkpoint; {MANIFEST_NAME} is of the save before and ignored",
             MANIFEST_NAME,
         )
     elif index.torch_metadata_crc is not None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -40,15 +41,23 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 @contextmanager
 def errors_as_lines(*, debug: bool) -> Iterator[None]:
-    """Turn an error that the user can act on into one line and exit status 3; ``debug`` lets it through."""
+    """Turn any error into one line on stderr and exit status 3; with ``debug``, into its traceback and 3.
+
+    An error that is not of our making is a bug, and must not end with Python's status 1: that means findings.
+    """
     try:
         yield
-    except BrokenPipeError:
-        raise  # the reader of our output has gone, as with `| head`: nothing to report
-    except (CheckpointError, OSError) as error:
+    except (typer.Exit, BrokenPipeError):
+        raise  # a pipe whose reader has gone, as with `| head`, is nothing to report
+    except Exception as error:
         if debug:
-            raise
-        print_error(str(error))
+            traceback.print_exception(error)
+        elif isinstance(error, CheckpointError | OSError):
+            print_error(str(error))
+        else:
+            print_error(
+                f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)"
+            )
         raise typer.Exit(EXIT_FAILURE) from error
 
 

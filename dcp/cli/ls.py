@@ -32,9 +32,10 @@ def command(
     debug: Debug = False,
 ) -> None:
     """List the checkpoints in a folder: step, time, format, size, committed or not."""
-    from dcp.inspection import list_checkpoints  # numpy is not worth waiting for to print a usage message
-
     with errors_as_lines(debug=debug):
+        # here, because a usage message must not wait for numpy
+        from dcp.inspection import list_checkpoints
+
         summaries = list_checkpoints(uri)
     if json:
         print_json(summaries)

@@ -33,17 +33,18 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Show what is in a checkpoint: where it comes from, its tensors, with --objects its other values."""
-    from dcp import inspection  # numpy is not worth waiting for to print a usage message
-    from dcp.storage.formats.open import open_index
-    from dcp.storage.stores import open_store
-
     with errors_as_lines(debug=debug):
+        # here, because a usage message must not wait for numpy
+        from dcp import inspection
+        from dcp.storage.formats.open import open_index
+        from dcp.storage.stores import open_store
+
         store = open_store(uri)
         index = open_index(store)
         header = inspection.header_of(store, index)
         tensors = inspection.tensor_rows(index)
         values = inspection.object_rows(index) if objects else []
-    modules = inspection.module_tree(tensors) if tree else None
+        modules = inspection.module_tree(tensors) if tree else None
     if json:
         print_json(_as_json(header, tensors, modules, values if objects else None))
         return

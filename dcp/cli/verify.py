@@ -34,13 +34,14 @@ def command(
     debug: Debug = False,
 ) -> None:
     """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong."""
-    from dcp.verification import verify  # numpy is not worth waiting for to print a usage message
-
     reports = []
     failed = False
     for uri in uris:
         try:
             with errors_as_lines(debug=debug), _progress_bar(uri) as progress:
+                # here, because a usage message must not wait for numpy
+                from dcp.verification import verify
+
                 reports.append(verify(uri, progress=progress))
         except typer.Exit:  # the error has been printed; the other checkpoints are still worth a look
             failed = True
