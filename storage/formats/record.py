@@ -19,8 +19,17 @@ from dcp.storage.errors import UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import MAX_DIMENSIONS
+from dcp.storage.formats.record_reader import StoredTensor, locate_payload
 
-__all__ = ["ALIGNED_PAYLOAD_BYTES", "ALIGNMENT_BYTES", "OpenRecord", "begin_record", "object_record"]
+__all__ = [
+    "ALIGNED_PAYLOAD_BYTES",
+    "ALIGNMENT_BYTES",
+    "OpenRecord",
+    "StoredTensor",
+    "begin_record",
+    "locate_payload",
+    "object_record",
+]
 
 ALIGNMENT_BYTES: Final = 64
 """File offset of a payload is a multiple of this, so that mapped tensors are aligned for vector code."""
