@@ -60,7 +60,7 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
 
 
 def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:
-    """The wheel has every module and data file of the folders, nothing else, and no generic top-level name."""
+    """The wheel has every module and data file of the folders, nothing else, no generic top-level name."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for folder in ("dcp", *LAYERS):
