@@ -1,0 +1,353 @@
+"""What the ranks of a save or load say to each other.
+
+Payloads are packed bytes in uint8 tensors: no pickled objects travel, on gloo or on any other backend. Every
+exchange carries each rank's outcome, so one rank's exception becomes the same typed error on all of them. Waits
+are bounded; when a rank dies or stays away, the others agree through the group's key-value store on who is
+missing, and raise an error that names it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from dcp.failures import raise_failures
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, error_from_wire, error_to_wire
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Ranks"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for the others in one step: as long as torch's own default for collectives."""
+
+_GRACE_SECONDS = 3.0
+"""How long survivors wait for each other's sign of life before they call the silent ranks lost."""
+
+_POLL_STORE_SECONDS = 0.5
+_OK, _FAILED = b"\x00", b"\x01"
+
+_group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Numbers the operations of each process group, equal on all ranks because all run the same program."""
+
+
+class _LostRanksError(Exception):
+    """Internal: a collective broke; `ranks` gave no sign of life."""
+
+    def __init__(self, ranks: list[int], reason: str) -> None:
+        super().__init__(reason)
+        self.ranks = ranks
+        self.reason = reason
+
+
+class Ranks:
+    """The ranks that take part in one save or load, and the steps they take together.
+
+    ``group`` None with ``use_dist`` means the default group; without ``use_dist`` there is one rank and every
+    step is local. ``coordinator`` is a rank of the group. Steps raise on all ranks alike (see `dcp.failures`):
+    the failing rank's own exception there, its description elsewhere.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        use_dist: bool,
+        coordinator: int = 0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        operation: str = "save",
+    ) -> None:
+        self.use_dist = use_dist
+        self.coordinator = coordinator if use_dist else 0
+        self.timeout_seconds = timeout_seconds
+        self.operation = operation
+        self.group: ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        if not use_dist:
+            return
+        self.group = group if group is not None else dist.group.WORLD
+        if self.group is None:
+            raise CheckpointError(
+                "torch.distributed is not initialised; pass no_dist=True to work on one rank"
+            )
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise CheckpointError(
+                f"this process is not a member of the process group given to {operation}; "
+                "only the group's members may call it"
+            )
+        self.world_size = dist.get_world_size(self.group)
+        self._device = torch.device(_collective_device(self.group))
+        self._global_coordinator = dist.get_global_rank(self.group, coordinator)
+        self._store = self.group.get_group_store()
+        serial = next(_group_serial.setdefault(self.group, itertools.count()))
+        self._key = f"dcp/{operation}/{serial}"
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all."""
+        return self.rank == self.coordinator
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def reduce_scatter(
+        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank its part of the result."""
+        gathered, own_error = self._gather_outcomes(step, local)
+        replies: list[bytes] | None = None
+        coordinator_error: BaseException | None = None
+        if gathered is not None:
+            outcome, coordinator_error = self._reduce(gathered, lambda parts: list(reduce(parts)))
+            replies = (
+                [_OK + part for part in outcome]
+                if isinstance(outcome, list)
+                else [_FAILED + outcome] * self.world_size
+            )
+        reply = self._guard(step, lambda: self._scatter(replies))
+        return self._unwrap(step, reply, own_error or coordinator_error)
+
+    def reduce_broadcast(
+        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
+    ) -> bytes:
+        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result to every rank."""
+        gathered, own_error = self._gather_outcomes(step, local)
+        reply: bytes | None = None
+        coordinator_error: BaseException | None = None
+        if gathered is not None:
+            outcome, coordinator_error = self._reduce(gathered, lambda parts: [reduce(parts)])
+            reply = _OK + outcome[0] if isinstance(outcome, list) else _FAILED + outcome
+        received = self._guard(step, lambda: self._broadcast(reply))
+        return self._unwrap(step, received, own_error or coordinator_error)
+
+    def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
+        """Run ``local`` everywhere; every rank gets every rank's result."""
+        message, own_error = _attempt(local)
+        messages = self._guard(step, lambda: self._all_gather(message))
+        failures = {rank: part[1:] for rank, part in enumerate(messages) if part[:1] == _FAILED}
+        if failures:
+            raise_failures(step, {r: _decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
+        return [part[1:] for part in messages]
+
+    def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
+        """Run ``local`` on the coordinator; every rank gets its result."""
+        message: bytes | None = None
+        error: BaseException | None = None
+        if self.is_coordinator:
+            message, error = _attempt(local)
+            if error is not None:
+                message = _FAILED + _pack_failures({self.rank: message[1:]})
+        received = self._guard(step, lambda: self._broadcast(message))
+        return self._unwrap(step, received, error)
+
+    def barrier(self, step: str) -> None:
+        """Return when every rank has come this far."""
+        self.all_gather(step, lambda: b"")
+
+    # -- outcomes --------------------------------------------------------------------------------------------
+
+    def _gather_outcomes(
+        self, step: str, local: Callable[[], bytes]
+    ) -> tuple[list[bytes] | None, BaseException | None]:
+        message, own_error = _attempt(local)
+        return self._guard(step, lambda: self._gather(message)), own_error
+
+    def _reduce(
+        self, gathered: list[bytes], reduce: Callable[[list[bytes]], list[bytes]]
+    ) -> tuple[list[bytes] | bytes, BaseException | None]:
+        """The coordinator's results, or the packed failures of the ranks (its own exception beside)."""
+        failed = {rank: part[1:] for rank, part in enumerate(gathered) if part[:1] == _FAILED}
+        if failed:
+            return _pack_failures(failed), None
+        try:
+            return reduce([part[1:] for part in gathered]), None
+        except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
+            return _pack_failures({self.rank: _pack_failure(error)}), error
+
+    def _unwrap(self, step: str, reply: bytes, own_error: BaseException | None) -> bytes:
+        if reply[:1] == _OK:
+            return reply[1:]
+        failures = {
+            int(rank): _decode_failure(wire)
+            for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
+        }
+        raise_failures(step, failures, self.rank, own_error)
+
+    # -- bounded waits ---------------------------------------------------------------------------------------
+
+    def _guard(self, step: str, exchange: Callable[[], T]) -> T:
+        """Run one exchange; turn a broken or late one into an error that names the missing ranks."""
+        try:
+            return exchange()
+        except _LostRanksError as lost:
+            names = ", ".join(map(str, lost.ranks)) or "unknown"
+            error = CollectiveTimeoutError(
+                f"{self.operation} failed in step {step!r}: rank {names} of {self.world_size} died or did not "
+                f"answer ({lost.reason}). Nothing was committed by this {self.operation}; restart the job and "
+                "resume from the last committed checkpoint.",
+                step=step,
+                ranks=lost.ranks,
+                reporting_rank=self.rank,
+            )
+            raise_failures(step, dict.fromkeys(lost.ranks or [-1], error), self.rank, None)
+
+    def _wait(self, work: Any) -> None:
+        begun = time.monotonic()
+        pause, next_look = 0.0, begun + _POLL_STORE_SECONDS
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begun > self.timeout_seconds:
+                self._lost(f"no answer within {self.timeout_seconds:g} s")
+            if now >= next_look:
+                next_look = now + _POLL_STORE_SECONDS
+                if self._store_says_aborted():
+                    self._lost("another rank reported a broken connection")
+            time.sleep(pause)
+            pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
+        try:
+            work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
+        except RuntimeError as error:
+            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise self._lost_error(f"connection lost: {first_line}") from error
+
+    def _lost(self, reason: str) -> None:
+        raise self._lost_error(reason)
+
+    def _lost_error(self, reason: str) -> _LostRanksError:
+        """Post a sign of life, wait for the others' and return who stayed silent."""
+        missing = list(range(self.world_size))
+        try:
+            self._store.set(f"{self._key}/abort", "1")
+            self._store.set(f"{self._key}/alive/{self.rank}", "1")
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while missing and time.monotonic() < deadline:
+                missing = [r for r in missing if not self._store.check([f"{self._key}/alive/{r}"])]
+                time.sleep(0.05)
+        except RuntimeError as error:  # the store's own host is gone, and with it the others' answers
+            return _LostRanksError([0], f"{reason}; the rendezvous store is gone too ({error})"[:500])
+        return _LostRanksError(missing, reason)
+
+    def _store_says_aborted(self) -> bool:
+        try:
+            return bool(self._store.check([f"{self._key}/abort"]))
+        except RuntimeError:
+            return True
+
+    # -- primitives ------------------------------------------------------------------------------------------
+
+    def _gather(self, data: bytes) -> list[bytes] | None:
+        if not self.use_dist:
+            return [data]
+        sizes = self._all_sizes(len(data))
+        own = self._padded(data, max(sizes))
+        parts = None
+        if self.is_coordinator:
+            parts = [torch.empty_like(own) for _ in sizes]
+        self._wait(dist.gather(own, parts, dst=self._global_coordinator, group=self.group, async_op=True))
+        if parts is None:
+            return None
+        return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        if not self.use_dist:
+            return [data]
+        sizes = self._all_sizes(len(data))
+        own = self._padded(data, max(sizes))
+        parts = [torch.empty_like(own) for _ in sizes]
+        self._wait(dist.all_gather(parts, own, group=self.group, async_op=True))
+        return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _scatter(self, data: list[bytes] | None) -> bytes:
+        if not self.use_dist:
+            return data[0] if data is not None else b""
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        if data is not None:
+            sizes = torch.tensor([len(part) for part in data], dtype=torch.int64, device=self._device)
+        self._wait(dist.broadcast(sizes, src=self._global_coordinator, group=self.group, async_op=True))
+        lengths = [int(size) for size in sizes.tolist()]
+        own = torch.empty(max(lengths), dtype=torch.uint8, device=self._device)
+        parts = [self._padded(part, max(lengths)) for part in data] if data is not None else None
+        self._wait(dist.scatter(own, parts, src=self._global_coordinator, group=self.group, async_op=True))
+        return _to_bytes(own, lengths[self.rank])
+
+    def _broadcast(self, data: bytes | None) -> bytes:
+        if not self.use_dist:
+            return data or b""
+        size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self._device)
+        self._wait(dist.broadcast(size, src=self._global_coordinator, group=self.group, async_op=True))
+        length = int(size.item())
+        tensor = (
+            self._padded(data, length)
+            if data is not None
+            else torch.empty(length, dtype=torch.uint8, device=self._device)
+        )
+        self._wait(dist.broadcast(tensor, src=self._global_coordinator, group=self.group, async_op=True))
+        return data if data is not None else _to_bytes(tensor, length)
+
+    def _all_sizes(self, size: int) -> list[int]:
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
+        sizes[self.rank] = size
+        self._wait(dist.all_reduce(sizes, group=self.group, async_op=True))
+        return [int(value) for value in sizes.tolist()]
+
+    def _padded(self, data: bytes, size: int) -> torch.Tensor:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        if data:
+            tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return tensor.to(self._device)
+
+
+def _collective_device(group: ProcessGroup) -> torch.device:
+    """CPU where the group has a CPU backend, else the accelerator that the group's backend works on."""
+    devices = [torch.device(device) for device in group._device_types]
+    for device in devices:
+        if device.type == "cpu":
+            return device
+    return torch.device(devices[0].type, torch.accelerator.current_device_index())
+
+
+def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
+    return tensor[:size].cpu().numpy().tobytes()
+
+
+def _attempt(local: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
+    try:
+        return _OK + local(), None
+    except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
+        return _FAILED + _pack_failure(error), error
+
+
+def _pack_failure(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    wire = error_to_wire(error, text[-8000:])
+    try:
+        return bytes(msgpack.packb(wire))
+    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
+        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
+        return bytes(msgpack.packb(wire))
+
+
+def _pack_failures(failures: dict[int, bytes]) -> bytes:
+    return bytes(msgpack.packb(failures))
+
+
+def _decode_failure(data: bytes) -> CheckpointError:
+    wire = msgpack.unpackb(data)
+    error = error_from_wire(wire)
+    error.add_note(f"traceback of that rank:\n{wire['traceback']}")
+    return error

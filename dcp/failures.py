@@ -1,0 +1,96 @@
+"""From "some ranks failed" to one exception that every rank raises.
+
+The exception is a `RankFailedError`: both a `CheckpointError` and torch's `CheckpointException` (which is what
+stock raises there and only a BaseException). Where all failures have one class of `dcp.errors`, it is of that
+class as well, so ``except CorruptCheckpointError`` works the same on one rank and on a thousand.
+"""
+
+from __future__ import annotations
+
+import traceback
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["RankFailedError", "raise_failures"]
+
+
+class RankFailedError(CheckpointError, CheckpointException):
+    """Ranks failed in a step of a save or load.
+
+    ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its keys;
+    ``step`` names the step. The first failure is the ``__cause__``.
+    """
+
+    def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
+        CheckpointError.__init__(self, message, **facts)
+        self._failures = failures or {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that failed."""
+        return sorted(self._failures)
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (str(self), self._failures, self.facts))
+
+
+def _rebuild(message: str, failures: Any, facts: dict[str, Any]) -> RankFailedError:
+    causes = {type(error) for error, _ in failures.values()}
+    return _failure_class(causes.pop() if len(causes) == 1 else CheckpointError)(message, failures, **facts)
+
+
+@lru_cache(maxsize=64)
+def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
+    if issubclass(cause, RankFailedError):
+        return cause
+    if cause is CheckpointError or not issubclass(cause, CheckpointError):
+        return RankFailedError
+    return type(cause.__name__, (RankFailedError, cause), {"__module__": __name__, "__doc__": cause.__doc__})
+
+
+def raise_failures(
+    step: str, failures: dict[int, CheckpointError], rank: int, own_error: BaseException | None
+) -> NoReturn:
+    """Raise the one error for ``failures`` (rank -> error); ``own_error`` is this rank's exception, if any.
+
+    KeyboardInterrupt, SystemExit and their like are raised as they are on the rank where they happened.
+    """
+    if own_error is not None and not isinstance(own_error, Exception):
+        raise own_error
+    described: dict[int, BaseException] = dict(failures)
+    if own_error is not None and rank in described:
+        described[rank] = own_error
+    first_rank = min(described)
+    first = described[first_rank]
+    causes = {type(error) for error in failures.values()}
+    cls = _failure_class(causes.pop()) if len(causes) == 1 else RankFailedError
+    lines = [f"step {step!r} failed on rank {_ranks_text(sorted(described))}"]
+    seen: set[str] = set()
+    for failed_rank in sorted(described)[:8]:
+        text = str(failures[failed_rank])
+        if text not in seen:
+            seen.add(text)
+            lines.append(f"  rank {failed_rank}: {text}")
+    summaries = {
+        failed: (error, traceback.extract_tb(error.__traceback__)) for failed, error in described.items()
+    }
+    facts = dict(failures[first_rank].facts) | {"step": step}
+    if (
+        isinstance(own_error, CheckpointError)
+        and len(described) == 1
+        and isinstance(own_error, CheckpointException)
+    ):
+        raise own_error
+    raise cls("\n".join(lines), summaries, **facts) from first
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    text = ", ".join(map(str, ranks[:16]))
+    return text if len(ranks) <= 16 else f"{text} and {len(ranks) - 16} more"

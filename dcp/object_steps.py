@@ -1,0 +1,175 @@
+"""Saves and loads by torch's protocol: plans made of objects, for planners and storages that override a step.
+
+The sequence of calls is the one that torch documents for StorageWriter, StorageReader, SavePlanner and LoadPlanner.
+Plans and results travel as `dcp.plan_transport` packs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+from dcp import plan_transport
+from dcp.report import LoadReport
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.reader import FileSystemReader
+from dcp.storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+
+    from dcp.collectives import Ranks
+
+__all__ = ["load", "save"]
+
+
+def save(
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    ranks: Ranks,
+    planner: SavePlanner,
+    *,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save with any planner and any storage; returns the metadata that the planner made."""
+    made: list[Metadata] = []
+
+    def local_plan() -> SavePlan:
+        _call_with_optional(
+            planner.set_up_planner,
+            (state_dict,),
+            {"storage_meta": writer.storage_meta(), "is_coordinator": ranks.is_coordinator},
+        )
+        _call_with_optional(
+            writer.set_up_storage_writer,
+            (ranks.is_coordinator,),
+            {"rank": ranks.rank, "use_collectives": use_collectives},
+        )
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        made[:] = [metadata]
+        return writer.prepare_global_plan(plans)
+
+    def write(plan: SavePlan) -> list[WriteResult]:
+        future = writer.write_data(planner.finish_plan(plan), planner)
+        future.wait()
+        return list(future.value())
+
+    def finish(results: list[list[WriteResult]]) -> bytes:
+        writer.finish(metadata=made[0], results=results)
+        return b""
+
+    try:
+        if use_collectives:
+            reply = ranks.reduce_scatter(
+                "plan",
+                lambda: plan_transport.pack(local_plan()),
+                lambda parts: [
+                    plan_transport.pack(plan)
+                    for plan in global_plan([plan_transport.unpack(p) for p in parts])
+                ],
+            )
+            ranks.reduce_broadcast(
+                "write",
+                lambda: plan_transport.pack(write(plan_transport.unpack(reply))),
+                lambda parts: finish([plan_transport.unpack(part) for part in parts]),
+            )
+        else:
+            ranks.all_gather("save", lambda: finish([write(global_plan([local_plan()])[0])]))
+    except CheckpointError as error:
+        if isinstance(writer, FileSystemWriter) and not error.facts.get("committed"):
+            if ranks.is_coordinator or not use_collectives:
+                writer.discard()
+        raise
+    if made:
+        return made[0]
+    return _metadata_of(writer)
+
+
+def _metadata_of(writer: StorageWriter) -> Metadata:
+    """On ranks that did not plan: the metadata as it was published, read when it is looked at."""
+    from dcp.storage.formats.open import open_index
+    from dcp.storage.stores import open_store
+    from dcp.storage.torch_metadata import LazyMetadata
+
+    where = getattr(writer, "checkpoint_id", None)
+    return LazyMetadata.of(lambda: open_index(open_store(where or "")), writer.storage_meta())
+
+
+def load(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    ranks: Ranks,
+    planner: LoadPlanner,
+    report: LoadReport,
+) -> None:
+    """Load with any planner and any storage; fills ``report`` as far as the storage of ours knows the figures."""
+    begun = time.perf_counter()
+    together = True
+
+    def local_plan() -> LoadPlan:
+        nonlocal together
+        metadata, together = _read_metadata(reader, ranks.rank)
+        planner.set_up_planner(state_dict, metadata, ranks.is_coordinator)
+        _call_with_optional(
+            reader.set_up_storage_reader,
+            (metadata, ranks.is_coordinator),
+            {"rank": ranks.rank, "use_collectives": together},
+        )
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    def global_plan(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    reply = ranks.reduce_scatter(
+        "plan",
+        lambda: plan_transport.pack(local_plan()),
+        lambda parts: [
+            plan_transport.pack(p) for p in global_plan([plan_transport.unpack(p) for p in parts])
+        ],
+    )
+    report.seconds["plan"] = time.perf_counter() - begun
+    begun = time.perf_counter()
+
+    def read() -> bytes:
+        reader.read_data(planner.finish_plan(plan_transport.unpack(reply)), planner).wait()
+        return b""
+
+    ranks.all_gather("read", read)
+    report.seconds["read"] = time.perf_counter() - begun
+    if isinstance(reader, FileSystemReader):
+        report.bytes_needed, report.bytes_read = reader.stats.bytes_needed, reader.stats.bytes_read
+        report.blocks_verified = reader.stats.blocks_verified
+        report.blocks_unverified = reader.stats.blocks_unverified
+
+
+def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """The global metadata, or this rank's own where the checkpoint was saved without collectives."""
+    try:
+        return reader.read_metadata(), True
+    except (OSError, CheckpointNotFoundError) as error:
+        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+            raise
+        try:
+            return reader.read_metadata(rank=rank), False
+        except (OSError, CheckpointNotFoundError):
+            raise error from None
+    except (EOFError, AttributeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CorruptCheckpointError(f"the checkpoint's metadata cannot be read: {error}") from error
+
+
+def _call_with_optional(method: Any, args: tuple[Any, ...], optional: dict[str, Any]) -> None:
+    """Call ``method`` with those of the keywords it takes: storages and planners from before torch added them."""
+    parameters = inspect.signature(method).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        method(*args, **optional)
+        return
+    method(*args, **{name: value for name, value in optional.items() if name in parameters})

@@ -1,0 +1,71 @@
+"""Progress of long saves and loads: bytes done of bytes to do, to a callback or a bar on the terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["Progress", "ProgressCallback", "reporting"]
+
+_INTERVAL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where this rank is: ``phase`` ("write" or "read"), payload bytes done and in all, seconds since it began."""
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    seconds: float
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class _Meter:
+    def __init__(self, phase: str, total: int, callback: ProgressCallback) -> None:
+        self._phase = phase
+        self._total = total
+        self._callback = callback
+        self._done = 0
+        self._begun = time.monotonic()
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._done += count
+            if now < self._next and self._done < self._total:
+                return
+            self._next = now + _INTERVAL_SECONDS
+            self._callback(Progress(self._phase, self._done, self._total, now - self._begun))
+
+
+@contextmanager
+def reporting(
+    progress: bool | ProgressCallback | None, phase: str, total_bytes: int, *, show: bool
+) -> Iterator[Callable[[int], None] | None]:
+    """A function to call with each portion of bytes done, or None where nobody wants to know.
+
+    ``progress`` True draws a bar on stderr if that is a terminal and ``show`` (one rank only, or they would write
+    over each other); a callable gets a `Progress` at most ten times a second, from any of the I/O threads.
+    """
+    if callable(progress):
+        yield _Meter(phase, total_bytes, progress).add
+    elif progress and show and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Bars(*columns, console=Console(stderr=True)) as bars:
+            task = bars.add_task(phase, total=total_bytes)
+            yield lambda count: bars.update(task, advance=count)
+    else:
+        yield None

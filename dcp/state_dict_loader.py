@@ -1,0 +1,241 @@
+"""`dcp.load`: from a checkpoint into the state dict that every rank holds, whatever its sharding."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.utils import _api_bc_check
+from typing_extensions import deprecated
+
+from dcp import object_steps
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
+from dcp.planners import load_planner
+from dcp.planners.columns import LoadColumns
+from dcp.planners.load_plan import LoadFindings
+from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.progress import ProgressCallback, reporting
+from dcp.report import LoadReport
+from dcp.storage import reader as columnar
+from dcp.storage.engine.read import ReadEngine, Verify
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.plain import decode_plain
+from dcp.storage.reader import FileSystemReader, ReadRequest
+from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storages import choose_reader
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import LoadPlanner
+
+__all__ = ["load", "load_state_dict"]
+
+
+@_api_bc_check  # type: ignore[untyped-decorator]  # torch does not annotate it
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    verify: Verify | None = None,
+    dtype: Literal["exact", "cast"] | None = None,
+    allow_partial_load: bool | None = None,
+    weights_only: bool | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    progress: bool | ProgressCallback | None = None,
+) -> LoadReport:
+    """Load a checkpoint in place into a sharded state dict; every rank of the process group calls it alike.
+
+    The parameters up to ``no_dist`` are torch's, with torch's meaning: tensors of ``state_dict`` are filled where
+    they are, with any sharding, device or stride; other values are replaced; `Stateful` objects give their
+    ``state_dict()`` to be filled and get it back by ``load_state_dict()``. The checkpoint may be of ours or of
+    stock torch, saved by any number of ranks.
+
+    ``verify``: "blocks" (default) compares the checksum of every block that is read whole, "full" also reads the
+    rest of blocks needed in part, "none" compares nothing. ``dtype``: "exact" (default) refuses another dtype
+    than the stored one, "cast" converts. ``allow_partial_load`` keeps what the checkpoint lacks as it is.
+    ``weights_only=False`` allows arbitrary pickled objects to run code: only for files you trust. Given a
+    planner or reader, its own settings hold where these are None.
+
+    Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, ShapeMismatchError, DtypeMismatchError,
+    CorruptCheckpointError, UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an error
+    the tensors of ``state_dict`` may be filled in part; no Stateful object has been touched.
+    """
+    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
+    reader = choose_reader(storage_reader, checkpoint_id)
+    planner = _configured(planner, dtype, allow_partial_load, weights_only)
+    if verify is not None:
+        if not isinstance(reader, FileSystemReader):
+            raise CheckpointError(
+                f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
+            )
+        reader.verify = verify
+    keys = sorted(state_dict)  # all ranks in one order, because state_dict() may run collectives
+    plain = {
+        key: value.state_dict() if isinstance(value := state_dict[key], Stateful) else value for key in keys
+    }
+    report = _load(plain, reader, ranks, planner, progress)
+    for key in keys:
+        value = state_dict[key]
+        if isinstance(value, Stateful):
+            value.load_state_dict(plain[key])
+        else:
+            state_dict[key] = plain[key]
+    return report
+
+
+@deprecated("`load_state_dict` is deprecated; use `load` instead.", category=FutureWarning)
+def load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """`load` as it was called before torch 2.2; `Stateful` values are not asked for their state."""
+    storage_reader.reset()
+    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
+    _load(state_dict, storage_reader, ranks, planner if planner is not None else DefaultLoadPlanner())
+
+
+def _configured(
+    planner: LoadPlanner | None,
+    dtype: Literal["exact", "cast"] | None,
+    allow_partial_load: bool | None,
+    weights_only: bool | None,
+) -> LoadPlanner:
+    wanted = {"dtype": dtype, "allow_partial_load": allow_partial_load, "weights_only": weights_only}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    planner = planner if planner is not None else DefaultLoadPlanner()
+    if given and not isinstance(planner, DefaultLoadPlanner):
+        raise CheckpointError(
+            f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides that "
+            "itself"
+        )
+    for name, value in given.items():
+        setattr(planner, name, value)
+    return planner
+
+
+def _load(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    ranks: Ranks,
+    planner: LoadPlanner,
+    progress: bool | ProgressCallback | None = None,
+) -> LoadReport:
+    report = LoadReport()
+    if (
+        isinstance(reader, FileSystemReader)
+        and columnar.uses_columns(reader)
+        and isinstance(planner, DefaultLoadPlanner)
+        and load_planner.uses_columns(planner)
+    ):
+        _ColumnarLoad(state_dict, reader, ranks, planner, report, progress).run()
+    else:
+        object_steps.load(state_dict, reader, ranks, planner, report)
+    return report
+
+
+class _ColumnarLoad:
+    """One load on columns: the coordinator reads the index, each rank plans and reads its own part."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        reader: FileSystemReader,
+        ranks: Ranks,
+        planner: DefaultLoadPlanner,
+        report: LoadReport,
+        progress: bool | ProgressCallback | None,
+    ) -> None:
+        self._state_dict = state_dict
+        self._reader = reader
+        self._ranks = ranks
+        self._planner = planner
+        self._report = report
+        self._progress = progress
+
+    def run(self) -> None:
+        """Index, plan, read."""
+        index = self._shared_index()
+        self._ranks.all_gather("read", lambda: self._plan_and_read(index))
+
+    def _shared_index(self) -> CheckpointIndex:
+        """One commit for all ranks: an overwrite while they start must not give them two."""
+        begun = time.perf_counter()
+        reader, ranks = self._reader, self._ranks
+        if ranks.world_size == 1:
+            ranks.broadcast("index", lambda: b"" if reader.read_index() else b"")
+        else:
+            data = ranks.broadcast("index", lambda: encode_manifest(reader.read_index()))
+            if not ranks.is_coordinator:
+                reader.use_index(decode_manifest(data))
+        self._report.seconds["index"] = time.perf_counter() - begun
+        return reader.read_index()
+
+    def _plan_and_read(self, index: CheckpointIndex) -> bytes:
+        begun = time.perf_counter()
+        planner, report, ranks = self._planner, self._report, self._ranks
+        planner.rank = ranks.rank
+        planner.set_up_planner(self._state_dict, LazyMetadata.of(lambda: index), ranks.is_coordinator)
+        columns, dests = planner.create_load_columns(index)
+        if isinstance(columns.extra, LoadFindings):
+            report.missing = list(columns.extra.missing)
+            report.unexpected = list(columns.extra.unexpected)
+            report.cast = list(columns.extra.cast)
+        request = _request(columns, dests)
+        report.seconds["plan"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        total = sum(dest.nbytes for dest in dests)
+        with (
+            reporting(self._progress, "read", total, show=ranks.is_coordinator) as on_bytes,
+            self._reader.engine(index) as engine,
+        ):
+            engine.on_bytes = on_bytes
+            stats = self._reader.read_request(engine, request)
+            self._load_objects(engine, columns)
+        report.bytes_needed, report.bytes_read = stats.bytes_needed, stats.bytes_read
+        report.blocks_verified, report.blocks_unverified = stats.blocks_verified, stats.blocks_unverified
+        report.seconds["read"] = time.perf_counter() - begun
+        return b""
+
+    def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
+        objects = engine.index.objects
+        for row, fqn in zip(columns.objects.tolist(), columns.object_fqns, strict=True):
+            if objects.plain[row] >= 0:
+                self._planner.store_object(fqn, decode_plain(objects.values[int(objects.plain[row])]))
+            else:
+                self._planner.store_blob(fqn, self._reader.read_object(engine, objects.fqns[row]))
+
+
+def _request(columns: LoadColumns, dests: list[Any]) -> ReadRequest:
+    starts = columns.box_start.tolist()
+    bounds = list(zip(starts, starts[1:], strict=False))
+    boxes = [
+        [tuple(values[begin:end]) for begin, end in bounds]
+        for values in (
+            columns.storage_offsets.tolist(),
+            columns.dest_offsets.tolist(),
+            columns.lengths.tolist(),
+        )
+    ]
+    return ReadRequest(
+        chunks=columns.chunks.tolist(),
+        dests=[dests[number] for number in columns.dests.tolist()],
+        storage_offsets=boxes[0],
+        dest_offsets=boxes[1],
+        lengths=boxes[2],
+    )

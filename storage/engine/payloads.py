@@ -1,0 +1,165 @@
+"""Where payloads are: known from our manifest, or found by opening the records of a foreign checkpoint.
+
+Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the index.
+They are opened once each; their payloads may be dense but permuted (channels_last, a saved transpose), which
+becomes a permutation of the wanted box, and their one CRC-32 is compared when all its blocks were read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.record_reader import locate_payload
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.read import Region
+    from dcp.storage.stores.base import ReadHandle
+
+__all__ = ["Payloads"]
+
+
+class Payloads:
+    """Payload positions of the chunks that a read needs."""
+
+    def __init__(self, index: CheckpointIndex, handle: Callable[[int], ReadHandle]) -> None:
+        self._index = index
+        self._handle = handle
+        self._foreign = bool((index.payload_offsets == UNKNOWN).any())
+        self.offsets = index.payload_offsets.copy() if self._foreign else index.payload_offsets
+        self._offset_list: list[int] = self.offsets.tolist()
+        self._orders: dict[int, tuple[int, ...]] = {}
+        self._whole_crcs: dict[int, int] = {}
+        self._block_crcs: dict[int, dict[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def offset(self, chunk: int) -> int:
+        """Absolute file offset of a resolved chunk's payload."""
+        return self._offset_list[chunk]
+
+    def is_permuted(self, chunk: int) -> bool:
+        """Whether the payload is stored in another order of dimensions than C."""
+        return chunk in self._orders
+
+    def resolve(self, chunks: Iterable[int]) -> None:
+        """Open the records of those ``chunks`` whose payload offset is not known yet."""
+        if not self._foreign:
+            return
+        for chunk in dict.fromkeys(chunks):
+            if self._offset_list[chunk] == UNKNOWN:
+                self._open_record(chunk)
+
+    def _open_record(self, chunk: int) -> None:
+        index = self._index
+        tensor = int(index.chunk_tensors[chunk])
+        fqn, name = index.fqns[tensor], index.files[int(index.chunk_files[chunk])]
+        handle = self._handle(int(index.chunk_files[chunk]))
+        begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
+        if begin + length > handle.size_bytes:
+            raise CorruptCheckpointError(
+                f"{name}: the record of {fqn!r} ends at byte {begin + length}, the file at {handle.size_bytes}; "
+                "it was truncated",
+                path=name,
+                fqn=fqn,
+            )
+        try:
+            stored = locate_payload(lambda at, count: handle.pread(count, at), begin, length, fqn=fqn)
+        except UnsupportedFormatError:
+            raise
+        except CheckpointFormatError as error:
+            raise CorruptCheckpointError(
+                f"{name}: the record of {fqn!r} at byte {begin} cannot be read: {error}", path=name, fqn=fqn
+            ) from error
+        sizes = index.box(chunk)[1]
+        if stored.sizes != sizes or stored.dtype_code != int(index.dtype_codes[tensor]):
+            raise CorruptCheckpointError(
+                f"{name}: the record of {fqn!r} holds shape {stored.sizes}, dtype code {stored.dtype_code}; the "
+                f"checkpoint's metadata says {sizes}, {index.dtype(tensor).name}",
+                path=name,
+                fqn=fqn,
+            )
+        order = _dense_order(sizes, stored.strides)
+        if order is None:
+            raise UnsupportedFormatError(
+                f"{name}: {fqn!r} is stored with strides {stored.strides} for shape {sizes}, which are not dense",
+                fqn=fqn,
+            )
+        itemsize = index.dtype(tensor).itemsize
+        whole = stored.storage_offset_elements == 0 and stored.payload_bytes == math.prod(sizes) * itemsize
+        if order != tuple(range(len(sizes))):
+            self._orders[chunk] = order
+        if stored.crc32 is not None and whole:
+            self._whole_crcs[chunk] = stored.crc32
+        self._offset_list[chunk] = stored.payload_offset + stored.storage_offset_elements * itemsize
+        self.offsets[chunk] = self._offset_list[chunk]
+
+    def stored_sizes(self, chunk: int) -> tuple[int, ...]:
+        """The chunk's sizes in the order of dimensions in which its bytes lie."""
+        sizes = self._index.box(chunk)[1]
+        order = self._orders.get(chunk)
+        return sizes if order is None else tuple(sizes[d] for d in order)
+
+    def as_stored(self, region: Region) -> Region:
+        """The same box with its dimensions in stored order."""
+        order = self._orders.get(region.chunk)
+        if order is None:
+            return region
+        return dataclasses.replace(
+            region,
+            offsets=tuple(region.offsets[d] for d in order),
+            lengths=tuple(region.lengths[d] for d in order),
+            strides=tuple(region.strides[d] for d in order),
+        )
+
+    def note_block(self, chunk: int, block: int, crc: int) -> bool:
+        """Keep a block's CRC towards the whole payload's; False where the record has none to compare with."""
+        if chunk not in self._whole_crcs:
+            return False
+        with self._lock:
+            self._block_crcs.setdefault(chunk, {})[block] = crc
+        return True
+
+    def verify_whole(self) -> None:
+        """Compare the payloads of which all blocks were read with the one CRC-32 their records have."""
+        for chunk, blocks in self._block_crcs.items():
+            size = int(self._index.payload_lengths[chunk])
+            if len(blocks) != -(-size // BLOCK_BYTES):
+                continue
+            total = blocks[0]
+            for block in range(1, len(blocks)):
+                total = crc32_combine(total, blocks[block], min(BLOCK_BYTES, size - block * BLOCK_BYTES))
+            if total != self._whole_crcs[chunk]:
+                fqn = self._index.fqns[int(self._index.chunk_tensors[chunk])]
+                name = self._index.files[int(self._index.chunk_files[chunk])]
+                raise CorruptCheckpointError(
+                    f"{name}: tensor {fqn!r} is damaged: CRC-32 {total:08x}, its record says "
+                    f"{self._whole_crcs[chunk]:08x}. Resume from another checkpoint, or pass verify='none' to load "
+                    "the bytes as they are.",
+                    path=name,
+                    fqn=fqn,
+                )
+        self._block_crcs.clear()
+
+
+def _dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest if the strides are dense and not overlapping, else None."""
+    if len(strides) != len(sizes):
+        return None
+    wide = sorted((d for d, n in enumerate(sizes) if n != 1), key=lambda d: -strides[d])
+    step = 1
+    if 0 in sizes:
+        return tuple(range(len(sizes)))
+    for d in reversed(wide):
+        if strides[d] != step:
+            return None
+        step *= sizes[d]
+    if wide == sorted(wide):
+        return tuple(range(len(sizes)))
+    narrow = [d for d, n in enumerate(sizes) if n == 1]
+    return tuple(narrow + wide)

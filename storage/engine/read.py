@@ -1,0 +1,569 @@
+"""Reading ranges of a checkpoint into memory: sorted, coalesced, split for threads, verified on the way.
+
+Two kinds of work. A *run* is contiguous in the file and in memory: large ones are read straight into their
+destination, small neighbours are read together and handed out. A *region* is a box of a chunk whose rows lie apart
+in the file or in memory: the blocks it spans are read once into scratch, checked whole, and the wanted stride is
+copied out. Torch-free: destinations are addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from dcp.storage.engine.memory import view
+from dcp.storage.engine.payloads import Payloads
+from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
+from dcp.storage.stores.base import ReadHandle, Store
+
+__all__ = ["ReadEngine", "ReadStats", "Region", "Runs", "Unit", "Verify"]
+
+Verify = Literal["blocks", "full", "none"]
+"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed only in
+part, and check them. ``none``: check nothing."""
+
+_SMALL_RUN_BYTES = 64 << 10
+_SPAN_BYTES = 4 << 20
+_GAP_BYTES = 16 << 10
+"""Bytes read for nothing to join two small runs; a record's own header and trailer are well below."""
+
+_STEP_BYTES = 1 << 20
+"""Bytes read before they are checksummed, so that the checksum finds them in the cache."""
+
+_UNIT_BYTES = 16 << 20
+_SCRATCH_BYTES = 2 * BLOCK_BYTES
+_ROW_BYTES = 2 << 20
+"""Rows up to this are read through a window; longer ones are split along the next dimension."""
+
+_SPARSE_GAP_BYTES = 512 << 10
+"""Between runs farther apart than this, skipping is cheaper than reading on."""
+
+_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to ``addresses``."""
+
+    chunks: Int64
+    payload_positions: Int64
+    sizes_bytes: Int64
+    addresses: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) to memory at ``address``.
+
+    ``strides`` are the destination's, in bytes.
+    """
+
+    chunk: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    address: int
+    strides: tuple[int, ...]
+
+
+@dataclass
+class ReadStats:
+    """What a read cost: bytes asked for, bytes fetched from storage, blocks checked and not checked."""
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+
+    def add(self, other: ReadStats) -> None:
+        """Sum up another thread's figures."""
+        self.bytes_needed += other.bytes_needed
+        self.bytes_read += other.bytes_read
+        self.blocks_verified += other.blocks_verified
+        self.blocks_unverified += other.blocks_unverified
+
+
+class Worker:
+    """One thread's tools: scratch memory that is reused, and its own figures."""
+
+    def __init__(self, engine: ReadEngine) -> None:
+        self.engine = engine
+        self.scratch = engine.scratch.get()
+        self.scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(self.scratch))
+        self.stats = ReadStats()
+
+    # -- runs ------------------------------------------------------------------------------------------------
+
+    def read_span(self, file: int, rows: Sequence[tuple[int, int, int, int, int]]) -> None:
+        """Small neighbouring runs by one read: (file offset, size, address, chunk, payload position) each."""
+        begin = rows[0][0]
+        size = rows[-1][0] + rows[-1][1] - begin
+        scratch, engine = self.scratch[:size], self.engine
+        engine.handle(file).preadv([scratch], begin)
+        self.stats.bytes_read += size
+        verify, lengths, memmove = engine.verify != "none", engine.payload_lengths, ctypes.memmove
+        base = self.scratch_address - begin
+        for offset, count, address, chunk, position in rows:
+            if verify:
+                if count == lengths[chunk]:
+                    start = offset - begin
+                    engine.check_block(self.stats, chunk, 0, crc32(scratch[start : start + count]))
+                else:
+                    self.stats.blocks_unverified += 1
+            memmove(address, base + offset, count)
+
+    def read_direct(self, chunk: int, position: int, size: int, address: int) -> None:
+        """A run straight into its destination, block by block."""
+        engine = self.engine
+        handle, origin = engine.locate(chunk)
+        if engine.verify == "none":
+            handle.preadv([view(address, size)], origin + position)
+            self.stats.bytes_read += size
+            return
+        payload_bytes = int(engine.index.payload_lengths[chunk])
+        end = position + size
+        while position < end:
+            block = position // BLOCK_BYTES
+            block_begin = block * BLOCK_BYTES
+            block_end = min(block_begin + BLOCK_BYTES, payload_bytes)
+            stop = min(end, block_end)
+            whole = position == block_begin and stop == block_end
+            if not whole and engine.verify == "full":
+                self._read_block_part(handle, origin, chunk, block, position, stop, address)
+            else:
+                crc = self._read_steps(handle, origin + position, view(address, stop - position))
+                if whole:
+                    engine.check_block(self.stats, chunk, block, crc)
+                else:
+                    self.stats.blocks_unverified += 1
+            address += stop - position
+            position = stop
+
+    def _read_steps(self, handle: ReadHandle, offset: int, target: memoryview) -> int:
+        crc = done = 0
+        size = len(target)
+        while done < size:
+            step = target[done : done + _STEP_BYTES]
+            handle.preadv([step], offset + done)
+            crc = crc32(step, crc)
+            done += len(step)
+        self.stats.bytes_read += size
+        return crc
+
+    def _read_block_part(
+        self, handle: ReadHandle, origin: int, chunk: int, block: int, begin: int, end: int, address: int
+    ) -> None:
+        block_begin = block * BLOCK_BYTES
+        block_bytes = min(BLOCK_BYTES, int(self.engine.index.payload_lengths[chunk]) - block_begin)
+        crc = self._read_steps(handle, origin + block_begin, self.scratch[:block_bytes])
+        self.engine.check_block(self.stats, chunk, block, crc)
+        ctypes.memmove(address, self.scratch_address + begin - block_begin, end - begin)
+
+    # -- regions ---------------------------------------------------------------------------------------------
+
+    def read_region(self, region: Region) -> None:
+        """A box whose rows lie apart, in the file or in memory."""
+        if math.prod(region.lengths) == 0:
+            return
+        sizes = self.engine.payloads.stored_sizes(region.chunk)
+        region = self.engine.payloads.as_stored(region)
+        itemsize = self.engine.itemsize(region.chunk)
+        strides = _c_strides(sizes, itemsize)
+        split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(sizes) - 1)
+        if not sizes:
+            self._read_rows(region.chunk, 0, 1, itemsize, (), (), region.address, 0, ())
+            return
+        for outer in itertools.product(*(range(n) for n in region.lengths[:split])):
+            position = sum((o + i) * s for o, i, s in zip(region.offsets, outer, strides, strict=False))
+            position += sum(o * s for o, s in zip(region.offsets[split:], strides[split:], strict=True))
+            address = region.address + sum(i * s for i, s in zip(outer, region.strides, strict=False))
+            self._read_rows(
+                region.chunk,
+                position,
+                region.lengths[split],
+                strides[split],
+                region.lengths[split + 1 :],
+                strides[split + 1 :],
+                address,
+                region.strides[split],
+                region.strides[split + 1 :],
+            )
+
+    def _read_rows(
+        self,
+        chunk: int,
+        position: int,
+        rows: int,
+        row_stride: int,
+        inner: tuple[int, ...],
+        inner_strides: tuple[int, ...],
+        address: int,
+        dest_row_stride: int,
+        dest_strides: tuple[int, ...],
+    ) -> None:
+        itemsize = self.engine.itemsize(chunk)
+        extent = itemsize + sum((n - 1) * s for n, s in zip(inner, inner_strides, strict=True))
+        sparse = row_stride - extent > _SPARSE_GAP_BYTES and self.engine.verify != "full"
+        window = _Window(self, chunk, verify=self.engine.verify != "none" and not sparse)
+        row = 0
+        while row < rows:
+            first = position + row * row_stride
+            count = 1 if sparse else min(rows - row, window.rows_that_fit(first, row_stride, extent))
+            at = window.load(first, first + (count - 1) * row_stride + extent)
+            dtype = np.dtype(_UINTS[itemsize])
+            source = np.ndarray((count, *inner), dtype, self.scratch, at, (row_stride, *inner_strides))
+            target = _array_at(
+                address + row * dest_row_stride, dtype, (count, *inner), (dest_row_stride, *dest_strides)
+            )
+            np.copyto(target, source)
+            row += count
+
+
+class _Window:
+    """Scratch that slides over a chunk's payload in whole blocks, so that each block is read and checked once."""
+
+    def __init__(self, worker: Worker, chunk: int, *, verify: bool) -> None:
+        self._worker = worker
+        self._chunk = chunk
+        self._verify = verify
+        self._handle, self._origin = worker.engine.locate(chunk)
+        self._payload_bytes = int(worker.engine.index.payload_lengths[chunk])
+        self._begin = self._end = 0
+
+    def rows_that_fit(self, first: int, row_stride: int, extent: int) -> int:
+        """How many rows from payload position ``first`` on lie whole in one window."""
+        begin = first // BLOCK_BYTES * BLOCK_BYTES if self._verify else first
+        return (begin + _SCRATCH_BYTES - first - extent) // row_stride + 1
+
+    def load(self, begin: int, end: int) -> int:
+        """Have payload bytes ``begin`` to ``end`` in scratch; returns where ``begin`` is."""
+        worker = self._worker
+        if self._verify:
+            window_begin = begin // BLOCK_BYTES * BLOCK_BYTES
+            window_end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self._payload_bytes)
+        else:
+            window_begin, window_end = begin, end
+        kept = 0
+        if self._begin <= window_begin < self._end:
+            kept = min(self._end, window_end) - window_begin
+            source = window_begin - self._begin
+            if source:
+                ctypes.memmove(worker.scratch_address, worker.scratch_address + source, kept)
+        self._begin, self._end = window_begin, window_end
+        position = window_begin + kept
+        while position < window_end:
+            stop = (
+                min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, window_end) if self._verify else window_end
+            )
+            target = worker.scratch[position - window_begin : stop - window_begin]
+            if self._verify:
+                crc = worker._read_steps(self._handle, self._origin + position, target)
+                worker.engine.check_block(worker.stats, self._chunk, position // BLOCK_BYTES, crc)
+            else:
+                self._handle.preadv([target], self._origin + position)
+                worker.stats.bytes_read += len(target)
+                worker.stats.blocks_unverified += self._worker.engine.verify != "none"
+            position = stop
+        return begin - window_begin
+
+
+Unit = Callable[[Worker], None]
+
+
+@dataclass
+class _Scratch:
+    """Scratch buffers of the process, reused: fresh memory costs more to touch than a checkpoint to read."""
+
+    free: list[memoryview] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self) -> memoryview:
+        with self.lock:
+            if self.free:
+                return self.free.pop()
+        return memoryview(bytearray(_SCRATCH_BYTES))
+
+    def put(self, buffer: memoryview) -> None:
+        with self.lock:
+            self.free.append(buffer)
+
+
+_scratch = _Scratch()
+
+
+class ReadEngine:
+    """Reads from one checkpoint. Use as a context manager: files are opened once and closed at the end."""
+
+    def __init__(
+        self, store: Store, index: CheckpointIndex, *, verify: Verify = "blocks", threads: int = 2
+    ) -> None:
+        self.store = store
+        self.index = index
+        self.verify = verify
+        self.threads = max(1, threads)
+        self.scratch = _scratch
+        self.stats = ReadStats()
+        self.on_bytes: Callable[[int], None] | None = None
+        self.payload_lengths: list[int] = index.payload_lengths.tolist()
+        self.payloads = Payloads(index, self.handle)
+        self._itemsizes: list[int] = index.itemsizes[index.chunk_tensors].tolist()
+        self._crc_start: list[int] = index.crc_start.tolist()
+        self._crcs: list[int] = index.crcs.tolist()
+        self._handles: dict[int, ReadHandle] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ReadEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def run(self, runs: Runs, regions: Sequence[Region], extra: Sequence[Unit] = ()) -> ReadStats:
+        """Carry out all of it; raises the first failure after the other threads have stopped."""
+        needed = [*runs.chunks.tolist(), *(region.chunk for region in regions)]
+        self.payloads.resolve(needed)
+        units = [*self._run_units(runs), *self._region_units(regions), *extra]
+        self.stats.bytes_needed += int(runs.sizes_bytes.sum())
+        self.stats.bytes_needed += sum(math.prod(r.lengths) * self.itemsize(r.chunk) for r in regions)
+        self._execute(units)
+        if self.verify != "none":
+            self.payloads.verify_whole()
+        return self.stats
+
+    def read_blob(self, file: int, offset: int, length: int) -> bytes:
+        """An object's stored bytes."""
+        self.stats.bytes_read += length
+        return self.handle(file).pread(length, offset)
+
+    # -- what workers need -----------------------------------------------------------------------------------
+
+    def handle(self, file: int) -> ReadHandle:
+        """The open data file number ``file``; its size must be the committed one."""
+        handle = self._handles.get(file)
+        if handle is None:
+            with self._lock:
+                handle = self._handles.get(file)
+                if handle is None:
+                    handle = self._handles[file] = self._open(file)
+        return handle
+
+    def _open(self, file: int) -> ReadHandle:
+        name, expected = self.index.files[file], int(self.index.file_sizes[file])
+        try:
+            handle = self.store.open_read(name)
+        except CheckpointNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"{self.store.url}: data file {name} is missing, though the checkpoint refers to it; "
+                "restore the file or resume from another checkpoint",
+                path=f"{self.store.url}/{name}",
+            ) from error
+        if expected not in (UNKNOWN, handle.size_bytes):
+            size = handle.size_bytes
+            handle.close()
+            raise CorruptCheckpointError(
+                f"{self.store.url}: data file {name} has {size} bytes, {expected} were committed; "
+                "it was truncated, replaced or extended",
+                path=f"{self.store.url}/{name}",
+            )
+        return handle
+
+    def locate(self, chunk: int) -> tuple[ReadHandle, int]:
+        """The file of a chunk and the absolute offset of its payload."""
+        return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
+
+    def itemsize(self, chunk: int) -> int:
+        """Bytes per element of a chunk."""
+        return self._itemsizes[chunk]
+
+    def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
+        """Compare a block's checksum with the recorded one, or keep it for the whole payload's."""
+        start = self._crc_start[chunk]
+        if start == self._crc_start[chunk + 1]:
+            if self.payloads.note_block(chunk, block, crc):
+                stats.blocks_verified += 1
+            else:
+                stats.blocks_unverified += 1
+            return
+        stats.blocks_verified += 1
+        if self._crcs[start + block] != crc:
+            raise self.corruption(chunk, block, self._crcs[start + block], crc)
+
+    def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
+        """The error for bytes that are not those committed."""
+        fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
+        name = self.index.files[int(self.index.chunk_files[chunk])]
+        offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
+        return CorruptCheckpointError(
+            f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has CRC-32 "
+            f"{got:08x}, committed was {expected:08x}. Resume from another checkpoint, or pass verify='none' to "
+            "load the bytes as they are.",
+            path=f"{self.store.url}/{name}",
+            fqn=fqn,
+            offset=offset,
+        )
+
+    # -- units -----------------------------------------------------------------------------------------------
+
+    def _run_units(self, runs: Runs) -> Iterator[Unit]:
+        if len(runs.chunks) == 0:
+            return
+        files = self.index.chunk_files[runs.chunks]
+        offsets = self.payloads.offsets[runs.chunks] + runs.payload_positions
+        order = np.lexsort((offsets, files))
+        columns = (files, offsets, runs.sizes_bytes, runs.addresses, runs.chunks, runs.payload_positions)
+        span: list[tuple[int, int, int, int, int]] = []
+        span_file = span_begin = span_end = -1
+        large: list[tuple[int, int, int, int]] = []
+        large_bytes = 0
+        for file, offset, size, address, chunk, position in zip(
+            *(column[order].tolist() for column in columns), strict=True
+        ):
+            if size == 0:
+                continue
+            if size > _SMALL_RUN_BYTES or (self.verify == "full" and size != self.payload_lengths[chunk]):
+                for part in _split(chunk, position, size, address):
+                    large.append(part)
+                    large_bytes += part[2]
+                    if large_bytes >= _UNIT_BYTES:
+                        yield _direct_unit(large)
+                        large, large_bytes = [], 0
+                continue
+            if span and (
+                file != span_file
+                or offset - span_end > _GAP_BYTES
+                or offset + size - span_begin > _SPAN_BYTES
+            ):
+                yield _span_unit(span_file, span)
+                span = []
+            if not span:
+                span_file, span_begin = file, offset
+                span_end = offset
+            span.append((offset, size, address, chunk, position))
+            span_end = max(span_end, offset + size)
+        if span:
+            yield _span_unit(span_file, span)
+        if large:
+            yield _direct_unit(large)
+
+    def _region_units(self, regions: Sequence[Region]) -> Iterator[Unit]:
+        batch: list[Region] = []
+        batch_bytes = 0
+        for region in regions:
+            for part in self._split_region(region):
+                batch.append(part)
+                batch_bytes += math.prod(part.lengths) * self.itemsize(part.chunk)
+                if batch_bytes >= _UNIT_BYTES:
+                    yield _region_unit(batch)
+                    batch, batch_bytes = [], 0
+        if batch:
+            yield _region_unit(batch)
+
+    def _split_region(self, region: Region) -> Iterator[Region]:
+        """Parts of about a unit's size along the first dimension, so that threads can share one large box."""
+        size = math.prod(region.lengths) * self.itemsize(region.chunk)
+        if size <= 2 * _UNIT_BYTES or not region.lengths or region.lengths[0] < 2:
+            yield region
+            return
+        rows = max(1, region.lengths[0] * _UNIT_BYTES // size)
+        for first in range(0, region.lengths[0], rows):
+            yield Region(
+                region.chunk,
+                (region.offsets[0] + first, *region.offsets[1:]),
+                (min(rows, region.lengths[0] - first), *region.lengths[1:]),
+                region.address + first * region.strides[0],
+                region.strides,
+            )
+
+    def _execute(self, units: Sequence[Unit]) -> None:
+        pending = iter(units)
+        lock, stop = threading.Lock(), threading.Event()
+
+        def work() -> None:
+            worker = Worker(self)
+            try:
+                while not stop.is_set():
+                    with lock:
+                        unit = next(pending, None)
+                    if unit is None:
+                        return
+                    before = worker.stats.bytes_read
+                    unit(worker)
+                    if self.on_bytes is not None:
+                        self.on_bytes(worker.stats.bytes_read - before)
+            except BaseException:
+                stop.set()
+                raise
+            finally:
+                with lock:
+                    self.stats.add(worker.stats)
+                self.scratch.put(worker.scratch)
+
+        threads = min(self.threads, len(units))
+        if threads <= 1:
+            work()
+            return
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="dcp-read") as pool:
+            futures = [pool.submit(work) for _ in range(threads - 1)]
+            try:
+                work()
+            finally:
+                errors = [future.exception() for future in futures]
+            for error in errors:
+                if error is not None:
+                    raise error
+
+
+def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple[int, int, int, int]]:
+    """Parts of a run that end at block boundaries, about a quarter of a unit each."""
+    end = position + size
+    while position < end:
+        stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield chunk, position, stop - position, address
+        address += stop - position
+        position = stop
+
+
+def _span_unit(file: int, rows: list[tuple[int, int, int, int, int]]) -> Unit:
+    return lambda worker: worker.read_span(file, rows)
+
+
+def _direct_unit(parts: list[tuple[int, int, int, int]]) -> Unit:
+    def unit(worker: Worker) -> None:
+        for chunk, position, size, address in parts:
+            worker.read_direct(chunk, position, size, address)
+
+    return unit
+
+
+def _region_unit(regions: list[Region]) -> Unit:
+    def unit(worker: Worker) -> None:
+        for region in regions:
+            worker.read_region(region)
+
+    return unit
+
+
+def _c_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _array_at(
+    address: int, dtype: np.dtype[np.generic], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    extent = dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return np.ndarray(shape, dtype, view(address, extent), 0, strides)

@@ -1,0 +1,265 @@
+"""Writing one rank's data files: records appended in order, checksums computed while the bytes are hot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.index import Int64
+from dcp.storage.formats.record import begin_record
+from dcp.storage.stores.base import Store
+
+__all__ = ["DataFile", "WriteOutcome", "data_file_name"]
+
+_JOIN_BELOW_BYTES = 128 << 10
+"""Payloads below this are joined with their neighbours into one write, so that a small tensor costs no call."""
+
+_JOINED_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+"""Bytes handed on at a time: the checksum reads them from memory, the copy behind it from the cache."""
+
+
+def data_file_name(rank: int, number: int, save_id: str) -> str:
+    """Unique name of a data file: nothing that a committed checkpoint refers to is ever written again."""
+    return f"__{rank}_{number}.{save_id}.distcp"
+
+
+@dataclass
+class WriteOutcome:
+    """Where one rank's chunks and objects ended up; what the coordinator needs for the index.
+
+    Row i of the chunk columns belongs to row i of the rank's write plan. ``crc_counts`` says how many of
+    ``crcs`` are row i's. ``files`` are indexed by ``chunk_files`` and ``object_files``.
+    """
+
+    files: list[str] = field(default_factory=list)
+    file_sizes: list[int] = field(default_factory=list)
+    chunk_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    record_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    record_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    payload_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    payload_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    crc_counts: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    object_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    object_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    object_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    object_crcs: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    object_values: list[bytes | None] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    _ARRAYS = (
+        ("chunk_files", "<i8"),
+        ("record_offsets", "<i8"),
+        ("record_lengths", "<i8"),
+        ("payload_offsets", "<i8"),
+        ("payload_lengths", "<i8"),
+        ("crc_counts", "<i8"),
+        ("crcs", "<u4"),
+        ("object_files", "<i8"),
+        ("object_offsets", "<i8"),
+        ("object_lengths", "<i8"),
+        ("object_crcs", "<i8"),
+    )
+
+    def encode(self) -> bytes:
+        """Packed bytes for the way to the coordinator."""
+        columns = {
+            name: np.asarray(getattr(self, name)).astype(kind).tobytes() for name, kind in self._ARRAYS
+        }
+        lists = {name: getattr(self, name) for name in ("files", "file_sizes", "object_values", "seconds")}
+        return bytes(msgpack.packb(columns | lists))
+
+    @classmethod
+    def decode(cls, data: bytes) -> WriteOutcome:
+        """The inverse of `encode`."""
+        fields = msgpack.unpackb(data)
+        for name, kind in cls._ARRAYS:
+            fields[name] = np.frombuffer(fields[name], dtype=kind)
+        return cls(**fields)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Result rows of one file, as lists while it is written."""
+
+    record_offsets: list[int] = field(default_factory=list)
+    record_lengths: list[int] = field(default_factory=list)
+    payload_offsets: list[int] = field(default_factory=list)
+    payload_lengths: list[int] = field(default_factory=list)
+    crc_counts: list[int] = field(default_factory=list)
+    crc_starts: list[int] = field(default_factory=list)
+    crcs: list[int] = field(default_factory=list)
+
+
+class DataFile:
+    """One data file of a save.
+
+    Records go in by `tensor` and `blob`; `finish` makes the file complete (and durable, if asked), `abort`
+    removes it. ``torch_compatible=False`` packs bare payloads without the torch.save container around each.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        durable: bool,
+        torch_compatible: bool = True,
+        expected_bytes: int | None = None,
+    ) -> None:
+        self.name = name
+        self.rows = _Rows()
+        self._store = store
+        self._torch_compatible = torch_compatible
+        self._handle = store.create(name, durable=durable, expected_bytes=expected_bytes)
+        self._position = 0
+        self._joined: list[bytes | memoryview] = []
+        self._joined_bytes = 0
+        self.size_bytes = 0
+
+    def tensor(
+        self,
+        dtype_code: int,
+        sizes: tuple[int, ...],
+        payload_bytes: int,
+        pieces: Iterable[bytes | memoryview],
+    ) -> int:
+        """Append one tensor; ``pieces`` are its C-ordered bytes in order. Returns the row.
+
+        Memory behind a payload below 128 KiB must stay alive and unchanged until `finish`; the pieces of a
+        larger one are consumed one by one, so an iterable may reuse one buffer for all of them.
+        """
+        rows = self.rows
+        begin = self._position
+        if self._torch_compatible:
+            record = begin_record(dtype_code, sizes, payload_bytes, begin)
+            prefix = record.prefix
+        else:
+            record, prefix = None, b""
+        crcs: list[int]
+        if payload_bytes < _JOIN_BELOW_BYTES:
+            payload = _whole(pieces)
+            if len(payload) != payload_bytes:
+                raise _length_error(payload_bytes, len(payload))
+            crc = crc32(payload)
+            crcs = [crc] if payload_bytes else []
+            suffix = record.suffix(crc) if record is not None else b""
+            self._joined += (prefix, payload, suffix)
+            self._joined_bytes += len(prefix) + payload_bytes + len(suffix)
+            if self._joined_bytes >= _JOINED_BYTES:
+                self._flush()
+        else:
+            self._joined.append(prefix)
+            self._flush()
+            crcs = self._stream(pieces, payload_bytes)
+            suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
+            self._joined.append(suffix)
+            self._joined_bytes += len(suffix)
+        payload_offset = begin + len(prefix)
+        self._position = payload_offset + payload_bytes + len(suffix)
+        rows.record_offsets.append(begin)
+        rows.record_lengths.append(self._position - begin)
+        rows.payload_offsets.append(payload_offset)
+        rows.payload_lengths.append(payload_bytes)
+        rows.crc_counts.append(len(crcs))
+        rows.crc_starts.append(len(rows.crcs))
+        rows.crcs += crcs
+        return len(rows.record_offsets) - 1
+
+    def share(self, row: int) -> int:
+        """A row whose payload is that of ``row``: tied tensors are stored once."""
+        rows = self.rows
+        begin = rows.crc_starts[row]
+        crcs = rows.crcs[begin : begin + rows.crc_counts[row]]
+        for values in (
+            rows.record_offsets,
+            rows.record_lengths,
+            rows.payload_offsets,
+            rows.payload_lengths,
+            rows.crc_counts,
+        ):
+            values.append(values[row])
+        rows.crc_starts.append(len(rows.crcs))
+        rows.crcs += crcs
+        return len(rows.record_offsets) - 1
+
+    def blob(self, data: bytes | memoryview) -> tuple[int, int, int]:
+        """Append an object's bytes; returns (offset, length, CRC-32)."""
+        begin = self._position
+        self._joined.append(data)
+        self._joined_bytes += len(data)
+        self._position += len(data)
+        if self._joined_bytes >= _JOINED_BYTES:
+            self._flush()
+        return begin, len(data), crc32(data)
+
+    def finish(self) -> int:
+        """Everything on storage; returns the file's size in bytes."""
+        self._flush()
+        size = self._handle.finish()
+        if size != self._position:
+            raise CheckpointFormatError(
+                f"{self.name}: {size} bytes are stored, {self._position} were written", path=self.name
+            )
+        self.size_bytes = size
+        return size
+
+    def abort(self) -> None:
+        """Remove the file, finished or not."""
+        self._joined.clear()
+        self._handle.abort()
+        self._store.delete(self.name)
+
+    def _stream(self, pieces: Iterable[bytes | memoryview], payload_bytes: int) -> list[int]:
+        crcs: list[int] = []
+        crc = in_block = total = 0
+        for piece in pieces:
+            size, position = len(piece), 0
+            while position < size:
+                step = min(size - position, _PIECE_BYTES, BLOCK_BYTES - in_block)
+                part = memoryview(piece)[position : position + step]
+                crc = crc32(part, crc)
+                self._handle.write(part)
+                position += step
+                in_block += step
+                if in_block == BLOCK_BYTES:
+                    crcs.append(crc)
+                    crc = in_block = 0
+            total += size
+        if in_block:
+            crcs.append(crc)
+        if total != payload_bytes:
+            raise _length_error(payload_bytes, total)
+        return crcs
+
+    def _flush(self) -> None:
+        if self._joined:
+            parts, self._joined, self._joined_bytes = self._joined, [], 0
+            self._handle.write(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _whole(pieces: Iterable[bytes | memoryview]) -> bytes | memoryview:
+    parts = list(pieces) if not isinstance(pieces, (list, tuple)) else pieces
+    if len(parts) == 1:
+        return parts[0]
+    return b"".join(parts)
+
+
+def _combine(crcs: Sequence[int], payload_bytes: int) -> int:
+    total = crcs[0]
+    for number, crc in enumerate(crcs[1:], start=1):
+        total = crc32_combine(total, crc, min(BLOCK_BYTES, payload_bytes - number * BLOCK_BYTES))
+    return total
+
+
+def _length_error(expected: int, got: int) -> PlanError:
+    return PlanError(
+        f"a tensor delivered {got} bytes where its plan has {expected}", expected=expected, got=got
+    )

@@ -1,0 +1,367 @@
+"""torch's StorageReader over a store: `FileSystemReader`.
+
+Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with columns
+(`ReadRequest`). Both end in `engine.read.ReadEngine`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp.storage.engine.read import ReadEngine, ReadStats, Region, Runs, Unit, Verify, Worker
+from dcp.storage.errors import CorruptCheckpointError, PlanError, ShapeMismatchError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.open import open_index
+from dcp.storage.stores import open_store
+from dcp.storage.stores.base import Store
+from dcp.storage.tensors import is_addressable, narrow, slab_boxes, torch_dtype
+from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.writer import is_supported
+
+__all__ = ["FileSystemReader", "ReadRequest", "uses_columns"]
+
+_STAGED_BYTES = 4 << 20
+_BATCH_BYTES = 256 << 20
+"""A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at once."""
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a rank wants, row by row: the box at ``storage_offsets[i]`` of extent ``lengths[i]`` of chunk
+    ``chunks[i]`` (a row of the index) goes to ``dest_offsets[i]`` of the local tensor ``dests[i]``."""
+
+    chunks: Sequence[int] = ()
+    dests: Sequence[torch.Tensor] = ()
+    storage_offsets: Sequence[tuple[int, ...]] = ()
+    dest_offsets: Sequence[tuple[int, ...]] = ()
+    lengths: Sequence[tuple[int, ...]] = ()
+
+
+class FileSystemReader(StorageReader):
+    """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL).
+
+    ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the number of
+    reading threads (None: by the machine's cores). ``_extension_registry`` belongs to stock's experimental
+    stream extensions, which this reader refuses to guess at.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        verify: Verify = "blocks",
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if _extension_registry is not None:
+            raise PlanError(
+                "stream extensions are torch's experiment; give torch.distributed.checkpoint.FileSystemReader to "
+                "dcp.load to read a checkpoint that was saved with them"
+            )
+        self.path = path
+        self.verify: Verify = verify
+        self.threads = threads
+        self.load_id = str(uuid.uuid4())
+        self.stats = ReadStats()
+        self._store: Store | None = None
+        self._index: CheckpointIndex | None = None
+
+    # -- torch's interface -----------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, from another id if one is given."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self._store = None
+        self._index = None
+        self.stats = ReadStats()
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is."""
+        return self.path
+
+    @property
+    def store(self) -> Store:
+        """The store of the current id."""
+        if self._store is None:
+            self._store = open_store(self.path)
+        return self._store
+
+    def read_index(self, rank: int | None = None) -> CheckpointIndex:
+        """The checkpoint's index, read once a load."""
+        if self._index is None:
+            self._index = open_index(self.store, rank=rank)
+        return self._index
+
+    def use_index(self, index: CheckpointIndex) -> None:
+        """Take the index that the coordinator read, so that all ranks load one and the same commit."""
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata; objects are built when they are looked at."""
+        index = self.read_index(kwargs.get("rank"))
+        return LazyMetadata.of(lambda: index, StorageMeta(checkpoint_id=self.path, load_id=self.load_id))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata; one that this reader produced brings its index along."""
+        if isinstance(metadata, LazyMetadata) and metadata.has_index:
+            self._index = metadata.index
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the plan's items into what the planner resolves them to."""
+        index = self.read_index()
+        chunk_rows = _ChunkRows(index)
+        with self.engine(index) as engine:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(self.read_object(engine, item.storage_index.fqn)))
+            tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+            for batch in _batches(tensors, index):
+                targets = [_target(planner, item) for item in batch]
+                self._read(
+                    engine,
+                    ReadRequest(
+                        [chunk_rows.find(item) for item in batch],
+                        targets,
+                        [tuple(item.storage_offsets) for item in batch],
+                        [(0,) * target.dim() for target in targets],
+                        [tuple(item.lengths) for item in batch],
+                    ),
+                )
+                for item, target in zip(batch, targets, strict=True):
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this storage can read ``checkpoint_id``."""
+        return is_supported(checkpoint_id)
+
+    # -- columns ---------------------------------------------------------------------------------------------
+
+    def engine(self, index: CheckpointIndex) -> ReadEngine:
+        """A reading engine on this checkpoint; use it as a context manager."""
+        threads = self.threads if self.threads is not None else _default_threads()
+        return ReadEngine(self.store, index, verify=self.verify, threads=threads)
+
+    def read_request(self, engine: ReadEngine, request: ReadRequest) -> ReadStats:
+        """Fill the request's destinations; returns what it cost."""
+        self._read(engine, request)
+        return self.stats
+
+    def read_object(self, engine: ReadEngine, fqn: str) -> bytes:
+        """The stored torch.save bytes of a non-tensor value, checked."""
+        index = engine.index
+        row = index.objects.position.get(fqn)
+        if row is None or index.objects.files[row] < 0:
+            raise PlanError(f"{self.store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
+        blob = engine.read_blob(
+            int(index.objects.files[row]), int(index.objects.offsets[row]), int(index.objects.lengths[row])
+        )
+        expected = int(index.objects.crcs[row])
+        if self.verify != "none" and expected not in (UNKNOWN, crc32(blob)):
+            raise CorruptCheckpointError(
+                f"{self.store.url}: object {fqn!r} is damaged: CRC-32 {crc32(blob):08x}, committed was "
+                f"{expected:08x}. Resume from another checkpoint.",
+                path=f"{self.store.url}/{index.files[int(index.objects.files[row])]}",
+                fqn=fqn,
+            )
+        return blob
+
+    def _read(self, engine: ReadEngine, request: ReadRequest) -> None:
+        engine.payloads.resolve(request.chunks)
+        runs, regions, units = _classify(engine, request)
+        before = ReadStats(**vars(engine.stats))
+        engine.run(runs, regions, units)
+        after = engine.stats
+        self.stats.add(
+            ReadStats(
+                after.bytes_needed - before.bytes_needed,
+                after.bytes_read - before.bytes_read,
+                after.blocks_verified - before.blocks_verified,
+                after.blocks_unverified - before.blocks_unverified,
+            )
+        )
+
+
+def uses_columns(reader: StorageReader) -> bool:
+    """Whether `dcp.load` may hand ``reader`` columns: ours, with none of the interface's steps overridden."""
+    if not isinstance(reader, FileSystemReader):
+        return False
+    steps = (
+        "read_metadata",
+        "set_up_storage_reader",
+        "prepare_local_plan",
+        "prepare_global_plan",
+        "read_data",
+    )
+    return all(getattr(type(reader), step) is getattr(FileSystemReader, step) for step in steps)
+
+
+def _default_threads() -> int:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, local_ranks)))
+
+
+class _ChunkRows:
+    """Finds the index row of a ReadItem's storage chunk."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self._index = index
+        self._by_offset: dict[str, dict[tuple[int, ...], int]] = {}
+
+    def find(self, item: ReadItem) -> int:
+        wanted = item.storage_index
+        rows = self._by_offset.get(wanted.fqn)
+        if rows is None:
+            tensor = self._index.position.get(wanted.fqn)
+            if tensor is None:
+                raise PlanError(
+                    f"the load plan reads {wanted.fqn!r}, which is no tensor here", fqn=wanted.fqn
+                )
+            rows = {self._index.box(row)[0]: row for row in self._index.chunks(tensor)}
+            self._by_offset[wanted.fqn] = rows
+        row = rows.get(tuple(wanted.offset or ()))
+        if row is None:
+            raise PlanError(f"{wanted.fqn!r} has no chunk at {wanted.offset}", fqn=wanted.fqn)
+        return row
+
+
+def _batches(items: Sequence[ReadItem], index: CheckpointIndex) -> Iterator[list[ReadItem]]:
+    batch: list[ReadItem] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += math.prod(item.lengths) * 4
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.shape) != tuple(item.lengths):
+        raise ShapeMismatchError(
+            f"the planner resolved {item.dest_index.fqn!r} to shape {tuple(target.shape)}, its item reads "
+            f"{tuple(item.lengths)}",
+            fqn=item.dest_index.fqn,
+        )
+    return target
+
+
+def _classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Region], list[Unit]]:
+    """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request."""
+    index = engine.index
+    tensors = index.chunk_tensors
+    dtypes = [torch_dtype(int(code)) for code in index.dtype_codes] if request.chunks else []
+    chunks: list[int] = []
+    positions: list[int] = []
+    sizes_bytes: list[int] = []
+    addresses: list[int] = []
+    regions: list[Region] = []
+    units: list[Unit] = []
+    tensor_of: list[int] = tensors.tolist()
+    boxes = index.box_start.tolist()
+    flat_sizes = index.chunk_sizes.tolist()
+    columns = (request.chunks, request.dests, request.storage_offsets, request.dest_offsets, request.lengths)
+    for chunk, dest, offsets, dest_offsets, lengths in zip(*columns, strict=True):
+        target = dest if dest.shape == lengths else narrow(dest, dest_offsets, lengths)
+        if target.dtype != dtypes[tensor_of[chunk]] or not is_addressable(target):
+            units.append(_staged(engine, chunk, offsets, lengths, target))
+            continue
+        itemsize = target.element_size()
+        if target.is_contiguous() and not engine.payloads.is_permuted(chunk):
+            sizes = flat_sizes[boxes[chunk] : boxes[chunk + 1]]
+            position = _contiguous_position(sizes, offsets, lengths)
+            if position is not None:
+                chunks.append(chunk)
+                positions.append(position * itemsize)
+                sizes_bytes.append(target.nbytes)
+                addresses.append(target.data_ptr())
+                continue
+        strides = tuple(stride * itemsize for stride in target.stride())
+        regions.append(Region(chunk, tuple(offsets), tuple(lengths), target.data_ptr(), strides))
+    runs = Runs(*(np.array(column, dtype=np.int64) for column in (chunks, positions, sizes_bytes, addresses)))
+    return runs, regions, units
+
+
+def _contiguous_position(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """The first element's place if the box is one run of a C-ordered chunk of ``sizes``, else None."""
+    position, step, open_dims = 0, 1, True
+    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
+        if not open_dims and length != 1:
+            return None
+        if length != size:
+            open_dims = False
+        position += offset * step
+        step *= size
+    return position
+
+
+_local = threading.local()
+
+
+def _staging_buffer() -> torch.Tensor:
+    """This thread's buffer for reads that end elsewhere than in CPU memory of the stored dtype."""
+    buffer = getattr(_local, "buffer", None)
+    if buffer is None:
+        pinned = torch.accelerator.is_available()
+        buffer = _local.buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    return buffer
+
+
+def _staged(
+    engine: ReadEngine, chunk: int, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+) -> Unit:
+    """Read through a staging buffer and let torch convert: another device or another dtype."""
+    engine.stats.bytes_needed += math.prod(lengths) * engine.itemsize(chunk)
+    saved = torch_dtype(int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])]))
+    sizes = engine.index.box(chunk)[1]
+
+    def unit(worker: Worker) -> None:
+        itemsize = engine.itemsize(chunk)
+        for slab_offsets, slab_sizes in slab_boxes(lengths, itemsize, _STAGED_BYTES):
+            slab_bytes = math.prod(slab_sizes) * itemsize
+            staged = _staging_buffer()[:slab_bytes].view(saved).view(slab_sizes)
+            begin = tuple(o + s for o, s in zip(offsets, slab_offsets, strict=True))
+            position = _contiguous_position(sizes, begin, slab_sizes)
+            if position is not None and not engine.payloads.is_permuted(chunk):
+                worker.read_direct(chunk, position * itemsize, slab_bytes, staged.data_ptr())
+            else:
+                strides = tuple(stride * itemsize for stride in staged.stride())
+                worker.read_region(Region(chunk, begin, slab_sizes, staged.data_ptr(), strides))
+            narrow(target, slab_offsets, slab_sizes).copy_(staged)
+
+    return unit

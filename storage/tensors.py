@@ -1,0 +1,111 @@
+"""Between torch tensors and bytes: dtype codes, C-ordered byte pieces, addresses and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from dcp.storage.engine.memory import view
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
+
+__all__ = ["byte_pieces", "dtype_code", "is_addressable", "narrow", "slab_boxes", "torch_dtype"]
+
+_SLAB_BYTES = 4 << 20
+_COPY_BELOW_BYTES = 128 << 10
+"""Below this a strided or device tensor is copied whole; at least `engine.write`'s joining limit."""
+
+_TORCH_BY_CODE: dict[int, torch.dtype] = {
+    code: getattr(torch, dtype.name) for code, dtype in dtypes.BY_CODE.items() if hasattr(torch, dtype.name)
+}
+_CODE_BY_TORCH: dict[torch.dtype, int] = {dtype: code for code, dtype in _TORCH_BY_CODE.items()}
+
+
+def torch_dtype(code: int) -> torch.dtype:
+    """The torch dtype of a format code."""
+    try:
+        return _TORCH_BY_CODE[code]
+    except KeyError:
+        raise PlanError(f"this torch ({torch.__version__}) has no dtype for format code {code}") from None
+
+
+def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
+    """The format code of a torch dtype; PlanError for types that a checkpoint cannot hold (quantized ones)."""
+    code = _CODE_BY_TORCH.get(dtype)
+    if code is None:
+        raise PlanError(f"tensor {fqn!r} has dtype {dtype}, which a checkpoint cannot hold", fqn=fqn)
+    return code
+
+
+def is_addressable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements can be read and written at ``data_ptr`` with its strides."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
+    """The tensor's elements as C-ordered bytes, in one or more pieces.
+
+    A contiguous CPU tensor is one view of its own memory, which the caller keeps alive. Anything else of some
+    size comes in slabs through one reused buffer: use each piece before asking for the next.
+    """
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and is_addressable(tensor):
+        return (view(tensor.data_ptr(), tensor.nbytes),)
+    if tensor.nbytes < _COPY_BELOW_BYTES:
+        return (_own_bytes(tensor),)
+    return _slabs(tensor.detach())
+
+
+def _own_bytes(tensor: torch.Tensor) -> bytes:
+    copy = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return bytes(view(copy.data_ptr(), copy.nbytes))
+
+
+def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:
+    pinned = tensor.device.type != "cpu" and torch.accelerator.is_available()
+    buffer = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    for box in slab_boxes(tensor.shape, tensor.element_size(), _SLAB_BYTES):
+        slab = narrow(tensor, *box)
+        target = buffer[: slab.nbytes].view(tensor.dtype).view(slab.shape)
+        target.copy_(slab)
+        yield view(target.data_ptr(), slab.nbytes)
+
+
+def slab_boxes(
+    shape: Sequence[int], itemsize: int, limit_bytes: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of boxes of at most ``limit_bytes`` that tile ``shape`` in C order.
+
+    Each box is contiguous in C order: whole in all dimensions behind the one that is cut.
+    """
+    shape = tuple(shape)
+    volume = itemsize
+    for size in shape:
+        volume *= size
+    if volume == 0:
+        return
+    if volume <= limit_bytes or not shape:
+        yield (0,) * len(shape), shape
+        return
+    row_bytes = volume // shape[0]
+    if row_bytes > limit_bytes:
+        for first in range(shape[0]):
+            for offsets, sizes in slab_boxes(shape[1:], itemsize, limit_bytes):
+                yield (first, *offsets), (1, *sizes)
+        return
+    rows = limit_bytes // row_bytes
+    for first in range(0, shape[0], rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
+
+
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The view of a box of ``tensor``."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.size(dim):
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor

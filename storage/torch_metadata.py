@@ -1,0 +1,198 @@
+"""Between `CheckpointIndex` and torch's `Metadata` objects, for callers that speak torch's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
+from dcp.storage.tensors import dtype_code, torch_dtype
+
+__all__ = ["VERSION", "LazyMetadata", "index_from_results", "metadata_from_index"]
+
+VERSION = "1.0.0"
+"""The version stock torch 2.13 writes into `.metadata`."""
+
+
+def metadata_from_index(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
+    """torch's object tree for ``index``: what stock's planners and readers expect from ``read_metadata``."""
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    for tensor, fqn in enumerate(index.fqns):
+        chunks = []
+        for position, row in enumerate(index.chunks(tensor)):
+            offsets, sizes = index.box(row)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            storage_data[MetadataIndex(fqn, offsets, position)] = _StorageInfo(
+                index.files[int(index.chunk_files[row])],
+                int(index.record_offsets[row]),
+                int(index.record_lengths[row]),
+            )
+        properties = TensorProperties(
+            dtype=torch_dtype(int(index.dtype_codes[tensor])), requires_grad=bool(index.requires_grad[tensor])
+        )
+        entries[fqn] = TensorStorageMetadata(properties, torch.Size(index.shape(tensor)), chunks)
+    objects = index.objects
+    for row, fqn in enumerate(objects.fqns):
+        entries[fqn] = BytesStorageMetadata()
+        if objects.files[row] >= 0:
+            storage_data[MetadataIndex(fqn)] = _StorageInfo(
+                index.files[int(objects.files[row])], int(objects.offsets[row]), int(objects.lengths[row])
+            )
+    return Metadata(entries, index.planner_data, storage_data, storage_meta or StorageMeta(), VERSION)
+
+
+class _Built:
+    """A field of `LazyMetadata`: built from the index at the first look, a plain attribute afterwards."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: LazyMetadata | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        values = instance.__dict__
+        if self._name not in values:
+            for name, value in vars(metadata_from_index(instance.index, values.get("_storage_meta"))).items():
+                values.setdefault(name, value)
+        return values[self._name]
+
+    def __set__(self, instance: LazyMetadata, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
+class LazyMetadata(Metadata):
+    """torch's `Metadata`, built when somebody looks inside.
+
+    A save of 20,000 tensors takes less time than building their metadata objects, and most callers drop them.
+    """
+
+    state_dict_metadata = _Built()
+    planner_data = _Built()
+    storage_data = _Built()
+    storage_meta = _Built()
+    version = _Built()
+
+    @classmethod
+    def of(
+        cls, source: Callable[[], CheckpointIndex], storage_meta: StorageMeta | None = None
+    ) -> LazyMetadata:
+        """Metadata of the index that ``source`` gives (from memory, or by reading the manifest); asked once."""
+        lazy = cls.__new__(cls)
+        lazy.__dict__["_source"] = source
+        lazy.__dict__["_storage_meta"] = storage_meta
+        return lazy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (
+            self.state_dict_metadata,
+            self.planner_data,
+            self.storage_data,
+            self.storage_meta,
+            self.version,
+        )
+        return Metadata, fields
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """The columns behind it."""
+        index: CheckpointIndex | None = self.__dict__.get("_index")
+        if index is None:
+            index = self.__dict__["_index"] = self.__dict__["_source"]()
+        return index
+
+    @property
+    def has_index(self) -> bool:
+        """False for one that `dataclasses.replace` made of plain fields."""
+        return "_source" in self.__dict__
+
+
+def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CheckpointIndex:
+    """The index of a save made through torch's interface: the planner's ``metadata`` and where things were put.
+
+    Raises PlanError if a chunk or object of the metadata was not written, or not with its dtype.
+    """
+    places = {result.index: result.storage_data for part in results for result in part}
+    files: dict[str, int] = {}
+    file_ends: dict[str, int] = {}
+    for place in places.values():
+        files.setdefault(place.file, len(files))
+        end = place.record_offset + place.record_length
+        file_ends[place.file] = max(file_ends.get(place.file, 0), end)
+    tensors: list[tuple[str, TensorStorageMetadata]] = []
+    objects: list[str] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors.append((fqn, entry))
+        else:
+            objects.append(fqn)
+    chunks = [
+        (fqn, chunk, _place(places, fqn, chunk.offsets)) for fqn, entry in tensors for chunk in entry.chunks
+    ]
+    for fqn, entry in tensors:
+        codes = {places[MetadataIndex(fqn, chunk.offsets)].dtype_code for chunk in entry.chunks}
+        if codes - {dtype_code(entry.properties.dtype, fqn=fqn)}:
+            raise PlanError(
+                f"chunks of {fqn!r} were written with another dtype than its metadata says", fqn=fqn
+            )
+    object_places = [_place(places, fqn, None) for fqn in objects]
+    return CheckpointIndex(
+        format="dcp",
+        fqns=[fqn for fqn, _ in tensors],
+        dtype_codes=np.array([dtype_code(e.properties.dtype, fqn=f) for f, e in tensors], dtype=np.uint8),
+        requires_grad=np.array([e.properties.requires_grad for _, e in tensors], dtype=np.uint8),
+        shape_start=starts([len(e.size) for _, e in tensors]),
+        shape_values=_flat(e.size for _, e in tensors),
+        chunk_start=starts([len(e.chunks) for _, e in tensors]),
+        chunk_offsets=_flat(chunk.offsets for _, chunk, _ in chunks),
+        chunk_sizes=_flat(chunk.sizes for _, chunk, _ in chunks),
+        chunk_files=_column(files[place.file] for _, _, place in chunks),
+        record_offsets=_column(place.record_offset for _, _, place in chunks),
+        record_lengths=_column(place.record_length for _, _, place in chunks),
+        payload_offsets=_column(place.payload_offset for _, _, place in chunks),
+        payload_lengths=_column(place.payload_length for _, _, place in chunks),
+        crc_start=starts([len(place.crcs) for _, _, place in chunks]),
+        crcs=np.array([crc for _, _, place in chunks for crc in place.crcs], dtype=np.uint32),
+        files=list(files),
+        file_sizes=_column(file_ends[name] for name in files),
+        objects=ObjectColumns(
+            fqns=objects,
+            files=_column(files[place.file] for place in object_places),
+            offsets=_column(place.record_offset for place in object_places),
+            lengths=_column(place.record_length for place in object_places),
+            crcs=_column(place.crcs[0] for place in object_places),
+            plain=np.full(len(objects), -1, dtype=np.int64),
+        ),
+        planner_data=metadata.planner_data,
+    )
+
+
+def _place(places: dict[MetadataIndex, Any], fqn: str, offsets: Sequence[int] | None) -> Any:
+    place = places.get(MetadataIndex(fqn, offsets))
+    if place is None:
+        where = "" if offsets is None else f" at {tuple(offsets)}"
+        raise PlanError(f"the plan's metadata has {fqn!r}{where}, but no rank wrote it", fqn=fqn)
+    return place
+
+
+def _column(values: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _flat(rows: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([value for row in rows for value in row], dtype=np.int64)

@@ -1,0 +1,504 @@
+"""torch's StorageWriter over a store: `FileSystemWriter`.
+
+It serves two callers. Stock `torch.distributed.checkpoint.save`, and custom planners, call the interface's methods
+with plans made of objects. `dcp.save` with our own planner hands over columns (`WriteRequest`) and gets columns
+back (`WriteOutcome`). Both end in `engine.write.DataFile` and `commit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp.storage import commit, torch_metadata
+from dcp.storage.engine.assemble import ragged_positions
+from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.stores import open_store
+from dcp.storage.stores.base import Store
+from dcp.storage.tensors import byte_pieces, dtype_code, narrow
+
+__all__ = ["FileSystemWriter", "StoredChunk", "WriteRequest", "uses_columns"]
+
+_TWO_FILES_ABOVE_BYTES = 64 << 20
+"""Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as fast."""
+
+
+_COPY_BELOW_BYTES = 128 << 10
+
+
+class StoredChunk(NamedTuple):
+    """Where one written item is: the ``storage_data`` of its WriteResult, plain enough for any collective."""
+
+    file: str
+    record_offset: int
+    record_length: int
+    payload_offset: int
+    payload_length: int
+    crcs: tuple[int, ...]
+    dtype_code: int
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """What a rank has to write, row by row in file order.
+
+    Row i is the box at ``local_offsets[i]`` of extent ``sizes[i]`` of ``sources[i]`` (a local tensor on any
+    device); its bytes are those of row ``shares[i]`` if that is not -1. ``blobs`` are the objects' torch.save
+    bytes and ``values`` their plain msgpack encodings or None; equal blobs are stored once.
+    """
+
+    sources: Sequence[torch.Tensor] = ()
+    dtype_codes: Sequence[int] = ()
+    sizes: Sequence[tuple[int, ...]] = ()
+    local_offsets: Sequence[tuple[int, ...]] = ()
+    shares: Sequence[int] = ()
+    blobs: Sequence[bytes] = ()
+    values: Sequence[bytes | None] = ()
+
+
+@dataclass
+class _Lane:
+    """One data file with the rows that go into it."""
+
+    rows: list[int] = field(default_factory=list)
+    with_objects: bool = False
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes checkpoints to a local folder (or any other place `dcp.storage.stores.open_store` knows).
+
+    The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files`` makes
+    data and commit durable before a save returns. ``thread_count`` is a lower bound for the files (and threads)
+    a rank writes; without fsync a large share is written as two files anyway. ``single_file_per_rank=False``
+    gives each tensor its own file. ``per_thread_copy_ahead`` and ``cache_staged_state_dict`` are accepted for
+    compatibility. ``torch_compatible=False`` leaves out `.metadata` and the torch.save container of each
+    tensor: smaller, and not loadable by stock torch. ``overwrite=False`` refuses an id that has a checkpoint.
+
+    Unlike torch's, it publishes atomically: data files get unique names, and nothing is visible (or, on
+    overwrite, replaced) before `finish` has published the manifest.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        torch_compatible: bool = True,
+    ) -> None:
+        super().__init__()
+        if _extensions:
+            raise PlanError(
+                "stream extensions are torch's experiment and would hide the payloads' bytes; give "
+                "torch.distributed.checkpoint.FileSystemWriter to dcp.save if you need them"
+            )
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise PlanError(
+                "this writer stores the dcp format; give torch.distributed.checkpoint.FileSystemWriter to dcp.save "
+                f"for {serialization_format}"
+            )
+        self.path = path
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = max(1, thread_count)
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.overwrite = overwrite
+        self.torch_compatible = torch_compatible
+        self.rank = 0
+        self.use_collectives = True
+        self.user: dict[str, Any] = {}
+        self.provenance: dict[str, Any] = {}
+        self.index: CheckpointIndex | None = None
+        self.lanes = 2
+        self._files_written = 0
+        self._previous: commit.Previous | None = None
+        self._store: Store | None = None
+        self.save_id = _new_save_id()
+
+    # -- torch's interface -----------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, to another id if one is given."""
+        if checkpoint_id:
+            self.path = checkpoint_id
+        self._store = None
+        self._previous = None
+        self.index = None
+        self._files_written = 0
+        self.save_id = _new_save_id()
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint goes."""
+        return self.path
+
+    @property
+    def store(self) -> Store:
+        """The store of the current id."""
+        if self._store is None:
+            self._store = open_store(self.path)
+        return self._store
+
+    def storage_meta(self) -> StorageMeta:
+        """What planners and `.metadata` learn about this save."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn this rank's role; ``rank`` and ``use_collectives`` come as keywords, as torch passes them."""
+        self.rank = int(kwargs.get("rank") or 0)
+        self.use_collectives = bool(kwargs.get("use_collectives", True))
+        self.is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Create the folder; without collectives also look at what the id holds now."""
+        if self.is_coordinator or not self.use_collectives:
+            self.prepare()
+        if not self.use_collectives:
+            plan = dataclasses.replace(plan, storage_data=(self.rank, self.save_id))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank its file names."""
+        return [
+            dataclasses.replace(plan, storage_data=(rank, self.save_id))
+            if plan.storage_data is None
+            else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the plan's items, each as the planner resolves it; values are where and with which CRCs."""
+        if plan.storage_data is not None:
+            self.rank, self.save_id = plan.storage_data
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(_ItemWriter(self, planner).write(plan.items))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish: ``metadata`` of the planner plus where ``results`` say the bytes are."""
+        index = torch_metadata.index_from_results(metadata, results)
+        self.publish(index)
+        metadata.version = torch_metadata.VERSION
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {
+            result.index: _StorageInfo(
+                result.storage_data.file, result.storage_data.record_offset, result.storage_data.record_length
+            )
+            for rank_results in results
+            for result in rank_results
+        }
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this storage can take ``checkpoint_id``."""
+        return is_supported(checkpoint_id)
+
+    # -- what both callers share -----------------------------------------------------------------------------
+
+    @property
+    def names(self) -> commit.Names:
+        """The files that publish this save."""
+        return commit.Names() if self.use_collectives else commit.Names.of_rank(self.rank)
+
+    def prepare(self) -> None:
+        """On the coordinator, before anything is written: make the folder, remember what is to be replaced."""
+        self.store.make_root()
+        self._previous = commit.previous_state(self.store, self.names)
+        if self._previous.exists and not self.overwrite:
+            raise CheckpointConflictError(
+                f"{self.store.url} already holds a checkpoint and overwrite=False; save to another id",
+                path=self.store.url,
+            )
+
+    def publish(self, index: CheckpointIndex) -> None:
+        """Commit ``index``; on failure no file of this save remains."""
+        index = dataclasses.replace(
+            index,
+            provenance={"save_id": self.save_id, "time": time.time(), **self.provenance},
+            user=dict(self.user),
+        )
+        index.check()
+        previous = self._previous
+        if previous is None:
+            previous = commit.previous_state(self.store, self.names)
+        try:
+            self.index = commit.commit(
+                self.store,
+                index,
+                previous,
+                names=self.names,
+                save_id=self.save_id,
+                durable=self.sync_files,
+                torch_compatible=self.torch_compatible,
+            )
+        except CheckpointError as error:
+            if not error.facts.get("committed"):
+                self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove the data files of the current save, of all ranks."""
+        commit.discard(self.store, self.save_id)
+
+    def new_file(self, expected_bytes: int | None = None) -> DataFile:
+        """The next data file of this rank."""
+        number, self._files_written = self._files_written, self._files_written + 1
+        return DataFile(
+            self.store,
+            data_file_name(self.rank, number, self.save_id),
+            durable=self.sync_files,
+            torch_compatible=self.torch_compatible,
+            expected_bytes=expected_bytes,
+        )
+
+    # -- columns ---------------------------------------------------------------------------------------------
+
+    def write_request(
+        self, request: WriteRequest, on_bytes: Callable[[int], None] | None = None
+    ) -> WriteOutcome:
+        """Write this rank's rows and objects; the files are complete when it returns, and gone if it raises.
+
+        ``on_bytes`` is called with the payload bytes of each tensor written, from the writing threads.
+        """
+        own = [row for row, share in enumerate(request.shares) if share < 0]
+        row_bytes = [_row_bytes(request, row) for row in own]
+        lanes = self._lanes(own, row_bytes, bool(request.blobs))
+        if not lanes:
+            return _empty_outcome(len(request.shares))
+        files = [self.new_file() for _ in lanes]
+        try:
+            if len(lanes) == 1:
+                objects = [_write_lane(files[0], lanes[0], request, on_bytes)]
+            else:
+                with ThreadPoolExecutor(min(len(lanes), max(2, self.thread_count))) as pool:
+                    pairs = zip(files, lanes, strict=True)
+                    objects = list(pool.map(lambda pair: _write_lane(*pair, request, on_bytes), pairs))
+        except BaseException:
+            for file in files:
+                file.abort()
+            raise
+        if self.sync_files:
+            self.store.sync()
+        return _collect(request, files, lanes, next((found for found in objects if found), []))
+
+    def _lanes(self, rows: list[int], row_bytes: list[int], has_objects: bool) -> list[_Lane]:
+        if not rows and not has_objects:
+            return []
+        if not self.single_file_per_rank and rows:
+            lanes = [_Lane([row]) for row in rows]
+            if has_objects:
+                lanes.append(_Lane([], with_objects=True))
+            return lanes
+        total = sum(row_bytes)
+        count = self.thread_count
+        if not self.sync_files and total >= _TWO_FILES_ABOVE_BYTES:
+            count = max(count, self.lanes)
+        count = max(1, min(count, len(rows)))
+        lanes, taken = [_Lane() for _ in range(count)], 0
+        for row, size in zip(rows, row_bytes, strict=True):
+            lanes[min(count - 1, taken * count // max(total, 1))].rows.append(row)
+            taken += size
+        lanes = [lane for lane in lanes if lane.rows] or [_Lane()]
+        lanes[0].with_objects = has_objects
+        return lanes
+
+
+def uses_columns(writer: StorageWriter) -> bool:
+    """Whether `dcp.save` may hand ``writer`` columns: ours, with none of the interface's steps overridden."""
+    if not isinstance(writer, FileSystemWriter):
+        return False
+    steps = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "storage_meta")
+    return all(getattr(type(writer), step) is getattr(FileSystemWriter, step) for step in steps)
+
+
+def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether `open_store` knows the kind of place that ``checkpoint_id`` names."""
+    try:
+        open_store(checkpoint_id)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _new_save_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def _row_bytes(request: WriteRequest, row: int) -> int:
+    size = request.sources[row].element_size()
+    for extent in request.sizes[row]:
+        size *= extent
+    return size
+
+
+def _write_lane(
+    file: DataFile, lane: _Lane, request: WriteRequest, on_bytes: Callable[[int], None] | None
+) -> list[tuple[int, int, int]]:
+    objects: list[tuple[int, int, int]] = []
+    if lane.with_objects:
+        stored: dict[bytes, tuple[int, int, int]] = {}
+        for blob in request.blobs:
+            place = stored.get(blob)
+            if place is None:
+                place = stored[blob] = file.blob(blob)
+            objects.append(place)
+    sources, codes, all_sizes = request.sources, request.dtype_codes, request.sizes
+    local_offsets = request.local_offsets
+    for row in lane.rows:
+        source, sizes = sources[row], all_sizes[row]
+        if source.shape != sizes:
+            source = narrow(source, local_offsets[row], sizes)
+        file.tensor(codes[row], sizes, source.nbytes, byte_pieces(source))
+        if on_bytes is not None:
+            on_bytes(source.nbytes)
+    file.finish()
+    return objects
+
+
+def _empty_outcome(rows: int) -> WriteOutcome:
+    outcome = WriteOutcome()
+    if rows:
+        raise PlanError("every row of a write plan shares another row's payload")
+    return outcome
+
+
+def _collect(
+    request: WriteRequest,
+    files: Sequence[DataFile],
+    lanes: Sequence[_Lane],
+    objects: list[tuple[int, int, int]],
+) -> WriteOutcome:
+    """One outcome in request order from the lanes' files; shared rows get the place of the row they share."""
+    rows = len(request.shares)
+    outcome = WriteOutcome(files=[file.name for file in files])
+    outcome.file_sizes = [file.size_bytes for file in files]
+    order = np.array([row for lane in lanes for row in lane.rows], dtype=np.int64)
+    target = np.arange(rows, dtype=np.int64)
+    shares = np.asarray(request.shares, dtype=np.int64)
+    target[shares >= 0] = shares[shares >= 0]
+    place = np.full(rows, -1, dtype=np.int64)
+    place[order] = np.arange(len(order))
+    take = place[target]
+
+    def column(name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        parts = [np.array(getattr(file.rows, name), dtype=np.int64) for file in files]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    numbers = np.repeat(np.arange(len(files)), [len(file.rows.record_offsets) for file in files])
+    outcome.chunk_files = numbers[take]
+    outcome.record_offsets = column("record_offsets")[take]
+    outcome.record_lengths = column("record_lengths")[take]
+    outcome.payload_offsets = column("payload_offsets")[take]
+    outcome.payload_lengths = column("payload_lengths")[take]
+    counts = column("crc_counts")
+    outcome.crc_counts = counts[take]
+    crc_start = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=crc_start[1:])
+    all_crcs = np.array([crc for file in files for crc in file.rows.crcs], dtype=np.uint32)
+    outcome.crcs = all_crcs[ragged_positions(crc_start[:-1][take], outcome.crc_counts)]
+    lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
+    outcome.object_files = np.full(len(objects), lane_number, dtype=np.int64)
+    places = np.array(objects, dtype=np.int64).reshape(-1, 3)
+    outcome.object_offsets, outcome.object_lengths, outcome.object_crcs = places.T.copy()
+    outcome.object_values = list(request.values)
+    return outcome
+
+
+class _ItemWriter:
+    """Writes the items of torch's plan objects, as a planner resolves them."""
+
+    def __init__(self, writer: FileSystemWriter, planner: SavePlanner) -> None:
+        self._writer = writer
+        self._planner = planner
+        self._file: DataFile | None = None
+        self._results: list[WriteResult] = []
+
+    def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """Write all of ``items``; complete files, or none and the error."""
+        finished: list[DataFile] = []
+        try:
+            for item in items:
+                file = self._file = self._file or self._writer.new_file()
+                self._results.append(self._write_item(file, item))
+                if not self._writer.single_file_per_rank:
+                    file.finish()
+                    finished.append(file)
+                    self._file = None
+            if self._file is not None:
+                self._file.finish()
+            if self._writer.sync_files:
+                self._writer.store.sync()
+        except BaseException:
+            for file in [*finished, *([self._file] if self._file else [])]:
+                file.abort()
+            raise
+        return self._results
+
+    def _write_item(self, file: DataFile, item: WriteItem) -> WriteResult:
+        data = self._planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise PlanError(
+                    f"the planner resolved {item.index.fqn!r} to {type(data).__name__}, not BytesIO",
+                    fqn=item.index.fqn,
+                )
+            blob = data.getvalue()
+            offset, length, crc = file.blob(blob)
+            place = StoredChunk(file.name, offset, length, offset, length, (crc,), 0)
+            return WriteResult(item.index, length, place)
+        return self._write_tensor(file, item, data)
+
+    def _write_tensor(self, file: DataFile, item: WriteItem, data: object) -> WriteResult:
+        fqn, planned = item.index.fqn, item.tensor_data
+        if not isinstance(data, torch.Tensor) or planned is None:
+            raise PlanError(f"the planner resolved tensor {fqn!r} to {type(data).__name__}", fqn=fqn)
+        tensor = data.detach()
+        sizes = tuple(planned.chunk.sizes)
+        if tuple(tensor.shape) != sizes or tensor.dtype != planned.properties.dtype:
+            raise PlanError(
+                f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, its plan says "
+                f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in create_local_plan "
+                "too",
+                fqn=fqn,
+            )
+        code = dtype_code(tensor.dtype, fqn=fqn)
+        pieces = byte_pieces(tensor)
+        # A planner may return a temporary, and small payloads wait to be joined with others.
+        if tensor.nbytes < _COPY_BELOW_BYTES:
+            pieces = [bytes(piece) for piece in pieces]
+        row = file.tensor(code, sizes, tensor.nbytes, pieces)
+        rows = file.rows
+        place = StoredChunk(
+            file.name,
+            rows.record_offsets[row],
+            rows.record_lengths[row],
+            rows.payload_offsets[row],
+            rows.payload_lengths[row],
+            tuple(rows.crcs[rows.crc_starts[row] :]),
+            code,
+        )
+        return WriteResult(item.index, tensor.nbytes, place)
