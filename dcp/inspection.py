@@ -12,18 +12,25 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnsafeObjectError,
+)
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import has_checkpoint
 from dcp.storage.formats.open import open_index as _open_index
-from dcp.storage.formats.plain import decode_plain
+from dcp.storage.formats.pickle_decoder import decode_pickle
+from dcp.storage.formats.plain import MAX_PLAIN_BYTES, decode_plain
+from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
 from dcp.storage.stores import PosixStore, open_store
-from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.base import FileInfo, ReadHandle, Store
 
 __all__ = [
     "CheckpointHeader",
@@ -234,25 +241,64 @@ def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
     return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
 
 
-def object_rows(index: CheckpointIndex) -> list[ObjectRow]:
-    """All non-tensor values in the order of the index; plain ones are decoded."""
+def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
+    """All non-tensor values in the order of the index.
+
+    Plain ones are decoded: those of our manifest, and of stock checkpoints those of up to 64 KiB whose pickle
+    needs no class.
+    """
     objects = index.objects
     values = [decode_plain(data) for data in objects.values]
     rows = []
-    columns = (objects.files.tolist(), objects.lengths.tolist(), objects.plain.tolist())
-    for fqn, file, length, plain in zip(objects.fqns, *columns, strict=True):
-        is_plain = plain != UNKNOWN
-        stored = file != UNKNOWN
-        rows.append(
-            ObjectRow(
-                fqn,
-                is_plain,
-                values[plain] if is_plain else None,
-                length if stored else len(objects.values[plain]),
-                index.files[file] if stored else None,
-            )
-        )
+    with _Blobs(store) as blobs:
+        columns = (objects.files, objects.offsets, objects.lengths, objects.plain)
+        for fqn, file, offset, length, plain in zip(
+            objects.fqns, *(c.tolist() for c in columns), strict=True
+        ):
+            name = index.files[file] if file != UNKNOWN else None
+            if plain != UNKNOWN:
+                size_bytes = len(objects.values[plain]) if name is None else length
+                rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
+                continue
+            try:
+                rows.append(ObjectRow(fqn, True, blobs.plain_value(name or "", offset, length), length, name))
+            except CheckpointFormatError:
+                rows.append(ObjectRow(fqn, False, None, length, name))
     return rows
+
+
+class _Blobs:
+    """Small torch.save blobs of values, decoded without running anything; one file open at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._handle: ReadHandle | None = None
+
+    def __enter__(self) -> _Blobs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.close()
+
+    def plain_value(self, name: str, offset: int, length: int) -> Any:
+        """The value; `CheckpointFormatError` if it is not plain, not small or not in torch.save's container."""
+        if length > MAX_PLAIN_BYTES:
+            raise CheckpointFormatError(f"{name}: a value of {length} bytes is not decoded")
+        if self._handle is None or self._handle.name != name:
+            if self._handle is not None:
+                self._handle.close()
+            self._handle = self._store.open_read(name)
+        handle = self._handle
+        window = Window(lambda at, count: handle.pread(count, at), offset, length)
+        for entry_name, entry in read_directory(window).items():
+            if entry_name.endswith(b"/data.pkl"):
+                return decode_pickle(window.get(entry_start(window, entry), entry.size), find=_refuse)
+        raise CheckpointFormatError(f"{name}: no data.pkl at byte {offset}")
+
+
+def _refuse(module: str, name: str) -> NoReturn:
+    raise UnsafeObjectError(f"{module}.{name} is not plain data")
 
 
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:

@@ -68,8 +68,7 @@ def print_error(message: str) -> None:
 
 def print_json(value: Any) -> None:
     """``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its repr."""
-    json.dump(_jsonable(value), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
-    print()
+    print(json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _jsonable(value: Any) -> Any:

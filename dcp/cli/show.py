@@ -43,7 +43,7 @@ def command(
         index = open_index(store)
         header = inspection.header_of(store, index)
         tensors = inspection.tensor_rows(index)
-        values = inspection.object_rows(index) if objects else []
+        values = inspection.object_rows(store, index) if objects else []
         modules = inspection.module_tree(tensors) if tree else None
     if json:
         print_json(_as_json(header, tensors, modules, values if objects else None))
