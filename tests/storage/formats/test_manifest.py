@@ -1,0 +1,258 @@
+"""The manifest: encode and decode are inverse, versions, checksum, hostile bytes."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from dcp.storage.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    PlanError,
+    UnsupportedFormatError,
+)
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from tests.storage.formats.index_cases import assert_same_index, indexes, int64, small_index
+
+GOLDEN = Path(__file__).parent / "golden" / "manifest-1.0.msgpack"
+
+
+def resealed(change: Any) -> bytes:
+    """The small index' manifest after ``change(fields)``, with a checksum that fits again."""
+    fields = msgpack.unpackb(encode_manifest(small_index()))
+    change(fields)
+    fields["crc32"] = fields.pop("crc32")
+    body: bytes = msgpack.packb({key: value for key, value in fields.items() if key != "crc32"})
+    # one more entry in the map than packed here; the map has fewer than 16, so its head is one byte
+    body = bytes([body[0] + 1]) + body[1:] + b"\xa5crc32\xce"
+    return body + struct.pack(">I", crc32(body))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(indexes())
+def test_round_trip(index: CheckpointIndex) -> None:
+    """What is encoded is decoded again, every column with its type."""
+    index.check()
+    assert_same_index(decode_manifest(encode_manifest(index)), index)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(indexes())
+def test_round_trip_exhaustively(index: CheckpointIndex) -> None:
+    """The same over many more indexes."""
+    assert_same_index(decode_manifest(memoryview(encode_manifest(index))), index)
+
+
+def test_an_empty_index_round_trips() -> None:
+    """A state dict without anything is a checkpoint, too."""
+    index = CheckpointIndex(format="dcp")
+    assert_same_index(decode_manifest(encode_manifest(index)), index)
+
+
+def test_golden_bytes() -> None:
+    """The manifest of version 1.0, committed once, is decoded for ever and still written byte by byte."""
+    assert_same_index(decode_manifest(GOLDEN.read_bytes()), small_index())
+    assert encode_manifest(small_index()) == GOLDEN.read_bytes()
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    """The CRC covers the whole file."""
+    data = encode_manifest(small_index())
+    for bit in range(0, 8 * len(data), 5):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(CorruptCheckpointError):
+            decode_manifest(bytes(damaged))
+
+
+def test_every_truncation_is_noticed() -> None:
+    """A manifest that lost its end, or got bytes appended, is corrupt."""
+    data = encode_manifest(small_index())
+    for cut in [*range(0, len(data), 7), len(data) - 1]:
+        with pytest.raises(CorruptCheckpointError):
+            decode_manifest(data[:cut])
+    with pytest.raises(CorruptCheckpointError):
+        decode_manifest(data + b"\0")
+
+
+def test_a_newer_minor_version_with_new_keys_is_read() -> None:
+    """Additions do not break this reader: keys that it does not know are passed over."""
+
+    def add(fields: dict[str, Any]) -> None:
+        fields["version"] = [1, 7]
+        fields["novelty"] = {"x": [1, 2, 3]}
+        fields["chunks"]["novelty"] = 1
+
+    assert_same_index(decode_manifest(resealed(add)), small_index())
+
+
+def test_a_newer_major_version_is_refused() -> None:
+    """A format that this reader would misread is refused, and the message says what to do."""
+
+    def bump(fields: dict[str, Any]) -> None:
+        fields["version"] = [2, 0]
+
+    with pytest.raises(UnsupportedFormatError, match=r"version 2\.0.*newer dcphub"):
+        decode_manifest(resealed(bump))
+
+
+def drop(section: str, key: str) -> Any:
+    """A change that removes one key."""
+    return lambda fields: fields[section].pop(key)
+
+
+def put(section: str, key: str, value: Any) -> Any:
+    """A change that replaces one key's value."""
+    return lambda fields: fields[section].__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        drop("chunks", "crcs"),
+        drop("tensors", "fqns"),
+        lambda fields: fields.pop("objects"),
+        lambda fields: fields.update(kind="something else"),
+        lambda fields: fields.update(version="1.0"),
+        lambda fields: fields.update(torch_metadata_crc=-1),
+        lambda fields: fields.update(user=[1, 0, b"\x01"]),
+        put("tensors", "dtypes", [2, None, 200, 0, 0, b""]),
+        put("tensors", "dtypes", [2, None, 300, 0, 0, b""]),
+        put("tensors", "ndims", [2, None, -1, 0, 0, b""]),
+        put("tensors", "ndims", [2, None, 65, 0, 0, b""]),
+        put("tensors", "stride_rows", [1, None, 9, 0, 0, b""]),
+        put("tensors", "stride_orders", [2, None, 1, 0, 0, b""]),
+        put("chunks", "files", [3, None, 7, 0, 0, b""]),
+        put("chunks", "sizes", [4, None, 1 << 62, 0, 0, b""]),
+        put("chunks", "sizes", [4, None, -1, 0, 0, b""]),
+        put("chunks", "record_offsets", [3, None, 1 << 63, 0, 0, b""]),
+        put("chunks", "record_offsets", [3, 1, 1, [], 0, b""]),
+        put("chunks", "record_offsets", [3, None, 0, 1, 1, b"not zlib"]),
+        put("chunks", "record_offsets", [3, None, 0, 1, 9, b"123"]),
+        put("chunks", "record_offsets", [3, None, 0, 3, 0, b"123456789"]),
+        put("chunks", "record_offsets", [3, None, 0, 1, 0, b"12"]),
+        put("chunks", "record_offsets", [-3, None, 0, 1, 0, b""]),
+        put("chunks", "record_offsets", "column"),
+        put("files", "names", [[2, None, 4, 0, 0, b""], [8, 0, b"../a../b"]]),
+        put("files", "names", [[2, None, 1, 0, 0, b""], [2, 0, b"\xff\xfe"]]),
+        put("files", "names", [[2, None, 5, 0, 0, b""], [2, 0, b"ab"]]),
+        put("objects", "plain", [2, None, 5, 0, 0, b""]),
+        put("planner_data", "path_lengths", [3, None, 9, 0, 0, b""]),
+        put("planner_data", "is_position", [5, None, 1, 0, 0, b""]),
+    ],
+)
+def test_inconsistent_fields_are_refused(change: Any) -> None:
+    """A lie under a correct checksum is a format error, whichever field tells it."""
+    with pytest.raises(CheckpointFormatError):
+        decode_manifest(resealed(change))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [1 << 40, None, 7, 0, 0, b""],
+        [1 << 40, 7, 1, 0, 0, b""],
+        [1 << 26, None, 7, 0, 0, b""],
+        [1 << 40, None, 0, 8, 0, b""],
+    ],
+)
+def test_a_small_manifest_cannot_claim_a_large_index(column: list[Any]) -> None:
+    """Constant columns of a huge count are refused before memory is taken for them."""
+    data = resealed(put("chunks", "files", column))
+    assert _peak_bytes(data) < 64 << 20
+
+
+def test_a_zlib_bomb_is_not_inflated() -> None:
+    """A stream that inflates to more than its column declares stops there."""
+    bomb = zlib.compress(bytes(1 << 28), 9)
+    assert len(bomb) < 1 << 20
+    data = resealed(put("chunks", "files", [3, None, 0, 1, 1, bomb]))
+    assert _peak_bytes(data) < 16 << 20
+    data = resealed(put("chunks", "files", [1 << 28, None, 0, 1, 1, bomb]))
+    assert _peak_bytes(data) < 64 << 20
+
+
+def test_nested_msgpack_arrays_do_not_take_memory() -> None:
+    """msgpack allocates an array on the word of its head; the limits keep that from multiplying."""
+    body = b"\x82\xa4kind" + (b"\xdd\x00\x0f\xff\xff" * 900) + b"\xa5crc32\xce"
+    data = body + struct.pack(">I", crc32(body))
+    assert _peak_bytes(data) < 4 << 20
+
+
+def _peak_bytes(data: bytes) -> int:
+    """Peak memory of decoding ``data``, which must fail."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointFormatError):
+            decode_manifest(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def regular_index(tensors: int, chunks: int) -> CheckpointIndex:
+    """An index without checksums so regular that its columns are arithmetic progressions."""
+    count = tensors * chunks
+    zeros = np.zeros(count, dtype=np.int64)
+    return CheckpointIndex(
+        format="torch_dcp",
+        fqns=[f"t{number}" for number in range(tensors)],
+        dtype_codes=np.full(tensors, 1, np.uint8),
+        shape_start=starts(np.full(tensors, 1)),
+        shape_values=np.full(tensors, chunks),
+        requires_grad=np.zeros(tensors, np.uint8),
+        chunk_start=starts(np.full(tensors, chunks)),
+        chunk_offsets=np.tile(np.arange(chunks), tensors),
+        chunk_sizes=zeros + 1,
+        chunk_files=zeros,
+        record_offsets=np.arange(count) * 400,
+        record_lengths=zeros + 400,
+        payload_offsets=zeros - 1,
+        payload_lengths=zeros + 4,
+        crc_start=np.zeros(count + 1, np.int64),
+        files=["a"],
+        file_sizes=int64([-1]),
+    )
+
+
+def test_the_most_regular_index_is_read_back() -> None:
+    """An index that packs into less than a reader's budget allows for is written less densely, and read."""
+    index = regular_index(2, 600_000)
+    data = encode_manifest(index)
+    assert len(data) > 120_000
+    assert_same_index(decode_manifest(data), index)
+    small = encode_manifest(regular_index(1, 10_000))
+    assert len(small) < 4_000
+
+
+def test_large_columns_are_packed() -> None:
+    """Names that repeat and positions that ascend take a small part of their plain size."""
+    index = regular_index(5_000, 1)
+    names = [f"model.layers.{number // 9}.attention.projection_{number}.weight" for number in range(5_000)]
+    data = encode_manifest(CheckpointIndex(**(index.__dict__ | {"fqns": names})))
+    assert len(data) < sum(map(len, names)) / 3
+    assert list(decode_manifest(data).fqns) == names
+
+
+def test_what_is_not_plain_is_refused_when_written() -> None:
+    """Objects in provenance, user metadata or planner data are named; nothing is stored in part."""
+    for changes in ({"user": {"x": object()}}, {"provenance": {"x": {1}}}, {"planner_data": [object()]}):
+        with pytest.raises(PlanError, match="cannot be stored in the manifest"):
+            encode_manifest(small_index(**changes))
+
+
+def test_an_inconsistent_index_is_refused_when_written() -> None:
+    """The encoder does not publish what its own decoder would refuse."""
+    with pytest.raises(CheckpointFormatError):
+        encode_manifest(small_index(files=["only one"]))
