@@ -2,7 +2,8 @@
 
 One numpy array per attribute instead of one object per item. Ragged columns follow
 `dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
-by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns` comes back; `LoadColumns` stays local.
+by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns` comes back; `LoadColumns` stays
+local.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class SaveColumns:
 
     Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``),
     ``requires_grad``.
-    Items (m rows): a box of tensor ``item_tensors`` that this rank could write. ``item_offsets``/``item_sizes``
-    are in the global tensor; ``item_local_offsets`` says where the box begins in the local source tensor number
-    ``item_sources`` (an index into a list that never leaves the rank). ``item_sharded`` is 0 for plain tensors
-    (every rank has the whole), 1 for boxes of DTensor and ShardedTensor.
-    ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
+    Items (m rows): a box of tensor ``item_tensors`` that this rank could write.
+    ``item_offsets``/``item_sizes`` are in the global tensor; ``item_local_offsets`` says where the box begins
+    in the local source tensor number ``item_sources`` (an index into a list that never leaves the rank).
+    ``item_sharded`` is 0 for plain tensors (every rank has the whole), 1 for boxes of DTensor and
+    ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
     ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
-    place in memory, so one record serves them all; -1 otherwise.
-    ``planner_data`` maps fqn to its path in the nested state dict (or is None).
+    place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
+    nested state dict (or is None).
     """
 
     fqns: Sequence[str]
@@ -82,10 +83,11 @@ class WriteColumns:
     """What one rank has to write, in the order of its file.
 
     ``items`` is the row in the rank's own `SaveColumns` (whose source tensor has the bytes), the box
-    ``offsets``/``sizes`` is global, ``local_offsets`` is its place in that source tensor: the same box as planned
-    or a part of it (a large replicated tensor split over its replicas). ``chunks`` is the chunk's row in the
-    checkpoint's index. ``shares`` is the row (in these columns) whose payload this one shares, -1 for an own one.
-    ``objects`` are rows of the rank's `SaveObjects` to write, ``object_rows`` their rows in the index.
+    ``offsets``/``sizes`` is global, ``local_offsets`` is its place in that source tensor: the same box as
+    planned or a part of it (a large replicated tensor split over its replicas). ``chunks`` is the chunk's row
+    in the checkpoint's index. ``shares`` is the row (in these columns) whose payload this one shares, -1 for
+    an own one. ``objects`` are rows of the rank's `SaveObjects` to write, ``object_rows`` their rows in the
+    index.
     """
 
     items: Int64

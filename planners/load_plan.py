@@ -1,0 +1,390 @@
+"""The load plan of one rank: which part of which stored chunk goes to which place of which local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.planners.boxes import (
+    BoxSet,
+    expand_ranges,
+    gather_rows,
+    intersecting_pairs,
+    overlapping_pairs,
+)
+from dcp.planners.columns import LoadColumns
+from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+
+__all__ = ["LoadFindings", "WantedColumns", "plan_load"]
+
+MAX_LISTED = 20
+"""Names told in one message; the rest is counted."""
+
+MAX_CUTS = 100_000
+"""Pieces that partly overlapping stored chunks may be cut into, a bound against absurd input."""
+
+
+@dataclass(frozen=True, eq=False)
+class WantedColumns:
+    """What one rank wants.
+
+    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes. Boxes (m rows): of tensor ``box_tensors``, at
+    ``box_offsets`` of extent ``box_sizes`` in the global tensor, going to ``box_local_offsets`` of the local
+    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors.
+    """
+
+    fqns: Sequence[str]
+    dtype_codes: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+    box_tensors: Int64
+    box_offsets: Int64
+    box_sizes: Int64
+    box_local_offsets: Int64
+    box_dests: Int64
+    object_fqns: Sequence[str] = ()
+
+    @cached_property
+    def ndims(self) -> Int64:
+        """Number of dimensions by tensor."""
+        return np.diff(self.shape_start)
+
+    @cached_property
+    def box_start(self) -> Int64:
+        """Positions of the boxes."""
+        return starts(self.ndims[self.box_tensors])
+
+
+@dataclass(frozen=True, eq=False)
+class LoadFindings:
+    """What a load plan noticed and was allowed to pass over (`LoadColumns.extra`).
+
+    ``missing``: wanted, not stored; ``unexpected``: stored, not wanted; ``cast``: stored in another dtype.
+    ``boxes`` is the row of the wanted box by row of the load plan.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    boxes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+@dataclass
+class _Problems:
+    missing: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    fqns: list[str] = field(default_factory=list)
+
+    def raise_any(self) -> None:
+        """One error for everything: of the specific class where all problems are of one kind."""
+        kinds: list[tuple[type[PlanError], list[str]]] = [
+            (MissingKeyError, self.missing),
+            (ShapeMismatchError, self.shapes),
+            (DtypeMismatchError, self.dtypes),
+            (PlanError, self.others),
+        ]
+        found = [(cls, texts) for cls, texts in kinds if texts]
+        if not found:
+            return
+        cls = found[0][0] if len(found) == 1 else PlanError
+        told = [text for _, texts in found for text in texts]
+        more = f"; and {len(told) - MAX_LISTED} more" if len(told) > MAX_LISTED else ""
+        advice = " ".join(_ADVICE[kind] for kind, _ in found if kind in _ADVICE)
+        raise cls(
+            f"the checkpoint does not fit the state dict, {len(told)} problem{'s' if len(told) > 1 else ''}: "
+            f"{'; '.join(told[:MAX_LISTED])}{more}. {advice}".rstrip(),
+            problems=told[:MAX_LISTED],
+            fqns=self.fqns[:MAX_LISTED],
+        )
+
+
+_ADVICE: Mapping[type[PlanError], str] = {
+    MissingKeyError: "To load what is there, plan with allow_partial_load=True.",
+    ShapeMismatchError: "Build the state dict with the shapes that were saved.",
+    DtypeMismatchError: 'To convert while loading, plan with dtype="cast".',
+}
+
+
+class _Pieces(NamedTuple):
+    """Intersections: wanted box, chunk, and the shared region ``[low, high)`` in the global tensor."""
+
+    boxes: Int64
+    chunks: Int64
+    low: Int64
+    high: Int64
+
+
+def plan_load(
+    index: CheckpointIndex, wanted: WantedColumns, *, allow_missing: bool = False, cast: bool = False
+) -> LoadColumns:
+    """Plan reading ``wanted`` from a checkpoint; `LoadColumns.extra` is a `LoadFindings`.
+
+    Every element of every wanted box is read exactly once, also where stored chunks overlap. Raises one error
+    with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError, DtypeMismatchError
+    (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and for elements that
+    are not stored.
+    """
+    problems = _Problems()
+    tensor_rows = _rows(index.position, index.fqns, wanted.fqns)
+    object_rows = _rows(index.objects.position, index.objects.fqns, wanted.object_fqns)
+    missing = _check_keys(index, wanted, tensor_rows, object_rows, problems)
+    if not allow_missing:
+        problems.missing += [f"{fqn!r} is not in the checkpoint" for fqn in missing]
+        problems.fqns += missing
+    usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
+    parts = _intersect(index, wanted, tensor_rows, usable, problems)
+    problems.raise_any()
+    unexpected = _unexpected(index, tensor_rows, object_rows)
+    findings = LoadFindings(tuple(missing), unexpected, tuple(cast_fqns))
+    found = object_rows >= 0
+    names = wanted.object_fqns
+    object_fqns = list(names) if found.all() else [names[row] for row in np.flatnonzero(found).tolist()]
+    return _columns(index, wanted, parts, object_rows[found], object_fqns, findings)
+
+
+def _rows(position: Mapping[str, int], stored: Sequence[str], wanted: Sequence[str]) -> Int64:
+    if not len(wanted):
+        return np.zeros(0, np.int64)
+    lookup = position.get
+    return np.array([lookup(fqn, -1) for fqn in wanted], np.int64)
+
+
+def _check_keys(
+    index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64, problems: _Problems
+) -> list[str]:
+    """Names that are not stored at all; those stored as another kind are problems."""
+    missing = []
+    for fqn in (wanted.fqns[row] for row in np.flatnonzero(tensors < 0).tolist()):
+        if fqn in index.objects.position:
+            problems.others.append(
+                f"{fqn!r} is a tensor in the state dict, but another value in the checkpoint"
+            )
+            problems.fqns.append(fqn)
+        else:
+            missing.append(fqn)
+    for fqn in (wanted.object_fqns[row] for row in np.flatnonzero(objects < 0).tolist()):
+        if fqn in index.position:
+            problems.others.append(f"{fqn!r} is a tensor in the checkpoint, but no tensor in the state dict")
+            problems.fqns.append(fqn)
+        else:
+            missing.append(fqn)
+    return missing
+
+
+def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple[str, ...]:
+    unwanted = np.ones(index.tensor_count, bool)
+    unwanted[tensors[tensors >= 0]] = False
+    names = [index.fqns[row] for row in np.flatnonzero(unwanted).tolist()]
+    unwanted = np.ones(len(index.objects), bool)
+    unwanted[objects[objects >= 0]] = False
+    return tuple(names + [index.objects.fqns[row] for row in np.flatnonzero(unwanted).tolist()])
+
+
+def _check_tensors(
+    index: CheckpointIndex, wanted: WantedColumns, rows: Int64, *, cast: bool, problems: _Problems
+) -> tuple[npt.NDArray[np.bool_], list[str]]:
+    """(wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
+    found = np.flatnonzero(rows >= 0)
+    stored = rows[found]
+    wrong = wanted.ndims[found] != index.ndims[stored]
+    alike = np.flatnonzero(~wrong & (wanted.ndims[found] > 0))
+    if len(alike):
+        mine = gather_rows(wanted.shape_values, wanted.shape_start, found[alike])
+        theirs = gather_rows(index.shape_values, index.shape_start, stored[alike])
+        begin = starts(wanted.ndims[found[alike]])[:-1]
+        wrong[alike] = np.logical_or.reduceat(mine != theirs, begin)
+    for place in np.flatnonzero(wrong).tolist():
+        row, fqn = int(found[place]), wanted.fqns[int(found[place])]
+        shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
+        problems.shapes.append(f"{fqn!r} has shape {shape}, stored is {index.shape(int(stored[place]))}")
+        problems.fqns.append(fqn)
+    differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
+    if not cast:
+        for row in differs:
+            mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
+            stored_name = index.dtype(int(rows[row])).name
+            problems.dtypes.append(f"{wanted.fqns[row]!r} is {mine_name}, stored is {stored_name}")
+            problems.fqns.append(wanted.fqns[row])
+    usable = np.zeros(len(rows), bool)
+    usable[found[~wrong]] = True
+    return usable, [wanted.fqns[row] for row in differs]
+
+
+def _intersect(
+    index: CheckpointIndex,
+    wanted: WantedColumns,
+    rows: Int64,
+    usable: npt.NDArray[np.bool_],
+    problems: _Problems,
+) -> list[_Pieces]:
+    box_tensors = wanted.box_tensors
+    boxes = np.flatnonzero(usable[box_tensors])
+    ndims = wanted.ndims[box_tensors[boxes]]
+    parts = []
+    for ndim in np.unique(ndims).tolist():
+        chosen = boxes[ndims == ndim]
+        places = wanted.box_start[chosen][:, None] + np.arange(ndim, dtype=np.int64)
+        low, sizes = wanted.box_offsets[places], wanted.box_sizes[places]
+        full = (sizes > 0).all(axis=1)
+        if not full.all():
+            chosen, low, sizes = chosen[full], low[full], sizes[full]
+        pieces = _intersect_ndim(index, chosen, rows[box_tensors[chosen]], low, low + sizes)
+        pieces, gaps = _cover(pieces, chosen, low, low + sizes)
+        for place, volume in gaps:
+            fqn, box = wanted.fqns[int(box_tensors[chosen[place]])], sizes[place].tolist()
+            problems.others.append(
+                f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores {volume} "
+                f"of {int(np.prod(sizes[place]))} elements"
+            )
+            problems.fqns.append(fqn)
+        parts.append(pieces)
+    return parts
+
+
+def _intersect_ndim(index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64) -> _Pieces:
+    ndim = low.shape[1]
+    wanted_tensors = np.unique(tensors)
+    counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
+    lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
+    if lone:
+        # one chunk and one box a tensor: nothing to search
+        chunks, pair_box = index.chunk_start[tensors], np.arange(len(boxes), dtype=np.int64)
+    else:
+        chunks = expand_ranges(index.chunk_start[wanted_tensors], counts)
+    places = index.box_start[chunks][:, None] + np.arange(ndim, dtype=np.int64)
+    chunk_low = index.chunk_offsets[places]
+    chunk_high = chunk_low + index.chunk_sizes[places]
+    if not lone:
+        stored = BoxSet(np.repeat(wanted_tensors, counts), chunk_low, chunk_high)
+        pair_box, pair_chunk = intersecting_pairs(BoxSet(tensors, low, high), stored)
+        chunks, chunk_low, chunk_high = chunks[pair_chunk], chunk_low[pair_chunk], chunk_high[pair_chunk]
+        low, high = low[pair_box], high[pair_box]
+    common_low, common_high = np.maximum(low, chunk_low), np.minimum(high, chunk_high)
+    met = (common_high > common_low).all(axis=1)
+    if not met.all():
+        pair_box, chunks, common_low, common_high = (
+            pair_box[met],
+            chunks[met],
+            common_low[met],
+            common_high[met],
+        )
+    return _Pieces(pair_box, chunks, common_low, common_high)
+
+
+def _cover(pieces: _Pieces, boxes: Int64, low: Int64, high: Int64) -> tuple[_Pieces, list[tuple[int, int]]]:
+    """(pieces without overlaps, (box position, elements there) of boxes that are not filled).
+
+    Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
+    volumes prove coverage and nothing is read twice.
+    """
+    i, j = overlapping_pairs(BoxSet(pieces.boxes, pieces.low, pieces.high))
+    if len(i):
+        pieces = _disjoint(pieces, i, j)
+    volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
+    filled = np.zeros(len(boxes), np.int64)
+    np.add.at(filled, pieces.boxes, volumes)
+    demanded = np.prod(high - low, axis=1, dtype=np.int64)
+    gaps = [(place, int(filled[place])) for place in np.flatnonzero(filled != demanded).tolist()]
+    return _Pieces(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
+
+
+def _disjoint(pieces: _Pieces, i: Int64, j: Int64) -> _Pieces:
+    """Cut later pieces by the earlier ones they overlap (i < j); equal ones, the usual case, just go."""
+    equal = (pieces.low[i] == pieces.low[j]).all(axis=1) & (pieces.high[i] == pieces.high[j]).all(axis=1)
+    dropped = np.zeros(len(pieces.boxes), bool)
+    dropped[j[equal]] = True
+    partial = ~dropped[i] & ~dropped[j]
+    cutters: dict[int, list[int]] = {}
+    for earlier, later in zip(i[partial].tolist(), j[partial].tolist(), strict=True):
+        cutters.setdefault(later, []).append(earlier)
+    rows: list[int] = []
+    lows: list[tuple[int, ...]] = []
+    highs: list[tuple[int, ...]] = []
+    for later, earlier_ones in cutters.items():
+        rest = [(tuple(pieces.low[later].tolist()), tuple(pieces.high[later].tolist()))]
+        for earlier in earlier_ones:
+            cut = (tuple(pieces.low[earlier].tolist()), tuple(pieces.high[earlier].tolist()))
+            rest = [part for box in rest for part in _subtract(box, cut)]
+        if len(rows) + len(rest) > MAX_CUTS:
+            raise PlanError(
+                "the stored chunks of a tensor overlap in too many ways; the checkpoint is not sound"
+            )
+        for low, high in rest:
+            rows.append(later)
+            lows.append(low)
+            highs.append(high)
+        dropped[later] = True
+    kept = np.flatnonzero(~dropped)
+    extra = np.array(rows, np.int64)
+    ndim = pieces.low.shape[1]
+    return _Pieces(
+        np.concatenate([pieces.boxes[kept], pieces.boxes[extra]]),
+        np.concatenate([pieces.chunks[kept], pieces.chunks[extra]]),
+        np.concatenate([pieces.low[kept], np.array(lows, np.int64).reshape(-1, ndim)]),
+        np.concatenate([pieces.high[kept], np.array(highs, np.int64).reshape(-1, ndim)]),
+    )
+
+
+_Corners = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _subtract(box: _Corners, cut: _Corners) -> list[_Corners]:
+    """What is left of ``box`` without ``cut``: at most two boxes a dimension, disjoint."""
+    low, high = list(box[0]), list(box[1])
+    if any(c_low >= h or c_high <= lo for lo, h, c_low, c_high in zip(low, high, *cut, strict=True)):
+        return [box]
+    rest: list[_Corners] = []
+    for dim, (c_low, c_high) in enumerate(zip(*cut, strict=True)):
+        if low[dim] < c_low:
+            rest.append((tuple(low), (*high[:dim], c_low, *high[dim + 1 :])))
+            low[dim] = c_low
+        if high[dim] > c_high:
+            rest.append(((*low[:dim], c_high, *low[dim + 1 :]), tuple(high)))
+            high[dim] = c_high
+    return rest
+
+
+def _columns(
+    index: CheckpointIndex,
+    wanted: WantedColumns,
+    parts: Sequence[_Pieces],
+    objects: Int64,
+    object_fqns: list[str],
+    findings: LoadFindings,
+) -> LoadColumns:
+    """Ragged columns, in the order of the wanted boxes."""
+    counts = [np.full(len(part.boxes), part.low.shape[1], np.int64) for part in parts]
+    boxes, chunks = _joined([p.boxes for p in parts]), _joined([p.chunks for p in parts])
+    ndims = _joined(counts)
+    low, high = _joined([p.low.ravel() for p in parts]), _joined([p.high.ravel() for p in parts])
+    start = starts(ndims)
+    order = np.argsort(boxes, kind="stable")
+    flat = expand_ranges(start[:-1][order], ndims[order])
+    boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
+    chunk_low = gather_rows(index.chunk_offsets, index.box_start, chunks)
+    box_low = gather_rows(wanted.box_offsets, wanted.box_start, boxes)
+    local = gather_rows(wanted.box_local_offsets, wanted.box_start, boxes)
+    return LoadColumns(
+        chunks=chunks,
+        dests=wanted.box_dests[boxes],
+        box_start=starts(ndims[order]),
+        storage_offsets=low - chunk_low,
+        dest_offsets=low - box_low + local,
+        lengths=high - low,
+        objects=objects,
+        object_fqns=object_fqns,
+        extra=replace(findings, boxes=boxes),
+    )
+
+
+def _joined(parts: Sequence[Int64]) -> Int64:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -1,0 +1,80 @@
+"""Real tensors for those of a state dict that are on the meta device, before loading into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from dcp.planners.per_rank import PerRank
+from dcp.storage.errors import PlanError
+
+__all__ = ["has_meta_tensor", "materialise"]
+
+
+def has_meta_tensor(values: Iterable[Any]) -> bool:
+    """True where a tensor among ``values`` has no memory yet."""
+    return any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in values)
+
+
+def _default_device() -> torch.device:
+    """Where the process group works: the accelerator, unless the ranks talk through gloo alone."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    together = dist.is_available() and dist.is_initialized()
+    if accelerator is None or not together or dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _device_of_mesh(device_type: str) -> torch.device:
+    if device_type == "cpu" or not torch.accelerator.is_available():
+        return torch.device(device_type)
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def _real_dtensor(tensor: DTensor) -> DTensor:
+    device = _device_of_mesh(tensor.device_mesh.device_type)
+    with torch.no_grad():
+        local = torch.empty_like(tensor.to_local(), device=device)
+    # shape and stride explicitly, because an uneven local shape does not tell them
+    return DTensor.from_local(
+        local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        run_check=False,
+        shape=tensor.size(),
+        stride=tensor.stride(),
+    )
+
+
+def materialise(value: Any) -> Any:
+    """``value`` with every meta tensor in it replaced by an uninitialised real one.
+
+    Dicts, lists and `PerRank` are changed in place; tuples are replaced where something in them was.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "meta":
+            return value
+        if isinstance(value, ShardedTensor):
+            raise PlanError("a ShardedTensor on the meta device cannot be loaded into; materialise it first")
+        return (
+            _real_dtensor(value)
+            if isinstance(value, DTensor)
+            else torch.empty_like(value, device=_default_device())
+        )
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            value[key] = materialise(entry)
+    elif isinstance(value, list):
+        value[:] = [materialise(entry) for entry in value]
+    elif isinstance(value, PerRank):
+        value.value = materialise(value.value)
+    elif isinstance(value, tuple):
+        entries = [materialise(entry) for entry in value]
+        if any(new is not old for new, old in zip(entries, value, strict=True)):
+            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    return value

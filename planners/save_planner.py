@@ -1,0 +1,252 @@
+"""The default save planner: columns for our own engine, torch's plan objects for everybody else's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner as torch_planner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
+from dcp.planners.flatten import flatten_state_dict as flatten
+from dcp.planners.global_plan import SPLIT_BYTES, plan_save
+from dcp.planners.local import LocalTensors, collect_tensors, has_sharded_tensor
+from dcp.planners.lookup import BoxLookup
+from dcp.planners.torch_plans import columns_from_plan, metadata_from_plans, plan_from_writes, write_items
+from dcp.storage.formats.index import Path
+from dcp.storage.formats.plain import encode_plain
+
+__all__ = ["DefaultSavePlanner", "uses_columns"]
+
+OPAQUE_OBJECT_BYTES = 4 << 10
+"""What an object that is no plain data is taken to need, for balancing."""
+
+
+def _current_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat state dict with nested ShardedTensors (FSDP1 over tensor parallelism) made flat, as torch
+    does."""
+    if not has_sharded_tensor(flat.values()):
+        return flat
+    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+
+    flattened: dict[str, Any] = _flatten_sharded_tensors(flat)
+    return flattened
+
+
+class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
+    """Plans as torch's planner of that name does, with replicas compared and balanced, and strided shards
+    right.
+
+    The positional parameters are torch's. ``enable_plan_caching`` is kept for the engine (`dcp.save` caches
+    by digest, in the object that saves); torch's caches, which all planners of a process share, are never
+    touched. ``replica_check`` says how replicas are compared between ranks: by samples, in full, or not at
+    all. ``split_bytes``: a replicated box above it is written by several ranks, a part each; None: never
+    split. ``rank`` is this process's number in the save, the default process group's if not set before.
+    """
+
+    mappings: dict[str, Path]
+    plan: SavePlan
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        replica_check: ReplicaCheck = "sampled",
+        split_bytes: int | None = SPLIT_BYTES,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
+        )
+        self.enable_plan_caching = enable_plan_caching
+        self.replica_check = replica_check
+        self.split_bytes = split_bytes
+        self.rank: int | None = None
+        self._lookup = BoxLookup()
+        self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict of this rank."""
+        flat = state_dict
+        if self.flatten_state_dict:
+            rank = self.rank if self.rank is not None else _current_rank()
+            flat, self.mappings = flatten(state_dict, rank=rank)
+        self.state_dict = flatten_sharded(flat) if self.flatten_sharded_tensors else flat
+        self.is_coordinator = is_coordinator
+        self._lookup = BoxLookup()
+        self._box_sizes = {}
+
+    # -- columns ---------------------------------------------------------------------------------------------
+
+    def create_local_columns(
+        self, *, digests: bool = True
+    ) -> tuple[SaveColumns, list[torch.Tensor], list[Any]]:
+        """(columns, local tensors by source number, object values by object row).
+
+        The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
+        out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
+        """
+        local = collect_tensors(self.state_dict)
+        check: ReplicaCheck = self.replica_check if digests else "off"
+        columns = SaveColumns(
+            fqns=local.fqns,
+            dtype_codes=local.dtype_codes,
+            requires_grad=local.requires_grad,
+            shape_start=local.shape_start,
+            shape_values=local.shape_values,
+            item_tensors=local.item_tensors,
+            item_offsets=local.item_offsets,
+            item_sizes=local.item_sizes,
+            item_local_offsets=local.item_local_offsets,
+            item_sources=local.item_sources,
+            item_sharded=local.item_sharded,
+            item_digests=_item_digests(local, check),
+            item_ties=_item_ties(local),
+            objects=_objects(local.objects, check),
+            planner_data=self.mappings if self.flatten_state_dict else None,
+            stride_orders=local.stride_orders,
+        )
+        return columns, local.sources, list(local.objects.values())
+
+    # -- torch's interface -----------------------------------------------------------------------------------
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's boxes and objects as torch's plan."""
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        columns, _, _ = self.create_local_columns(digests=together)
+        items = write_items(columns, list(self.state_dict))
+        self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what, and torch's metadata of it; plans may have been changed by whoever made them.
+
+        ``planner_data`` of the metadata is merged from plans that carry paths, and None otherwise.
+        """
+        converted = [columns_from_plan(plan) for plan in all_plans]
+        planned = plan_save(
+            [columns for columns, _, _ in converted],
+            dedup_to_lowest_rank=self.dedup_save_to_lowest_rank,
+            split_bytes=self.split_bytes,
+            check_replicas=self.replica_check != "off",
+        )
+        self.global_plan = [
+            plan_from_writes(plan, writes, planned.index, tensor_items, object_items)
+            for plan, writes, (_, tensor_items, object_items) in zip(
+                all_plans, planned.writes, converted, strict=True
+            )
+        ]
+        self.metadata = metadata_from_plans(planned.index, all_plans)
+        return self.global_plan, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take what this rank has to write."""
+        self.plan = new_plan
+        self._box_sizes = {
+            item.index: tuple(item.tensor_data.chunk.sizes) for item in new_plan.items if item.tensor_data
+        }
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The tensor (a view of local memory) or BytesIO of an item."""
+        if write_item.tensor_data is not None:
+            # for planners whose finish_plan did not pass the plan on
+            self._box_sizes.setdefault(write_item.index, tuple(write_item.tensor_data.chunk.sizes))
+        return self.transform_object(write_item, self.lookup_object(write_item.index))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value, or the view of the box, that ``index`` names; PlanError where this rank has none."""
+        return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
+
+
+_COLUMNAR_STEPS = (
+    "create_local_columns",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+    "lookup_object",
+    "transform_object",
+)
+
+
+def uses_columns(planner: SavePlanner) -> bool:
+    """Whether `dcp.save` may plan with columns: ours, with none of the steps overridden that these leave
+    out."""
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), step) is getattr(DefaultSavePlanner, step) and step not in vars(planner)
+        for step in _COLUMNAR_STEPS
+    )
+
+
+def _item_digests(local: LocalTensors, check: ReplicaCheck) -> npt.NDArray[np.uint64]:
+    digests = np.zeros(len(local.item_tensors), np.uint64)
+    rows = np.flatnonzero(local.item_replicated) if check != "off" else np.zeros(0, np.int64)
+    if len(rows):
+        boxes_of = np.bincount(local.item_sources, minlength=len(local.sources))
+        views = [
+            _item_view(local, row, whole=boxes_of[local.item_sources[row]] == 1) for row in rows.tolist()
+        ]
+        digests[rows] = digest_tensors(views, check)
+    return digests
+
+
+def _item_view(local: LocalTensors, row: int, *, whole: bool) -> torch.Tensor:
+    source = local.sources[int(local.item_sources[row])]
+    if whole:
+        return source
+    begin = int(local.box_start[row])
+    for dim in range(source.ndim):
+        place = int(local.item_local_offsets[begin + dim])
+        source = source.narrow(dim, place, int(local.item_sizes[begin + dim]))
+    return source
+
+
+def _item_ties(local: LocalTensors) -> npt.NDArray[np.int64]:
+    """Equal numbers for boxes with the same bytes at the same place, as tied weights have."""
+    ties = np.full(len(local.item_tensors), -1, np.int64)
+    _, inverse, counts = np.unique(local.pointers, return_inverse=True, return_counts=True)
+    shared = (counts[inverse] > 1) & (local.pointers != 0)
+    keys: dict[int, Any] = {}
+    for row in np.flatnonzero(shared[local.item_sources]).tolist():
+        source = local.sources[local.item_sources[row]]
+        box = slice(int(local.box_start[row]), int(local.box_start[row + 1]))
+        place = (local.item_sizes[box].tobytes(), local.item_local_offsets[box].tobytes())
+        keys[row] = (source.data_ptr(), source.device, source.dtype, source.shape, source.stride(), place)
+    repeated = {key for key, count in Counter(keys.values()).items() if count > 1}
+    numbers: dict[Any, int] = {}
+    for row, key in keys.items():
+        if key in repeated:
+            ties[row] = numbers.setdefault(key, len(numbers))
+    return ties
+
+
+def _objects(values: dict[str, Any], check: ReplicaCheck) -> SaveObjects:
+    digests, sizes = np.zeros(len(values), np.uint64), np.zeros(len(values), np.int64)
+    if check != "off":
+        for row, value in enumerate(values.values()):
+            encoded = encode_plain(value)
+            if encoded is None:
+                sizes[row] = len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
+            else:
+                digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
+    return SaveObjects(tuple(values), digests, sizes)
