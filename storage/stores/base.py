@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from dcp.storage.errors import CheckpointFormatError
 
@@ -38,7 +38,7 @@ __all__ = [
     "content_version",
 ]
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
+Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
 """Bytes to be written: C-contiguous, any item format."""
 
 LOCK_NAME: Final = ".lock"
@@ -186,10 +186,14 @@ class WriteHandle(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finish()
-        else:
+        if kind is not None:
             self.abort()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
 
 
 class Store(ABC):

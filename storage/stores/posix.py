@@ -9,7 +9,8 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -58,8 +59,8 @@ class PosixStore(Store):
     - ``follow_links``: read through symbolic links, as in the cache folders of model hubs. Off by default:
       a hostile checkpoint could make a link to any file that the user can read.
     - ``direct_io``: False writes durable files through the page cache too.
-    - ``hard_links``: False commits with a rename under the lock, as is done anyway where the file system has no
-      hard links; then only writers of this package are kept from overwriting each other.
+    - ``hard_links``: False commits with a rename under the lock, as is done anyway where there are no hard
+      links; then only writers of this package are kept from overwriting each other.
     - ``observe``: called as ``observe(step, name)`` before every system call that changes storage.
     """
 
@@ -79,7 +80,7 @@ class PosixStore(Store):
         self._follow_links = follow_links
         self._direct_io = direct_io
         self._hard_links = hard_links
-        self._lock_owners: dict[int, int] = {}
+        self._lock_owners: dict[tuple[int, int], int] = {}
         self.url = str(self._root)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -93,12 +94,7 @@ class PosixStore(Store):
 
     def make_root(self) -> None:
         """Each folder that is new is made durable in its parent."""
-        missing = []
-        folder = self._root
-        while not folder.exists():
-            missing.append(folder)
-            folder = folder.parent
-        for created in reversed(missing):
+        for created in self._missing_folders():
             with step(self._observe, "mkdir", created):
                 # Other ranks create the same folder at the same time.
                 created.mkdir(exist_ok=True)
@@ -218,7 +214,7 @@ class PosixStore(Store):
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
         """flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
-        thread = threading.get_ident()
+        thread = (os.getpid(), threading.get_ident())  # a forked child does not hold what its parent holds
         depth = self._lock_owners.get(thread, 0)
         descriptor = self._acquire(timeout_seconds) if depth == 0 else -1
         self._lock_owners[thread] = depth + 1
@@ -238,19 +234,36 @@ class PosixStore(Store):
     def remove_root(self) -> None:
         """A lock file that a killed process left behind does not count."""
         try:
-            if any(entry.name != LOCK_NAME for entry in os.scandir(self._root)):
-                return
-            if (self._root / LOCK_NAME).exists():
+            with os.scandir(self._root) as entries:
+                names = {entry.name for entry in entries}
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error(error, "list", self._root) from error
+        if names - {LOCK_NAME}:
+            return
+        # Whoever holds the lock, or wrote a file just now, still needs the folder: not ours to remove.
+        with suppress(StorageError):
+            if names:
                 with self.lock(timeout_seconds=0):
                     pass  # releasing removes the file
             with step(self._observe, "rmdir", self._root):
                 self._root.rmdir()
-        except (FileNotFoundError, StorageError):
-            # Somebody else removed the folder, holds the lock or wrote a file just now: not ours to remove.
-            return
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
+
+    def _missing_folders(self) -> Sequence[Path]:
+        """The root and those of its parents that do not exist, outermost first."""
+        missing: deque[Path] = deque()
+        folder = self._root
+        try:
+            while not folder.exists():
+                missing.appendleft(folder)
+                folder = folder.parent
+        except OSError as error:
+            raise storage_error(error, "stat", folder) from error
+        return missing
 
     def _sync_folder(self, folder: Path) -> None:
         with step(self._observe, "fsync_folder", folder):

@@ -1,0 +1,258 @@
+"""A store that fails on purpose: operations of another store are counted, logged, failed, torn or delayed.
+
+A tool of the test suite, shipped for backends and training frameworks that want to test their own recovery::
+
+    store = FaultInjectingStore(PosixStore(path), Fault("write", at=3, error=OSError(errno.EIO, "injected")))
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dcp.storage.stores.base import (
+    ANY,
+    Buffer,
+    Expected,
+    FileInfo,
+    ReadHandle,
+    Store,
+    Version,
+    WriteHandle,
+    byte_view,
+)
+
+__all__ = ["Fault", "FaultInjectingStore", "Operation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call: ``number`` counts all operations of the store from 1; ``size_bytes`` where bytes are moved.
+
+    ``op`` is the method's name: make_root, list, stat, read, open_read, preadv, create, write, finish, abort,
+    version, publish, delete, lock, sync, remove_root. pread is logged as preadv.
+    """
+
+    number: int
+    op: str
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at the ``at``-th (from 1) operation that matches ``op`` and ``name`` (shell patterns).
+
+    With ``onwards`` at all from that one on. In this order: wait ``delay_seconds``; call ``hook`` (it may
+    kill the process); raise ``error``. A write that is to fail first writes ``torn_bytes`` of its data.
+    ``flip_byte``: in what a read returns, the byte at this position (modulo the length) is inverted.
+    """
+
+    op: str = "*"
+    at: int = 1
+    name: str = "*"
+    onwards: bool = False
+    error: Exception | None = None
+    torn_bytes: int = 0
+    delay_seconds: float = 0.0
+    hook: Callable[[Operation], None] | None = None
+    flip_byte: int | None = None
+
+    def matches(self, operation: Operation) -> bool:
+        """Whether the operation is one of those that this fault counts."""
+        return fnmatch.fnmatchcase(operation.op, self.op) and fnmatch.fnmatchcase(operation.name, self.name)
+
+
+class FaultInjectingStore(Store):
+    """``inner`` with faults. ``log`` has every operation begun, in order; ``counts`` how many by name.
+
+    Faults that are added later count from then on.
+    """
+
+    def __init__(self, inner: Store, *faults: Fault) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.log: list[Operation] = []
+        self._faults: list[Fault] = []
+        self._seen: list[int] = []
+        self._guard = threading.Lock()
+        self.add(*faults)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each operation was begun."""
+        with self._guard:
+            return Counter(operation.op for operation in self.log)
+
+    def add(self, *faults: Fault) -> None:
+        """Inject more faults, counting from now on."""
+        with self._guard:
+            self._faults.extend(faults)
+            self._seen.extend(0 for _ in faults)
+
+    def clear(self) -> None:
+        """No faults any more: the machine has been repaired."""
+        with self._guard:
+            self._faults.clear()
+            self._seen.clear()
+
+    def make_root(self) -> None:
+        """See `Store`."""
+        self._run("make_root")
+        self.inner.make_root()
+
+    def list(self) -> list[FileInfo]:
+        """See `Store`."""
+        self._run("list")
+        return self.inner.list()
+
+    def stat(self, name: str) -> FileInfo | None:
+        """See `Store`."""
+        self._run("stat", name)
+        return self.inner.stat(name)
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """See `Store`; a byte may be flipped."""
+        due = self._run("read", name)
+        data = bytearray(self.inner.read(name, limit_bytes=limit_bytes))
+        _flip([memoryview(data)], due)
+        return bytes(data)
+
+    def open_read(self, name: str) -> ReadHandle:
+        """See `Store`; reads through the handle are operations, too."""
+        self._run("open_read", name)
+        return _FaultyReadHandle(self, self.inner.open_read(name))
+
+    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+        """See `Store`; writes through the handle are operations, too."""
+        self._run("create", name)
+        return _FaultyWriteHandle(
+            self, self.inner.create(name, durable=durable, expected_bytes=expected_bytes)
+        )
+
+    def version(self, name: str) -> Version | None:
+        """See `Store`."""
+        self._run("version", name)
+        return self.inner.version(name)
+
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """See `Store`; fails before anything is published: a publish is never torn."""
+        self._run("publish", name, len(data))
+        return self.inner.publish(name, data, durable=durable, expected=expected)
+
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        self._run("delete", name)
+        self.inner.delete(name)
+
+    @contextmanager
+    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+        """See `Store`."""
+        self._run("lock")
+        with self.inner.lock(timeout_seconds=timeout_seconds):
+            yield
+
+    def sync(self) -> None:
+        """See `Store`."""
+        self._run("sync")
+        self.inner.sync()
+
+    def remove_root(self) -> None:
+        """See `Store`."""
+        self._run("remove_root")
+        self.inner.remove_root()
+
+    def _begin(self, op: str, name: str = "", size_bytes: int = 0) -> tuple[Operation, Sequence[Fault]]:
+        """Log the operation, and return the faults that are due at it."""
+        with self._guard:
+            operation = Operation(len(self.log) + 1, op, name, size_bytes)
+            self.log.append(operation)
+            due = []
+            for row, fault in enumerate(self._faults):
+                if fault.matches(operation):
+                    self._seen[row] += 1
+                    if self._seen[row] == fault.at or (fault.onwards and self._seen[row] > fault.at):
+                        due.append(fault)
+        return operation, due
+
+    def _run(self, op: str, name: str = "", size_bytes: int = 0) -> Sequence[Fault]:
+        operation, due = self._begin(op, name, size_bytes)
+        _strike(operation, due)
+        return due
+
+
+class _FaultyReadHandle(ReadHandle):
+    def __init__(self, store: FaultInjectingStore, inner: ReadHandle) -> None:
+        self._store = store
+        self._inner = inner
+        self.name = inner.name
+        self.size_bytes = inner.size_bytes
+
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        due = self._store._run("preadv", self.name, sum(buffer.nbytes for buffer in buffers))
+        self._inner.preadv(buffers, offset)
+        _flip(buffers, due)
+
+    def pread(self, length: int, offset: int) -> bytes:
+        data = bytearray(length)
+        self.preadv([memoryview(data)], offset)
+        return bytes(data)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FaultyWriteHandle(WriteHandle):
+    def __init__(self, store: FaultInjectingStore, inner: WriteHandle) -> None:
+        self._store = store
+        self._inner = inner
+        self.name = inner.name
+
+    @property
+    def position(self) -> int:
+        return self._inner.position
+
+    def write(self, data: Buffer) -> None:
+        view = byte_view(data)
+        operation, due = self._store._begin("write", self.name, len(view))
+        torn = max((fault.torn_bytes for fault in due if fault.error is not None), default=0)
+        if torn:
+            self._inner.write(view[:torn])
+        _strike(operation, due)
+        self._inner.write(view)
+
+    def finish(self) -> int:
+        self._store._run("finish", self.name, self.position)
+        return self._inner.finish()
+
+    def abort(self) -> None:
+        self._store._run("abort", self.name)
+        self._inner.abort()
+
+
+def _strike(operation: Operation, due: Sequence[Fault]) -> None:
+    for fault in due:
+        if fault.delay_seconds:
+            time.sleep(fault.delay_seconds)
+        if fault.hook is not None:
+            fault.hook(operation)
+        if fault.error is not None:
+            raise fault.error
+
+
+def _flip(buffers: Sequence[memoryview], due: Sequence[Fault]) -> None:
+    total = sum(buffer.nbytes for buffer in buffers)
+    for fault in due:
+        if fault.flip_byte is None or total == 0:
+            continue
+        position = fault.flip_byte % total
+        for buffer in buffers:
+            if position < buffer.nbytes:
+                byte_view(buffer)[position] ^= 0xFF
+                break
+            position -= buffer.nbytes

@@ -1,0 +1,120 @@
+"""The fault-injecting store does what it is told, where it is told."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+
+from dcp.storage.errors import StorageError, StorageFullError
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.memory import MemoryStore
+from dcp.storage.stores.posix import PosixStore
+
+FULL = StorageFullError("injected", path="x", op="write")
+
+
+def test_log_and_counts(tmp_path: Path) -> None:
+    """Every operation is logged in order with name and size, the inner store's own calls are not."""
+    store = FaultInjectingStore(PosixStore(tmp_path))
+    store.make_root()
+    with store.create("a", durable=False) as handle:
+        handle.write(b"12345")
+    with store.open_read("a") as reader:
+        reader.pread(2, 1)
+    version = store.publish("m", b"1", durable=True)
+    assert store.version("m") == version
+    with store.lock(timeout_seconds=1):
+        store.list()
+    store.stat("a")
+    store.read("m", limit_bytes=1)
+    store.delete("a")
+    store.sync()
+    store.remove_root()
+    assert [(o.op, o.name, o.size_bytes) for o in store.log] == [
+        *(("make_root", "", 0), ("create", "a", 0), ("write", "a", 5), ("finish", "a", 5)),
+        *(("open_read", "a", 0), ("preadv", "a", 2), ("publish", "m", 1), ("version", "m", 0)),
+        *(("lock", "", 0), ("list", "", 0), ("stat", "a", 0), ("read", "m", 0)),
+        *(("delete", "a", 0), ("sync", "", 0), ("remove_root", "", 0)),
+    ]
+    assert [o.number for o in store.log] == list(range(1, 16))
+    assert store.counts["write"] == 1
+
+
+def test_error_at_the_nth_operation() -> None:
+    """The error comes at that operation only; before and after it all works."""
+    store = FaultInjectingStore(MemoryStore("nth"), Fault("write", at=2, error=FULL))
+    handle = store.create("a", durable=False)
+    handle.write(b"1")
+    with pytest.raises(StorageFullError, match="injected"):
+        handle.write(b"2")
+    handle.write(b"3")
+    assert handle.finish() == 2
+    store.delete("a")
+
+
+def test_errors_from_then_on_until_cleared() -> None:
+    """A dead disk stays dead until it is repaired; the pattern limits it to some files."""
+    store = FaultInjectingStore(
+        MemoryStore("dead"),
+        Fault("*", at=2, name="*.bin", onwards=True, error=OSError(errno.EIO, "injected")),
+    )
+    store.create("a.bin", durable=False)
+    for _ in range(3):
+        with pytest.raises(OSError, match="injected"):
+            store.create("b.bin", durable=False)
+    store.publish("m", b"1", durable=False)
+    store.clear()
+    store.create("b.bin", durable=False)
+    assert [info.name for info in store.list()] == ["a.bin", "b.bin", "m"]
+
+
+def test_torn_write(tmp_path: Path) -> None:
+    """A torn write leaves the first bytes in the file and raises; the caller's abort removes it."""
+    store = FaultInjectingStore(PosixStore(tmp_path), Fault("write", error=FULL, torn_bytes=3))
+    handle = store.create("a", durable=False)
+    with pytest.raises(StorageFullError):
+        handle.write(b"123456")
+    assert handle.position == 3
+    handle.abort()
+    assert store.list() == []
+
+
+def test_faults_added_later_count_from_then() -> None:
+    """A fault counts the operations after it was added, so that a test can prepare with the same store."""
+    store = FaultInjectingStore(MemoryStore("later"))
+    store.publish("m", b"1", durable=False)
+    store.add(Fault("publish", at=1, error=StorageError("injected", path="m", op="publish")))
+    with pytest.raises(StorageError, match="injected"):
+        store.publish("m", b"2", durable=False)
+    assert store.read("m", limit_bytes=1) == b"1"
+
+
+def test_flipped_bytes() -> None:
+    """A read returns its data with one byte inverted, the stored file is untouched."""
+    inner = MemoryStore("flip")
+    inner.publish("m", bytes(10), durable=False)
+    store = FaultInjectingStore(inner, Fault("read", flip_byte=3), Fault("preadv", flip_byte=17))
+    assert store.read("m", limit_bytes=10) == bytes(3) + b"\xff" + bytes(6)
+    buffers = [bytearray(4), bytearray(6)]
+    with store.open_read("m") as handle:
+        handle.preadv([memoryview(buffer) for buffer in buffers], 0)
+        assert handle.pread(10, 0) == bytes(10)
+    assert b"".join(buffers) == bytes(7) + b"\xff" + bytes(2)
+    assert inner.read("m", limit_bytes=10) == bytes(10)
+
+
+def test_hook_and_delay() -> None:
+    """The hook is called at the operation with what it is, after the delay."""
+    seen: list[Operation] = []
+    store = FaultInjectingStore(
+        MemoryStore("hook"), Fault("sync", at=2, delay_seconds=0.05, hook=seen.append)
+    )
+    store.sync()
+    assert seen == []
+    start = time.monotonic()
+    store.sync()
+    assert time.monotonic() - start >= 0.05
+    assert seen == [Operation(2, "sync", "", 0)]
