@@ -95,7 +95,7 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.LONG_BINPUT: lambda m: m.put(m.number(UINT32)),
     pickle.GET: lambda m: m.stack.append(m.memo[int(m.line())]),
     pickle.BINGET: Machine.binget,
-    pickle.LONG_BINGET: lambda m: m.stack.append(m.memo[m.number(UINT32)]),
+    pickle.LONG_BINGET: Machine.long_binget,
     pickle.GLOBAL: Machine.line_global,
     pickle.STACK_GLOBAL: Machine.stack_global,
     pickle.REDUCE: Machine.reduce,

@@ -274,6 +274,12 @@ class Machine:
         self.stack.append(self.memo[self.data[pos]])
         self.pos = pos + 1
 
+    def long_binget(self) -> None:
+        """LONG_BINGET."""
+        pos = self.pos
+        self.stack.append(self.memo[UINT32.unpack_from(self.data, pos)[0]])
+        self.pos = pos + 4
+
     # -- values --------------------------------------------------------------------------------------------
 
     def binint1(self) -> None:

@@ -163,7 +163,7 @@ def _check_inside(tensor: TensorPickle, itemsize: int) -> None:
     )
     if (last + 1) * itemsize > tensor.storage_bytes or math.prod(tensor.sizes) >= 1 << 62:
         raise CheckpointFormatError(
-            f"a pickled tensor of sizes {tensor.sizes} reaches beyond its {tensor.storage_bytes} bytes of storage"
+            f"a pickled tensor of sizes {tensor.sizes} reaches beyond the {tensor.storage_bytes} bytes stored"
         )
 
 
