@@ -1,0 +1,222 @@
+"""Records that others wrote: the payload is found where torch has it, and nothing is believed unchecked."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.record import StoredTensor, locate_payload
+
+OFFSET = 777
+
+
+@pytest.fixture(autouse=True)
+def _torch_options() -> Iterator[None]:
+    """Whatever a test tells torch.save about checksums ends with the test."""
+    yield
+    torch.serialization.set_crc32_options(True)
+
+
+def saved(tensor: Any, **options: Any) -> bytes:
+    """What torch.save writes."""
+    stream = io.BytesIO()
+    torch.save(tensor, stream, **options)
+    return stream.getvalue()
+
+
+def locate(record: bytes, fqn: str = "t") -> StoredTensor:
+    """`locate_payload` of a record in the middle of a file."""
+    data = bytes(OFFSET) + record + bytes(50)
+    return locate_payload(lambda at, count: data[at : at + count], OFFSET, len(record), fqn=fqn)
+
+
+def rebuilt(record: bytes, stored: StoredTensor) -> torch.Tensor:
+    """The tensor that a `StoredTensor` describes, from the record's bytes alone."""
+    begin = stored.payload_offset - OFFSET
+    payload = record[begin : begin + stored.payload_bytes]
+    dtype = getattr(torch, dtypes.BY_CODE[stored.dtype_code].name)
+    flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(dtype) if payload else torch.empty(0)
+    return flat.to(dtype).as_strided(stored.sizes, stored.strides, stored.storage_offset_elements)
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "small": lambda: torch.arange(6.0).reshape(2, 3),
+    "large": lambda: torch.arange(20_000).reshape(100, 200),
+    "scalar": lambda: torch.tensor(3, dtype=torch.uint16),
+    "empty": lambda: torch.zeros(0, 3),
+    "transposed": lambda: torch.arange(12).reshape(3, 4).t(),
+    "view": lambda: torch.arange(100)[10:50:2],
+    "channels_last": lambda: (
+        torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    ),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "requires_grad": lambda: torch.ones(3, requires_grad=True),
+    "float8": lambda: torch.arange(8.0).to(torch.float8_e4m3fn),
+    "bfloat16": lambda: torch.arange(8.0).bfloat16(),
+    "expanded": lambda: torch.ones(1).expand(5),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("crc", [True, False])
+def test_finds_what_torch_saved(name: str, crc: bool) -> None:
+    """Views, permuted layouts, parameters, any dtype: the described tensor is the one saved."""
+    torch.serialization.set_crc32_options(crc)
+    tensor = TENSORS[name]().detach()
+    record = saved(TENSORS[name]())
+    stored = locate(record)
+    found = rebuilt(record, stored)
+    assert found.dtype == tensor.dtype and found.shape == tensor.shape
+    assert found.contiguous().reshape(-1).tolist() == tensor.contiguous().reshape(-1).tolist()
+    begin = stored.payload_offset - OFFSET
+    payload = record[begin : begin + stored.payload_bytes]
+    assert stored.crc32 == (zipfile.crc32(payload) if crc or not payload else None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 4096, 65536])
+def test_any_alignment_of_torch(alignment: int) -> None:
+    """torch can be told how far to pad; head and directory are then far apart."""
+    from torch.utils.serialization import config
+
+    config.save.storage_alignment = alignment
+    try:
+        record = saved(torch.arange(50_000))
+    finally:
+        config.save.storage_alignment = 64
+    assert rebuilt(record, locate(record)).tolist() == list(range(50_000))
+
+
+def test_reads_little() -> None:
+    """A record of torch.save is located with three reads of about a kilobyte, wherever its payload ends."""
+    record = saved(torch.zeros(1000, 1000))
+    reads: list[int] = []
+
+    def read(at: int, count: int) -> bytes:
+        reads.append(count)
+        return record[at : at + count]
+
+    locate_payload(read, 0, len(record), fqn="t")
+    assert len(reads) <= 3 and sum(reads) < 4096
+
+
+def test_finds_tensors_in_stock_safetensors_files(tmp_path: Path) -> None:
+    """Stock's SerializationFormat.SAFETENSORS puts one blob into a file; tensors are found by name."""
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5), "note": "an object before the blob"}
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    save(state, storage_writer=writer, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "note":
+            continue
+        stored = locate_payload(lambda at, n: data[at : at + n], info.offset, info.length, fqn=index.fqn)
+        tensor = state[index.fqn]
+        assert isinstance(tensor, torch.Tensor)
+        assert stored.payload_bytes == info.length and stored.crc32 is None
+        payload = data[stored.payload_offset : stored.payload_offset + stored.payload_bytes]
+        assert torch.equal(
+            torch.frombuffer(bytearray(payload), dtype=tensor.dtype).reshape(tensor.shape), tensor
+        )
+    with pytest.raises(CheckpointFormatError, match="not in the safetensors header"):
+        locate_payload(lambda at, n: data[at : at + n], info.offset, info.length, fqn="absent")
+
+
+def rezipped(
+    record: bytes, change: Callable[[str, bytes], bytes | None], method: int = zipfile.ZIP_STORED
+) -> bytes:
+    """The record with entries changed (None: dropped), written by zipfile."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(record)) as source, zipfile.ZipFile(stream, "w", method) as target:
+        for name in source.namelist():
+            content = change(name, source.read(name))
+            if content is not None:
+                target.writestr(name, content)
+    return stream.getvalue()
+
+
+def test_zips_of_other_writers_are_read() -> None:
+    """The layout is zip's, not torch's padding."""
+    record = rezipped(saved(torch.arange(5)), lambda name, content: content)
+    assert rebuilt(record, locate(record)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_compressed_records_are_unsupported() -> None:
+    """torch.save never deflates; the message says what was found."""
+    record = rezipped(saved(torch.arange(5)), lambda name, content: content, zipfile.ZIP_DEFLATED)
+    with pytest.raises(UnsupportedFormatError, match=r"'t'.*compressed"):
+        locate(record)
+
+
+def test_big_endian_records_are_unsupported() -> None:
+    """Bytes of the other order are refused instead of misread; single bytes have no order."""
+
+    def big(name: str, content: bytes) -> bytes:
+        return b"big" if name.endswith("/byteorder") else content
+
+    with pytest.raises(UnsupportedFormatError, match="big-endian"):
+        locate(rezipped(saved(torch.arange(5)), big))
+    assert locate(rezipped(saved(torch.arange(5, dtype=torch.int8)), big)).payload_bytes == 5
+
+
+def dropped(suffix: str) -> Callable[[str, bytes], bytes | None]:
+    """A change that removes an entry."""
+    return lambda name, content: None if name.endswith(suffix) else content
+
+
+def replaced(suffix: str, new: bytes) -> Callable[[str, bytes], bytes | None]:
+    """A change that replaces an entry's content."""
+    return lambda name, content: new if name.endswith(suffix) else content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dropped("data.pkl"),
+        dropped("data/0"),
+        replaced("data/0", b"short"),
+        replaced("data/0", bytes(41)),
+        replaced("data.pkl", b""),
+        replaced("data.pkl", pickle.dumps([1, 2])),
+        replaced("data.pkl", b"\x80\x02" + b"(" * 2_000_000),
+        replaced("byteorder", b"middle"),
+    ],
+)
+def test_records_that_do_not_add_up_are_refused(change: Callable[[str, bytes], bytes | None]) -> None:
+    """Entries that are missing, of the wrong size or not a tensor give an error which names the tensor."""
+    with pytest.raises(CheckpointFormatError) as caught:
+        locate(rezipped(saved(torch.arange(5)), change))
+    assert caught.value.fqn == "t"
+
+
+class Evil:
+    """Runs code when a pickle of it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (print, ("owned",))
+
+
+def test_code_in_a_record_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pickle that names a function is refused by that name, and the function is not called."""
+    record = rezipped(saved(torch.arange(5)), replaced("data.pkl", pickle.dumps(Evil(), protocol=2)))
+    with pytest.raises(UnsafeObjectError, match="print"):
+        locate(record)
+    assert capsys.readouterr().out == ""
+
+
+def test_truncated_records_are_refused() -> None:
+    """Any cut is noticed, whether the index' length or the file is short."""
+    record = saved(torch.arange(3000))
+    for cut in range(1, len(record), 509):
+        with pytest.raises(CheckpointFormatError):
+            locate(record[:cut])
