@@ -1,9 +1,9 @@
 """What the ranks of a save or load say to each other.
 
-Payloads are packed bytes in uint8 tensors: no pickled objects travel, on gloo or on any other backend. Every
-exchange carries each rank's outcome, so one rank's exception becomes the same typed error on all of them. Waits
-are bounded; when a rank dies or stays away, the others agree through the group's key-value store on who is
-missing, and raise an error that names it.
+Payloads are packed bytes in uint8 tensors: no pickled objects travel, on gloo or on any other backend.
+Every exchange carries each rank's outcome, so one rank's exception becomes the same typed error on all of
+them. Waits are bounded; when a rank dies or stays away, the others agree through the group's key-value
+store on who is missing, and raise an error that names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from dcp.failures import raise_failures
+from dcp.failures import failure_of
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, error_from_wire, error_to_wire
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class _LostRanksError(Exception):
 class Ranks:
     """The ranks that take part in one save or load, and the steps they take together.
 
-    ``group`` None with ``use_dist`` means the default group; without ``use_dist`` there is one rank and every
-    step is local. ``coordinator`` is a rank of the group. Steps raise on all ranks alike (see `dcp.failures`):
-    the failing rank's own exception there, its description elsewhere.
+    ``group`` None with ``use_dist`` means the default group; without ``use_dist`` there is one rank and
+    every step is local. ``coordinator`` is a rank of the group. Steps raise on all ranks alike (see
+    `dcp.failures`): the failing rank's own exception there, its description elsewhere.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class Ranks:
     def reduce_scatter(
         self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank its part of the result."""
+        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank its part of the
+        result."""
         gathered, own_error = self._gather_outcomes(step, local)
         replies: list[bytes] | None = None
         coordinator_error: BaseException | None = None
@@ -141,7 +142,7 @@ class Ranks:
         messages = self._guard(step, lambda: self._all_gather(message))
         failures = {rank: part[1:] for rank, part in enumerate(messages) if part[:1] == _FAILED}
         if failures:
-            raise_failures(step, {r: _decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
+            raise failure_of(step, {r: _decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
         return [part[1:] for part in messages]
 
     def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
@@ -186,7 +187,7 @@ class Ranks:
             int(rank): _decode_failure(wire)
             for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
         }
-        raise_failures(step, failures, self.rank, own_error)
+        raise failure_of(step, failures, self.rank, own_error)
 
     # -- bounded waits ---------------------------------------------------------------------------------------
 
@@ -197,14 +198,14 @@ class Ranks:
         except _LostRanksError as lost:
             names = ", ".join(map(str, lost.ranks)) or "unknown"
             error = CollectiveTimeoutError(
-                f"{self.operation} failed in step {step!r}: rank {names} of {self.world_size} died or did not "
-                f"answer ({lost.reason}). Nothing was committed by this {self.operation}; restart the job and "
-                "resume from the last committed checkpoint.",
+                f"{self.operation} failed in step {step!r}: rank {names} of {self.world_size} died or did "
+                f"not answer ({lost.reason}). Restart the job and resume from the last committed checkpoint.",
                 step=step,
                 ranks=lost.ranks,
                 reporting_rank=self.rank,
             )
-            raise_failures(step, dict.fromkeys(lost.ranks or [-1], error), self.rank, None)
+            failures = dict.fromkeys(lost.ranks or [-1], error)
+        raise failure_of(step, failures, self.rank, None)
 
     def _wait(self, work: Any) -> None:
         begun = time.monotonic()

@@ -1,6 +1,7 @@
 """What ``torch.distributed.checkpoint.default_planner`` has.
 
-The planners are ours; the functions on torch's plan objects are torch's own, for custom planners that call them.
+The planners are ours; the functions on torch's plan objects are torch's own, for custom planners that call
+them.
 """
 
 from torch.distributed.checkpoint.default_planner import (

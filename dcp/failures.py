@@ -1,28 +1,28 @@
 """From "some ranks failed" to one exception that every rank raises.
 
-The exception is a `RankFailedError`: both a `CheckpointError` and torch's `CheckpointException` (which is what
-stock raises there and only a BaseException). Where all failures have one class of `dcp.errors`, it is of that
-class as well, so ``except CorruptCheckpointError`` works the same on one rank and on a thousand.
+The exception is a `RankFailedError`: both a `CheckpointError` and torch's `CheckpointException` (which is
+what stock raises there and only a BaseException). Where all failures have one class of `dcp.errors`, it is
+of that class as well, so ``except CorruptCheckpointError`` works the same on one rank and on a thousand.
 """
 
 from __future__ import annotations
 
 import traceback
-from functools import lru_cache
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["RankFailedError", "raise_failures"]
+__all__ = ["RankFailedError", "failure_of"]
 
 
 class RankFailedError(CheckpointError, CheckpointException):
     """Ranks failed in a step of a save or load.
 
-    ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its keys;
-    ``step`` names the step. The first failure is the ``__cause__``.
+    ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its
+    keys; ``step`` names the step. The first failure is the ``__cause__``.
     """
 
     def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
@@ -46,24 +46,30 @@ def _rebuild(message: str, failures: Any, facts: dict[str, Any]) -> RankFailedEr
     return _failure_class(causes.pop() if len(causes) == 1 else CheckpointError)(message, failures, **facts)
 
 
-@lru_cache(maxsize=64)
+_classes: dict[str, type[RankFailedError]] = {}
+
+
 def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
     if issubclass(cause, RankFailedError):
         return cause
     if cause is CheckpointError or not issubclass(cause, CheckpointError):
         return RankFailedError
-    return type(cause.__name__, (RankFailedError, cause), {"__module__": __name__, "__doc__": cause.__doc__})
+    made = _classes.get(cause.__name__)
+    if made is None:
+        attributes = {"__module__": __name__, "__doc__": cause.__doc__}
+        made = _classes[cause.__name__] = type(cause.__name__, (RankFailedError, cause), attributes)
+    return made
 
 
-def raise_failures(
-    step: str, failures: dict[int, CheckpointError], rank: int, own_error: BaseException | None
-) -> NoReturn:
-    """Raise the one error for ``failures`` (rank -> error); ``own_error`` is this rank's exception, if any.
+def failure_of(
+    step: str, failures: Mapping[int, CheckpointError], rank: int, own_error: BaseException | None
+) -> BaseException:
+    """The one error to raise for ``failures`` (rank -> error); ``own_error`` is this rank's, if any.
 
-    KeyboardInterrupt, SystemExit and their like are raised as they are on the rank where they happened.
+    KeyboardInterrupt, SystemExit and their like stay what they are on the rank where they happened.
     """
     if own_error is not None and not isinstance(own_error, Exception):
-        raise own_error
+        return own_error
     described: dict[int, BaseException] = dict(failures)
     if own_error is not None and rank in described:
         described[rank] = own_error
@@ -82,13 +88,9 @@ def raise_failures(
         failed: (error, traceback.extract_tb(error.__traceback__)) for failed, error in described.items()
     }
     facts = dict(failures[first_rank].facts) | {"step": step}
-    if (
-        isinstance(own_error, CheckpointError)
-        and len(described) == 1
-        and isinstance(own_error, CheckpointException)
-    ):
-        raise own_error
-    raise cls("\n".join(lines), summaries, **facts) from first
+    error = cls("\n".join(lines), summaries, **facts)
+    error.__cause__ = first
+    return error
 
 
 def _ranks_text(ranks: list[int]) -> str:

@@ -1,7 +1,7 @@
 """Saves and loads by torch's protocol: plans made of objects, for planners and storages that override a step.
 
-The sequence of calls is the one that torch documents for StorageWriter, StorageReader, SavePlanner and LoadPlanner.
-Plans and results travel as `dcp.plan_transport` packs them.
+The sequence of calls is the one that torch documents for StorageWriter, StorageReader, SavePlanner and
+LoadPlanner. Plans and results travel as `dcp.plan_transport` packs them.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def save(
         else:
             ranks.all_gather("save", lambda: finish([write(global_plan([local_plan()])[0])]))
     except CheckpointError as error:
-        if isinstance(writer, FileSystemWriter) and not error.facts.get("committed"):
-            if ranks.is_coordinator or not use_collectives:
-                writer.discard()
+        undone = not error.facts.get("committed") and (ranks.is_coordinator or not use_collectives)
+        if isinstance(writer, FileSystemWriter) and undone:
+            writer.discard()
         raise
     if made:
         return made[0]
@@ -109,7 +109,8 @@ def load(
     planner: LoadPlanner,
     report: LoadReport,
 ) -> None:
-    """Load with any planner and any storage; fills ``report`` as far as the storage of ours knows the figures."""
+    """Load with any planner and any storage; fills ``report`` as far as the storage of ours knows the
+    figures."""
     begun = time.perf_counter()
     together = True
 
@@ -167,7 +168,8 @@ def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
 
 
 def _call_with_optional(method: Any, args: tuple[Any, ...], optional: dict[str, Any]) -> None:
-    """Call ``method`` with those of the keywords it takes: storages and planners from before torch added them."""
+    """Call ``method`` with those of the keywords it takes: storages and planners from before torch added
+    them."""
     parameters = inspect.signature(method).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         method(*args, **optional)

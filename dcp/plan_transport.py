@@ -1,9 +1,9 @@
 """How plans made of objects travel between the ranks of one job.
 
-Items of torch's own classes are packed as columns: `WriteItem` and `ReadItem` as names, kinds and integer arrays.
-What a custom planner or storage adds (``storage_data``, ``planner_data``, items of its own classes, write results of
-a foreign storage) is that class's business and travels as torch sends it, pickled, between processes that run the
-same program. Nothing of it is ever stored.
+Items of torch's own classes are packed as columns: `WriteItem` and `ReadItem` as names, kinds and integer
+arrays. What a custom planner or storage adds (``storage_data``, ``planner_data``, items of its own classes,
+write results of a foreign storage) is that class's business and travels as torch sends it, pickled, between
+processes that run the same program. Nothing of it is ever stored.
 """
 
 from __future__ import annotations

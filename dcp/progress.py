@@ -16,7 +16,8 @@ _INTERVAL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where this rank is: ``phase`` ("write" or "read"), payload bytes done and in all, seconds since it began."""
+    """Where this rank is: ``phase`` ("write" or "read"), payload bytes done and in all, seconds since it
+    began."""
 
     phase: str
     bytes_done: int
@@ -53,8 +54,9 @@ def reporting(
 ) -> Iterator[Callable[[int], None] | None]:
     """A function to call with each portion of bytes done, or None where nobody wants to know.
 
-    ``progress`` True draws a bar on stderr if that is a terminal and ``show`` (one rank only, or they would write
-    over each other); a callable gets a `Progress` at most ten times a second, from any of the I/O threads.
+    ``progress`` True draws a bar on stderr if that is a terminal and ``show`` (one rank only, or they would
+    write over each other); a callable gets a `Progress` at most ten times a second, from any of the I/O
+    threads.
     """
     if callable(progress):
         yield _Meter(phase, total_bytes, progress).add

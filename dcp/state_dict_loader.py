@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,20 +56,21 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint in place into a sharded state dict; every rank of the process group calls it alike.
 
-    The parameters up to ``no_dist`` are torch's, with torch's meaning: tensors of ``state_dict`` are filled where
-    they are, with any sharding, device or stride; other values are replaced; `Stateful` objects give their
-    ``state_dict()`` to be filled and get it back by ``load_state_dict()``. The checkpoint may be of ours or of
-    stock torch, saved by any number of ranks.
+    The parameters up to ``no_dist`` are torch's, with torch's meaning: tensors of ``state_dict`` are filled
+    where they are, with any sharding, device or stride; other values are replaced; `Stateful` objects give
+    their ``state_dict()`` to be filled and get it back by ``load_state_dict()``. The checkpoint may be of
+    ours or of stock torch, saved by any number of ranks.
 
-    ``verify``: "blocks" (default) compares the checksum of every block that is read whole, "full" also reads the
-    rest of blocks needed in part, "none" compares nothing. ``dtype``: "exact" (default) refuses another dtype
-    than the stored one, "cast" converts. ``allow_partial_load`` keeps what the checkpoint lacks as it is.
-    ``weights_only=False`` allows arbitrary pickled objects to run code: only for files you trust. Given a
-    planner or reader, its own settings hold where these are None.
+    ``verify``: "blocks" (default) compares the checksum of every block that is read whole, "full" also
+    reads the rest of blocks needed in part, "none" compares nothing. ``dtype``: "exact" (default) refuses
+    another dtype than the stored one, "cast" converts. ``allow_partial_load`` keeps what the checkpoint
+    lacks as it is. ``weights_only=False`` allows arbitrary pickled objects to run code: only for files you
+    trust. Given a planner or reader, its own settings hold where these are None.
 
-    Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, ShapeMismatchError, DtypeMismatchError,
-    CorruptCheckpointError, UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an error
-    the tensors of ``state_dict`` may be filled in part; no Stateful object has been touched.
+    Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, ShapeMismatchError,
+    DtypeMismatchError, CorruptCheckpointError, UnsafeObjectError, CollectiveTimeoutError and others of
+    `dcp.errors`. After an error the tensors of ``state_dict`` may be filled in part; no Stateful object has
+    been touched.
     """
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
@@ -121,8 +123,8 @@ def _configured(
     planner = planner if planner is not None else DefaultLoadPlanner()
     if given and not isinstance(planner, DefaultLoadPlanner):
         raise CheckpointError(
-            f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides that "
-            "itself"
+            f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
+            "that itself"
         )
     for name, value in given.items():
         setattr(planner, name, value)
@@ -178,13 +180,17 @@ class _ColumnarLoad:
         begun = time.perf_counter()
         reader, ranks = self._reader, self._ranks
         if ranks.world_size == 1:
-            ranks.broadcast("index", lambda: b"" if reader.read_index() else b"")
+            ranks.broadcast("index", self._read_index)
         else:
             data = ranks.broadcast("index", lambda: encode_manifest(reader.read_index()))
             if not ranks.is_coordinator:
                 reader.use_index(decode_manifest(data))
         self._report.seconds["index"] = time.perf_counter() - begun
         return reader.read_index()
+
+    def _read_index(self) -> bytes:
+        self._reader.read_index()
+        return b""
 
     def _plan_and_read(self, index: CheckpointIndex) -> bytes:
         begun = time.perf_counter()
@@ -223,7 +229,7 @@ class _ColumnarLoad:
 
 def _request(columns: LoadColumns, dests: list[Any]) -> ReadRequest:
     starts = columns.box_start.tolist()
-    bounds = list(zip(starts, starts[1:], strict=False))
+    bounds = list(itertools.pairwise(starts))
     boxes = [
         [tuple(values[begin:end]) for begin, end in bounds]
         for values in (

@@ -1,12 +1,13 @@
 """`dcp.save`: from a state dict on every rank to one committed checkpoint.
 
-The steps are those of `docs/architecture.md`: local plan, global plan, write, commit. With our own planner and
-storage they run on columns; a planner or storage that overrides a step gets torch's objects for all of them, by
-torch's protocol (`dcp.object_steps`).
+The steps are those of `docs/architecture.md`: local plan, global plan, write, commit. With our own planner
+and storage they run on columns; a planner or storage that overrides a step gets torch's objects for all of
+them, by torch's protocol (`dcp.object_steps`).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -74,19 +75,20 @@ def save(
 ) -> Metadata:
     """Save a sharded state dict as one checkpoint; every rank of the process group calls it alike.
 
-    The parameters up to ``use_collectives`` are torch's, with torch's meaning. ``state_dict`` holds tensors of any
-    kind (plain, DTensor, ShardedTensor), other values, nested dicts and lists of them, and `Stateful` objects,
-    whose ``state_dict()`` is saved. Plain tensors and values count as replicated: they must be equal on all ranks
-    (compared by digest), one rank stores them; mark what differs by rank with `PerRank`.
+    The parameters up to ``use_collectives`` are torch's, with torch's meaning. ``state_dict`` holds tensors
+    of any kind (plain, DTensor, ShardedTensor), other values, nested dicts and lists of them, and
+    `Stateful` objects, whose ``state_dict()`` is saved. Plain tensors and values count as replicated: they
+    must be equal on all ranks (compared by digest), one rank stores them; mark what differs by rank with
+    `PerRank`.
 
-    Without a process group (or with ``no_dist``) this process saves alone. ``use_collectives=False`` lets each
-    rank save its own part without the others (``__{rank}.manifest.msgpack``). ``timeout_seconds`` bounds every
-    wait for other ranks. ``user_metadata`` is plain data kept in the manifest. ``progress`` draws a bar (True) or
-    is called with `dcp.progress.Progress`.
+    Without a process group (or with ``no_dist``) this process saves alone. ``use_collectives=False`` lets
+    each rank save its own part without the others (``__{rank}.manifest.msgpack``). ``timeout_seconds``
+    bounds every wait for other ranks. ``user_metadata`` is plain data kept in the manifest. ``progress``
+    draws a bar (True) or is called with `dcp.progress.Progress`.
 
-    When it returns the checkpoint is committed and, unless the writer was told otherwise, durable. When it raises,
-    on any rank, it raises on all: a `RankFailedError` that is also of the cause's class; what was under the id
-    before is untouched.
+    When it returns the checkpoint is committed and, unless the writer was told otherwise, durable. When it
+    raises, on any rank, it raises on all: a `RankFailedError` that is also of the cause's class; what was
+    under the id before is untouched.
 
     Returns torch's `Metadata` of the checkpoint, built when it is looked at.
     """
@@ -257,7 +259,8 @@ class _ColumnarSave:
         self._plan = plan_save(
             [decode_save_columns(part) for part in parts],
             dedup_to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
-            check_coverage=self._together,
+            split_bytes=self._planner.split_bytes,
+            check_replicas=self._planner.replica_check != "off",
         )
         save_id = self._writer.save_id.encode("ascii")
         replies = [save_id + encode_write_columns(columns) for columns in self._plan.writes]
@@ -281,7 +284,7 @@ class _ColumnarSave:
         codes = local.dtype_codes[local.item_tensors[columns.items]].tolist()
         starts = columns.box_start.tolist()
         sizes, offsets = columns.sizes.tolist(), columns.local_offsets.tolist()
-        bounds = list(zip(starts, starts[1:], strict=False))
+        bounds = list(itertools.pairwise(starts))
         cache: dict[bytes, bytes] = {}
         objects = [encode_object(self._objects[row], cache) for row in columns.objects.tolist()]
         sources = self._sources

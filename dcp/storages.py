@@ -44,8 +44,8 @@ def _checked(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[
         )
     if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
         raise CheckpointError(
-            f"no storage here can handle {os.fspath(checkpoint_id)!r}; give a storage_writer or storage_reader "
-            "for it",
+            f"no storage here can handle {os.fspath(checkpoint_id)!r}; give a storage_writer or "
+            "storage_reader for it",
             path=os.fspath(checkpoint_id),
         )
     return checkpoint_id

@@ -1,15 +1,18 @@
 """The commit: from finished data files to a checkpoint that exists, in one atomic step.
 
 1. Data files are complete and durable under names that nothing refers to yet.
-2. The manifest is published exclusively: create-only for a new id, compare-and-replace for an overwrite. This is
+2. The manifest is published exclusively: create-only for a new id, compare-and-replace for an overwrite.
+This is
    the commit point. Before it readers see the old state, after it the new one, at any crash.
-3. `.metadata`, for stock torch, is published after it. The manifest names the CRC of both the `.metadata` that
-   belongs to it and of the one it replaces, so until this step is done (or if a crash prevents it) our readers
-   still know that the manifest is the truth, and stock's see the replaced checkpoint, whose files are still there.
+3. `.metadata`, for stock torch, is published after it. The manifest names the CRC of both the `.metadata`
+that
+   belongs to it and of the one it replaces, so until this step is done (or if a crash prevents it) our
+   readers still know that the manifest is the truth, and stock's see the replaced checkpoint, whose files
+   are still there.
 4. Files of the replaced checkpoint are deleted.
 
-The manifest goes first because only one of two racing writers may touch `.metadata`, and on an object store the
-conditional PUT of the manifest is the only arbiter there is. Torch-free.
+The manifest goes first because only one of two racing writers may touch `.metadata`, and on an object store
+the conditional PUT of the manifest is the only arbiter there is. Torch-free.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 _INDEX_LIMIT_BYTES = 16 << 30
 _LOCK_TIMEOUT_SECONDS = 60.0
+_CONFLICT = (
+    "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
+    "its own id, or let one job write to an id."
+)
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,9 @@ def commit(
     """Publish ``index`` as the checkpoint of ``store``; its data files must be complete.
 
     Returns the index as published. Raises CheckpointConflictError if the id changed since ``previous`` was
-    taken, StorageError or StorageFullError if publishing failed. In both cases nothing of this save is visible,
-    except where the error says ``committed=True``: the checkpoint stands, but `.metadata` could not be written.
+    taken, StorageError or StorageFullError if publishing failed. In both cases nothing of this save is
+    visible, except where the error says ``committed=True``: the checkpoint stands, but `.metadata` could
+    not be written.
     """
     metadata_bytes = (
         encode_torch_metadata(index, checkpoint_id=store.url, save_id=save_id) if torch_compatible else None
@@ -120,11 +128,7 @@ def commit(
     manifest_bytes = encode_manifest(index)
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         if store.version(names.metadata) != previous.metadata:
-            raise CheckpointConflictError(
-                f"{store.url}: another writer published here while this save ran; nothing of this save is kept. "
-                "Give each save its own id, or let one job write to an id.",
-                path=store.url,
-            )
+            raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
         _publish_manifest(store, names, manifest_bytes, previous, durable=durable)
         try:
             if metadata_bytes is not None:
@@ -133,8 +137,8 @@ def commit(
                 store.delete(names.metadata)
         except StorageError as error:
             raise type(error)(
-                f"{store.url}: the checkpoint is committed and loads with dcp, but {names.metadata} for stock "
-                f"torch could not be written: {error}",
+                f"{store.url}: the checkpoint is committed and loads with dcp, but {names.metadata} for "
+                f"stock torch could not be written: {error}",
                 **(error.facts | {"path": store.url, "committed": True}),
             ) from error
     _delete_all(store, set(previous.files) - set(index.files))
@@ -145,11 +149,7 @@ def _publish_manifest(store: Store, names: Names, data: bytes, previous: Previou
     try:
         store.publish(names.manifest, data, durable=durable, expected=previous.manifest)
     except CheckpointConflictError as error:
-        raise CheckpointConflictError(
-            f"{store.url}: another writer published here while this save ran; nothing of this save is kept. "
-            "Give each save its own id, or let one job write to an id.",
-            path=store.url,
-        ) from error
+        raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url) from error
     except StorageError:
         if not _holds(store, names.manifest, data):
             raise
@@ -157,7 +157,8 @@ def _publish_manifest(store: Store, names: Names, data: bytes, previous: Previou
 
 
 def _holds(store: Store, name: str, data: bytes) -> bool:
-    """Whether the manifest got there although publishing it reported an error (a failed fsync after a rename)."""
+    """Whether the manifest got there although publishing it reported an error (a failed fsync after a
+    rename)."""
     try:
         return store.read(name, limit_bytes=_INDEX_LIMIT_BYTES) == data
     except CheckpointError:

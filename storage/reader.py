@@ -1,7 +1,7 @@
 """torch's StorageReader over a store: `FileSystemReader`.
 
-Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with columns
-(`ReadRequest`). Both end in `engine.read.ReadEngine`.
+Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with
+columns (`ReadRequest`). Both end in `engine.read.ReadEngine`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __all__ = ["FileSystemReader", "ReadRequest", "uses_columns"]
 
 _STAGED_BYTES = 4 << 20
 _BATCH_BYTES = 256 << 20
-"""A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at once."""
+"""A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
+once."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class ReadRequest:
 class FileSystemReader(StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL).
 
-    ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the number of
-    reading threads (None: by the machine's cores). ``_extension_registry`` belongs to stock's experimental
-    stream extensions, which this reader refuses to guess at.
+    ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the
+    number of reading threads (None: by the machine's cores). ``_extension_registry`` belongs to stock's
+    experimental stream extensions, which this reader refuses to guess at.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class FileSystemReader(StorageReader):
         super().__init__()
         if _extension_registry is not None:
             raise PlanError(
-                "stream extensions are torch's experiment; give torch.distributed.checkpoint.FileSystemReader to "
-                "dcp.load to read a checkpoint that was saved with them"
+                "stream extensions are torch's experiment; give dcp.load torch's own FileSystemReader to "
+                "read a checkpoint that was saved with them"
             )
         self.path = path
         self.verify: Verify = verify

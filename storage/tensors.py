@@ -31,7 +31,8 @@ def torch_dtype(code: int) -> torch.dtype:
 
 
 def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
-    """The format code of a torch dtype; PlanError for types that a checkpoint cannot hold (quantized ones)."""
+    """The format code of a torch dtype; PlanError for types that a checkpoint cannot hold (quantized
+    ones)."""
     code = _CODE_BY_TORCH.get(dtype)
     if code is None:
         raise PlanError(f"tensor {fqn!r} has dtype {dtype}, which a checkpoint cannot hold", fqn=fqn)

@@ -92,7 +92,8 @@ class LazyMetadata(Metadata):
     def of(
         cls, source: Callable[[], CheckpointIndex], storage_meta: StorageMeta | None = None
     ) -> LazyMetadata:
-        """Metadata of the index that ``source`` gives (from memory, or by reading the manifest); asked once."""
+        """Metadata of the index that ``source`` gives (from memory, or by reading the manifest); asked
+        once."""
         lazy = cls.__new__(cls)
         lazy.__dict__["_source"] = source
         lazy.__dict__["_storage_meta"] = storage_meta
@@ -123,7 +124,8 @@ class LazyMetadata(Metadata):
 
 
 def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CheckpointIndex:
-    """The index of a save made through torch's interface: the planner's ``metadata`` and where things were put.
+    """The index of a save made through torch's interface: the planner's ``metadata`` and where things were
+    put.
 
     Raises PlanError if a chunk or object of the metadata was not written, or not with its dtype.
     """

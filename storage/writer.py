@@ -1,8 +1,8 @@
 """torch's StorageWriter over a store: `FileSystemWriter`.
 
-It serves two callers. Stock `torch.distributed.checkpoint.save`, and custom planners, call the interface's methods
-with plans made of objects. `dcp.save` with our own planner hands over columns (`WriteRequest`) and gets columns
-back (`WriteOutcome`). Both end in `engine.write.DataFile` and `commit`.
+It serves two callers. Stock `torch.distributed.checkpoint.save`, and custom planners, call the interface's
+methods with plans made of objects. `dcp.save` with our own planner hands over columns (`WriteRequest`) and
+gets columns back (`WriteOutcome`). Both end in `engine.write.DataFile` and `commit`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,8 @@ from dcp.storage.tensors import byte_pieces, dtype_code, narrow
 __all__ = ["FileSystemWriter", "StoredChunk", "WriteRequest", "uses_columns"]
 
 _TWO_FILES_ABOVE_BYTES = 64 << 20
-"""Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as fast."""
+"""Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as
+fast."""
 
 
 _COPY_BELOW_BYTES = 128 << 10
@@ -84,12 +86,13 @@ class _Lane:
 class FileSystemWriter(StorageWriter):
     """Writes checkpoints to a local folder (or any other place `dcp.storage.stores.open_store` knows).
 
-    The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files`` makes
-    data and commit durable before a save returns. ``thread_count`` is a lower bound for the files (and threads)
-    a rank writes; without fsync a large share is written as two files anyway. ``single_file_per_rank=False``
-    gives each tensor its own file. ``per_thread_copy_ahead`` and ``cache_staged_state_dict`` are accepted for
-    compatibility. ``torch_compatible=False`` leaves out `.metadata` and the torch.save container of each
-    tensor: smaller, and not loadable by stock torch. ``overwrite=False`` refuses an id that has a checkpoint.
+    The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files``
+    makes data and commit durable before a save returns. ``thread_count`` is a lower bound for the files
+    (and threads) a rank writes; without fsync a large share is written as two files anyway.
+    ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` and
+    ``cache_staged_state_dict`` are accepted for compatibility. ``torch_compatible=False`` leaves out
+    `.metadata` and the torch.save container of each tensor: smaller, and not loadable by stock torch.
+    ``overwrite=False`` refuses an id that has a checkpoint.
 
     Unlike torch's, it publishes atomically: data files get unique names, and nothing is visible (or, on
     overwrite, replaced) before `finish` has published the manifest.
@@ -117,8 +120,8 @@ class FileSystemWriter(StorageWriter):
             )
         if serialization_format is not SerializationFormat.TORCH_SAVE:
             raise PlanError(
-                "this writer stores the dcp format; give torch.distributed.checkpoint.FileSystemWriter to dcp.save "
-                f"for {serialization_format}"
+                "this writer stores the dcp format; give dcp.save torch's own FileSystemWriter for "
+                f"{serialization_format}"
             )
         self.path = path
         self.single_file_per_rank = single_file_per_rank
@@ -225,7 +228,8 @@ class FileSystemWriter(StorageWriter):
         return commit.Names() if self.use_collectives else commit.Names.of_rank(self.rank)
 
     def prepare(self) -> None:
-        """On the coordinator, before anything is written: make the folder, remember what is to be replaced."""
+        """On the coordinator, before anything is written: make the folder, remember what is to be
+        replaced."""
         self.store.make_root()
         self._previous = commit.previous_state(self.store, self.names)
         if self._previous.exists and not self.overwrite:
@@ -292,11 +296,10 @@ class FileSystemWriter(StorageWriter):
         files = [self.new_file() for _ in lanes]
         try:
             if len(lanes) == 1:
-                objects = [_write_lane(files[0], lanes[0], request, on_bytes)]
+                objects = [_write_lane(request, on_bytes, files[0], lanes[0])]
             else:
                 with ThreadPoolExecutor(min(len(lanes), max(2, self.thread_count))) as pool:
-                    pairs = zip(files, lanes, strict=True)
-                    objects = list(pool.map(lambda pair: _write_lane(*pair, request, on_bytes), pairs))
+                    objects = list(pool.map(partial(_write_lane, request, on_bytes), files, lanes))
         except BaseException:
             for file in files:
                 file.abort()
@@ -356,7 +359,7 @@ def _row_bytes(request: WriteRequest, row: int) -> int:
 
 
 def _write_lane(
-    file: DataFile, lane: _Lane, request: WriteRequest, on_bytes: Callable[[int], None] | None
+    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, lane: _Lane
 ) -> list[tuple[int, int, int]]:
     objects: list[tuple[int, int, int]] = []
     if lane.with_objects:
@@ -481,8 +484,8 @@ class _ItemWriter:
         if tuple(tensor.shape) != sizes or tensor.dtype != planned.properties.dtype:
             raise PlanError(
                 f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, its plan says "
-                f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in create_local_plan "
-                "too",
+                f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in "
+                "create_local_plan too",
                 fqn=fqn,
             )
         code = dtype_code(tensor.dtype, fqn=fqn)

@@ -30,8 +30,8 @@ def assemble_index(
 ) -> CheckpointIndex:
     """``planned`` with its file, record, payload and CRC columns filled in.
 
-    ``chunks[r]`` are the index rows of rank r's write plan in order, ``objects[r]`` those of its objects. Raises
-    PlanError if any chunk or object of the plan has no place.
+    ``chunks[r]`` are the index rows of rank r's write plan in order, ``objects[r]`` those of its objects.
+    Raises PlanError if any chunk or object of the plan has no place.
     """
     file_base = np.cumsum([0, *(len(outcome.files) for outcome in outcomes)])
     rows = _concatenate(chunks)

@@ -1,8 +1,9 @@
 """Where payloads are: known from our manifest, or found by opening the records of a foreign checkpoint.
 
-Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the index.
-They are opened once each; their payloads may be dense but permuted (channels_last, a saved transpose), which
-becomes a permutation of the wanted box, and their one CRC-32 is compared when all its blocks were read.
+Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the
+index. They are opened once each; their payloads may be dense but permuted (channels_last, a saved
+transpose), which becomes a permutation of the wanted box, and their one CRC-32 is compared when all its
+blocks were read.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Payloads:
         begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         if begin + length > handle.size_bytes:
             raise CorruptCheckpointError(
-                f"{name}: the record of {fqn!r} ends at byte {begin + length}, the file at {handle.size_bytes}; "
-                "it was truncated",
+                f"{name}: the record of {fqn!r} ends at byte {begin + length}, the file at "
+                f"{handle.size_bytes}; it was truncated",
                 path=name,
                 fqn=fqn,
             )
@@ -79,15 +80,16 @@ class Payloads:
         sizes = index.box(chunk)[1]
         if stored.sizes != sizes or stored.dtype_code != int(index.dtype_codes[tensor]):
             raise CorruptCheckpointError(
-                f"{name}: the record of {fqn!r} holds shape {stored.sizes}, dtype code {stored.dtype_code}; the "
-                f"checkpoint's metadata says {sizes}, {index.dtype(tensor).name}",
+                f"{name}: the record of {fqn!r} holds shape {stored.sizes}, dtype code "
+                f"{stored.dtype_code}; the checkpoint's metadata says {sizes}, {index.dtype(tensor).name}",
                 path=name,
                 fqn=fqn,
             )
         order = _dense_order(sizes, stored.strides)
         if order is None:
             raise UnsupportedFormatError(
-                f"{name}: {fqn!r} is stored with strides {stored.strides} for shape {sizes}, which are not dense",
+                f"{name}: {fqn!r} is stored with strides {stored.strides} for shape {sizes}, which are not "
+                "dense",
                 fqn=fqn,
             )
         itemsize = index.dtype(tensor).itemsize
@@ -139,8 +141,8 @@ class Payloads:
                 name = self._index.files[int(self._index.chunk_files[chunk])]
                 raise CorruptCheckpointError(
                     f"{name}: tensor {fqn!r} is damaged: CRC-32 {total:08x}, its record says "
-                    f"{self._whole_crcs[chunk]:08x}. Resume from another checkpoint, or pass verify='none' to load "
-                    "the bytes as they are.",
+                    f"{self._whole_crcs[chunk]:08x}. Resume from another checkpoint, or pass verify='none' "
+                    "to load the bytes as they are.",
                     path=name,
                     fqn=fqn,
                 )

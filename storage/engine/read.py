@@ -1,9 +1,9 @@
 """Reading ranges of a checkpoint into memory: sorted, coalesced, split for threads, verified on the way.
 
 Two kinds of work. A *run* is contiguous in the file and in memory: large ones are read straight into their
-destination, small neighbours are read together and handed out. A *region* is a box of a chunk whose rows lie apart
-in the file or in memory: the blocks it spans are read once into scratch, checked whole, and the wanted stride is
-copied out. Torch-free: destinations are addresses.
+destination, small neighbours are read together and handed out. A *region* is a box of a chunk whose rows
+lie apart in the file or in memory: the blocks it spans are read once into scratch, checked whole, and the
+wanted stride is copied out. Torch-free: destinations are addresses.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dcp.storage.stores.base import ReadHandle, Store
 __all__ = ["ReadEngine", "ReadStats", "Region", "Runs", "Unit", "Verify"]
 
 Verify = Literal["blocks", "full", "none"]
-"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed only in
-part, and check them. ``none``: check nothing."""
+"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
+only in part, and check them. ``none``: check nothing."""
 
 _SMALL_RUN_BYTES = 64 << 10
 _SPAN_BYTES = 4 << 20
@@ -53,7 +53,8 @@ _UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to ``addresses``."""
+    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to
+    ``addresses``."""
 
     chunks: Int64
     payload_positions: Int64
@@ -112,7 +113,7 @@ class Worker:
         self.stats.bytes_read += size
         verify, lengths, memmove = engine.verify != "none", engine.payload_lengths, ctypes.memmove
         base = self.scratch_address - begin
-        for offset, count, address, chunk, position in rows:
+        for offset, count, address, chunk, _ in rows:
             if verify:
                 if count == lengths[chunk]:
                     start = offset - begin
@@ -229,7 +230,8 @@ class Worker:
 
 
 class _Window:
-    """Scratch that slides over a chunk's payload in whole blocks, so that each block is read and checked once."""
+    """Scratch that slides over a chunk's payload in whole blocks, so that each block is read and checked
+    once."""
 
     def __init__(self, worker: Worker, chunk: int, *, verify: bool) -> None:
         self._worker = worker
@@ -405,9 +407,9 @@ class ReadEngine:
         name = self.index.files[int(self.index.chunk_files[chunk])]
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
         return CorruptCheckpointError(
-            f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has CRC-32 "
-            f"{got:08x}, committed was {expected:08x}. Resume from another checkpoint, or pass verify='none' to "
-            "load the bytes as they are.",
+            f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has "
+            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint, or pass "
+            "verify='none' to load the bytes as they are.",
             path=f"{self.store.url}/{name}",
             fqn=fqn,
             offset=offset,

@@ -18,7 +18,8 @@ from dcp.storage.stores.base import Store
 __all__ = ["DataFile", "WriteOutcome", "data_file_name"]
 
 _JOIN_BELOW_BYTES = 128 << 10
-"""Payloads below this are joined with their neighbours into one write, so that a small tensor costs no call."""
+"""Payloads below this are joined with their neighbours into one write, so that a small tensor costs no
+call."""
 
 _JOINED_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20

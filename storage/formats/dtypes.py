@@ -15,9 +15,10 @@ __all__ = ["BY_CODE", "BY_NAME", "BY_STORAGE_CLASS", "Dtype"]
 class Dtype:
     """One element type: ``name`` is the attribute of the torch module, ``itemsize`` is in bytes.
 
-    ``storage_class`` is the legacy storage class that names the type in torch.save pickles; types newer than
-    those classes are written with UntypedStorage and `torch._utils._rebuild_tensor_v3` (``storage_class`` None).
-    ``safetensors`` is the type's name in a safetensors header, None where that format has none.
+    ``storage_class`` is the legacy storage class that names the type in torch.save pickles; types newer
+    than those classes are written with UntypedStorage and `torch._utils._rebuild_tensor_v3`
+    (``storage_class`` None). ``safetensors`` is the type's name in a safetensors header, None where that
+    format has none.
     """
 
     code: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NewType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +50,10 @@ def _int64(values: npt.ArrayLike = ()) -> Int64:
 class ObjectColumns:
     """Non-tensor values, in any order.
 
-    ``files``, ``offsets``, ``lengths`` locate the torch.save blob of each (``files`` -1 where there is none),
-    ``crcs`` is its CRC-32 (int64; UNKNOWN where the format records none). ``plain`` indexes ``values``:
-    the msgpack encoding of plain data (see `dcp.storage.formats.plain`), -1 where the blob alone has the value.
-    Equal values share one blob and one entry of ``values``.
+    ``files``, ``offsets``, ``lengths`` locate the torch.save blob of each (``files`` -1 where there is
+    none), ``crcs`` is its CRC-32 (int64; UNKNOWN where the format records none). ``plain`` indexes
+    ``values``: the msgpack encoding of plain data (see `dcp.storage.formats.plain`), -1 where the blob
+    alone has the value. Equal values share one blob and one entry of ``values``.
     """
 
     fqns: Sequence[str] = ()
@@ -77,9 +77,10 @@ class ObjectColumns:
 class CheckpointIndex:
     """What a checkpoint holds and where its bytes are.
 
-    Tensors (n rows): ``fqns``, ``dtype_codes`` (`dcp.storage.formats.dtypes`), ``shape_start``/``shape_values``,
-    ``requires_grad`` (0 or 1). ``stride_orders`` maps the few tensors whose source was dense but not C-ordered
-    to the permutation of dimensions from slowest to fastest; stored payloads are C-ordered all the same.
+    Tensors (n rows): ``fqns``, ``dtype_codes`` (`dcp.storage.formats.dtypes`),
+    ``shape_start``/``shape_values``, ``requires_grad`` (0 or 1). ``stride_orders`` maps the few tensors
+    whose source was dense but not C-ordered to the permutation of dimensions from slowest to fastest;
+    stored payloads are C-ordered all the same.
 
     Chunks (c rows, grouped by tensor: those of tensor t are rows ``chunk_start[t]:chunk_start[t + 1]``):
     ``chunk_offsets`` and ``chunk_sizes`` are flat, ``ndim`` values a chunk, sliced by ``box_start``.
@@ -187,19 +188,20 @@ class CheckpointIndex:
     def check(self) -> None:
         """Raise CheckpointFormatError unless all columns agree with each other.
 
-        Run on everything decoded from bytes before anything is allocated or read on its word: lengths of the
-        columns, known dtypes, non-negative sizes, boxes inside their tensors, payload = box volume x itemsize,
-        payload inside record, record inside file (where sizes are known), CRC counts, file numbers, plain
-        file names (no separators, no dot names).
+        Run on everything decoded from bytes before anything is allocated or read on its word: lengths of
+        the columns, known dtypes, non-negative sizes, boxes inside their tensors, payload = box volume x
+        itemsize, payload inside record, record inside file (where sizes are known), CRC counts, file
+        numbers, plain file names (no separators, no dot names).
         """
         problem = _first_problem(self)
         if problem:
             raise CheckpointFormatError(f"checkpoint index is inconsistent: {problem}")
 
 
-def _first_problem(index: CheckpointIndex) -> str | None:  # noqa: PLR0911 - one return per rule
+def _first_problem(index: CheckpointIndex) -> str | None:
     tensors, chunks = index.tensor_count, index.chunk_count
-    for name, length in (("dtype_codes", tensors), ("requires_grad", tensors), ("file_sizes", len(index.files))):
+    plain_columns = (("dtype_codes", tensors), ("requires_grad", tensors), ("file_sizes", len(index.files)))
+    for name, length in plain_columns:
         if len(getattr(index, name)) != length:
             return f"column {name} has {len(getattr(index, name))} rows, not {length}"
     for name in ("record_offsets", "record_lengths", "payload_offsets", "payload_lengths"):

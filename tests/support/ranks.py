@@ -57,7 +57,7 @@ def _serve(connection: Connection, number: int) -> None:
             if rank >= 0:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
                 os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-                store = dist.FileStore(path, world_size)
+                store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
                 dist.init_process_group(
                     "gloo",
                     store=store,
@@ -120,7 +120,7 @@ class Ranks:
                     f"ranks {sorted(waiting.values())} did not end within {timeout_seconds} s"
                 )
             for item in ready:
-                rank = waiting[item] if isinstance(item, Connection) else sentinels[item]  # type: ignore[index]
+                rank = waiting[item] if isinstance(item, Connection) else sentinels[item]
                 if rank in results:
                     continue
                 process, connection = self._workers[rank]
@@ -167,10 +167,11 @@ def run_ranks(
     timeout_seconds: float = 120.0,
     failures: bool = False,
 ) -> list[Any]:
-    """Run ``function(rank, world_size, *args)`` on ``world_size`` processes in one gloo group; results by rank.
+    """Run ``function(rank, world_size, *args)`` on ``world_size`` processes in one gloo group; results by
+    rank.
 
-    ``function`` is a module-level function of a test module. Unless ``failures`` is set, a rank that raised or
-    died fails the test with its traceback.
+    ``function`` is a module-level function of a test module. Unless ``failures`` is set, a rank that raised
+    or died fails the test with its traceback.
     """
     results = _pool.run(world_size, function, args, timeout_seconds=timeout_seconds)
     if not failures:
