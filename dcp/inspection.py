@@ -282,7 +282,7 @@ class _Blobs:
             self._handle.close()
 
     def plain_value(self, name: str, offset: int, length: int) -> Any:
-        """The value; `CheckpointFormatError` if it is not plain, not small or not in torch.save's container."""
+        """The value; `CheckpointFormatError` if it is not plain, not small, or no record of torch.save."""
         if length > MAX_PLAIN_BYTES:
             raise CheckpointFormatError(f"{name}: a value of {length} bytes is not decoded")
         if self._handle is None or self._handle.name != name:

@@ -1,17 +1,14 @@
 """Whether a checkpoint's bytes are those that were committed: every block is read, torch is not needed.
 
 Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
-checksums, every record's header (which stock torch goes by) against the index, and `.metadata` against the
-manifest.
+checksums, what surrounds it in its record (stock torch goes by that), and `.metadata` against the manifest.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import threading
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,9 +22,12 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.record import begin_record
 from dcp.storage.formats.record_reader import StoredTensor, locate_payload
+from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, Window, entry_start, read_directory
 from dcp.storage.stores import open_store
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, ReadHandle, Store
+from dcp.version import __version__
 
 __all__ = ["Finding", "Progress", "VerifyReport", "verify"]
 
@@ -157,7 +157,13 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.file = UNKNOWN
         self.handle: ReadHandle | None = None
-        self.buffer = bytearray(_SPAN_BYTES)
+        self._buffer = bytearray()
+
+    def buffer(self, length: int) -> memoryview:
+        """Memory to read into, the same each time; small checkpoints must not pay for a large one."""
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return memoryview(self._buffer)[:length]
 
 
 class _Reader:
@@ -260,7 +266,7 @@ class _Reader:
     def _check_span(self, span: list[_Block]) -> None:
         handle = self._handle(span[0].file)
         begin, end = span[0].offset, max(block.offset + block.length for block in span)
-        buffer = memoryview(self._own.buffer)[: end - begin]
+        buffer = self._own.buffer(end - begin)
         try:
             handle.preadv([buffer], begin)
         except (CorruptCheckpointError, StorageError) as error:
@@ -281,26 +287,36 @@ class _Reader:
                     self._found_mismatch(handle.name, block.fqn, block.offset, block.length, block.crc, got)
 
     def _check_record(self, chunk: int) -> None:
-        """Compare a record's own header, which stock torch goes by, with the index."""
+        """Compare the bytes around a payload of ours, which stock torch goes by, with what we write there."""
         index = self._index
         name, fqn, offset = self._place(chunk)
-        stored = self._locate(chunk)
-        if stored is None:
-            return
+        sizes, dtype_code = index.box(chunk)[1], int(index.dtype_codes[index.chunk_tensors[chunk]])
+        payload_offset, length = int(index.payload_offsets[chunk]), int(index.payload_lengths[chunk])
+        end = offset + int(index.record_lengths[chunk])
         whole = 0
-        length = int(index.payload_lengths[chunk])
         for number, crc in enumerate(index.block_crcs(chunk).tolist()):
             whole = crc32_combine(whole, crc, min(BLOCK_BYTES, length - number * BLOCK_BYTES))
-        agrees = (
-            stored.sizes == index.box(chunk)[1]
-            and stored.dtype_code == int(index.dtype_codes[index.chunk_tensors[chunk]])
-            and stored.payload_offset == int(index.payload_offsets[chunk])
-            and (stored.crc32 in (None, whole) or not len(index.block_crcs(chunk)))
-        )
-        if not agrees:
-            self._found(
-                "record", "the record's header, which stock torch reads, is damaged", name, fqn, offset
-            )
+        record = begin_record(dtype_code, sizes, length, offset)
+        handle = self._handle(int(index.chunk_files[chunk]))
+        try:
+            before = handle.pread(payload_offset - offset, offset)
+            after = handle.pread(end - payload_offset - length, payload_offset + length)
+        except (CorruptCheckpointError, StorageError) as error:
+            self._found_unreadable(error, name, fqn, offset, end - offset)
+            return
+        if (before, after) == (record.prefix, record.suffix(whole)):
+            return
+        if index.provenance.get("dcphub_version") != __version__:  # other versions may write other headers
+            stored = self._locate(chunk)
+            if stored is None or (stored.sizes, stored.dtype_code, stored.payload_offset, stored.crc32) == (
+                sizes,
+                dtype_code,
+                payload_offset,
+                whole,
+            ):
+                return
+        message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
+        self._found("record", message, name, fqn, offset, end - offset)
 
     def _check_foreign(self, chunk: int) -> None:
         index = self._index
@@ -342,9 +358,7 @@ class _Reader:
             if expected == UNKNOWN:
                 self._check_blob(handle, fqn, offset, length)
                 return
-            got = 0
-            for begin in range(offset, offset + length, BLOCK_BYTES):
-                got = crc32(handle.pread(min(BLOCK_BYTES, offset + length - begin), begin), got)
+            got = self._read_crc(handle, offset, length)
         except (CorruptCheckpointError, StorageError) as error:
             self._found_unreadable(error, handle.name, fqn, offset, length)
             return
@@ -354,20 +368,30 @@ class _Reader:
 
     def _check_blob(self, handle: ReadHandle, fqn: str, offset: int, length: int) -> None:
         """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
-        if length < 4 or handle.pread(4, offset) != b"PK\3\4":
-            handle.pread(length, offset)
+        if handle.pread(min(length, len(LOCAL_SIGNATURE)), offset) != LOCAL_SIGNATURE:
+            self._read_crc(handle, offset, length)
             self._count(length, checked=False)
             return
+        checked = True
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Range(handle, offset, length))) as blob:
-                damaged = blob.testzip()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-            damaged = str(error)
-        self._count(length)
-        if damaged is not None:
-            self._found(
-                "checksum", f"the stored object is damaged ({damaged})", handle.name, fqn, offset, length
-            )
+            window = Window(lambda at, count: handle.pread(count, at), offset, length)
+            for entry in read_directory(window).values():
+                begin = entry_start(window, entry)
+                if begin + entry.size > length:
+                    raise CheckpointFormatError("an entry of the object's zip reaches outside of it")
+                got = self._read_crc(handle, offset + begin, entry.size)
+                checked &= entry.crc32 != 0 or got == 0
+                if entry.crc32 not in (0, got):
+                    self._found_mismatch(handle.name, fqn, offset + begin, entry.size, entry.crc32, got)
+        except CheckpointFormatError as error:
+            self._found("record", f"the object cannot be read: {error}", handle.name, fqn, offset, length)
+        self._count(length, checked=checked)
+
+    def _read_crc(self, handle: ReadHandle, offset: int, length: int) -> int:
+        crc = 0
+        for begin in range(offset, offset + length, BLOCK_BYTES):
+            crc = crc32(handle.pread(min(BLOCK_BYTES, offset + length - begin), begin), crc)
+        return crc
 
     def _place(self, chunk: int) -> tuple[str, str, int]:
         index = self._index
@@ -416,38 +440,6 @@ class _Reader:
         self, error: CheckpointError, file: str, fqn: str, offset: int, length: int
     ) -> None:
         self._found("unreadable", f"{length} bytes cannot be read: {error}", file, fqn, offset, length)
-
-
-class _Range(io.RawIOBase):
-    """A byte range of a file as a file of its own, for zipfile."""
-
-    def __init__(self, handle: ReadHandle, offset: int, length: int) -> None:
-        super().__init__()
-        self._handle = handle
-        self._offset = offset
-        self._length = length
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed asks for any Buffer
-        count = max(0, min(len(buffer), self._length - self._position))
-        if count:
-            self._handle.preadv([memoryview(buffer)[:count]], self._offset + self._position)
-            self._position += count
-        return count
 
 
 def _spans(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:

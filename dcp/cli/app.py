@@ -25,15 +25,20 @@ app.command("show")(show.command)
 app.command("verify")(verify.command)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    if version:
-        print(__version__)
-        raise typer.Exit
+    """Options that belong to no command."""
 
 
 def main() -> None:
