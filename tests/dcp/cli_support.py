@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
 from dcp.cli.app import app
@@ -68,7 +68,7 @@ def save_ours(path: Path, state_dict: dict[str, Any] | None = None) -> Path:
 
 def save_stock(path: Path, state_dict: dict[str, Any] | None = None) -> Path:
     """A checkpoint of stock torch."""
-    stock.save(state() if state_dict is None else state_dict, checkpoint_id=path, no_dist=True)
+    stock_save(state() if state_dict is None else state_dict, checkpoint_id=path, no_dist=True)
     return path
 
 
