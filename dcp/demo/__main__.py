@@ -1,0 +1,6 @@
+"""``python -m dcp.demo``."""
+
+from dcp.demo.story import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""A writer that takes its whole job down in the middle of writing, as a machine's power loss would."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+
+import dcp
+from dcp.storage.stores.posix import PosixStore
+
+__all__ = ["KILL_VARIABLE", "CrashPoint", "DyingWriter"]
+
+KILL_VARIABLE = "DCP_DEMO_KILL_AT"
+"""``STEP:N``: in the save of training step STEP, every rank dies before its Nth write to its data file."""
+
+_WRITES = frozenset({"write", "pwrite"})
+
+
+class CrashPoint:
+    """When to die, and the process that started this one, which is to die too. Made early in a rank's life."""
+
+    def __init__(self, setting: str) -> None:
+        step, nth_write = setting.split(":")
+        self.step = int(step)
+        self.nth_write = int(nth_write)
+        self._launcher = os.getppid()
+
+    @classmethod
+    def from_environment(cls) -> CrashPoint | None:
+        """What `KILL_VARIABLE` says; None unless it is set, for a process that torchrun started."""
+        setting = os.environ.get(KILL_VARIABLE)
+        if setting and "TORCHELASTIC_RUN_ID" in os.environ:
+            return cls(setting)
+        return None
+
+    def observer(self) -> Callable[[str, str], None]:
+        """A hook for `PosixStore`, which calls it before each of its system calls that change storage."""
+        writes = itertools.count(1)
+
+        def observe(step: str, name: str) -> None:
+            if step in _WRITES and name.endswith(".distcp") and next(writes) == self.nth_write:
+                self._die()
+
+        return observe
+
+    def _die(self) -> None:
+        # The launcher first: it would notice a dead rank, and end the others with SIGTERM. The other rank may
+        # have killed it already; then this process has another parent, which must live.
+        if os.getppid() == self._launcher:
+            os.kill(self._launcher, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingWriter(dcp.FileSystemWriter):
+    """`dcp.FileSystemWriter` over a store that is watched by a `CrashPoint`."""
+
+    def __init__(self, path: str | os.PathLike[str], crash: CrashPoint) -> None:
+        super().__init__(path)
+        self._store = PosixStore(path, crash.observer())

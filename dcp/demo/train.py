@@ -1,0 +1,173 @@
+"""One rank of the training job; torchrun starts as many as asked for. Also a small example of using dcp."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import dcp
+from dcp.demo.crash import CrashPoint, DyingWriter
+from dcp.demo.digests import digests_of_state
+from dcp.demo.jobs import checkpoint_name
+from dcp.demo.model import ModelSize, build_model
+from dcp.demo.text import batch_of_step, read_tokens, window_batch
+
+__all__ = ["main"]
+
+_WINDOWS = 12
+"""Windows of text in a step over all ranks; 1, 2 and 3 ranks get equal parts."""
+
+_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The command line of a rank."""
+
+    corpus: Path
+    checkpoints: Path
+    results: Path
+    steps: int
+    save_every: int
+    resume: Path | None
+
+
+class Training:
+    """All that a training job has to find again: model, optimizer, step. A `Stateful` for `dcp.save`."""
+
+    def __init__(self) -> None:
+        self.size = ModelSize()
+        self.model = build_model(self.size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.01)
+        self.step = 0
+        # each rank's own: which window it looks at in passing
+        self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded tensors, under names that do not depend on the sharding."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `dcp.load` has filled."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.step = state_dict["step"]
+
+    def train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """One step; returns what to log: the loss over all ranks, and each rank's passing look."""
+        self.step += 1
+        context, rank, world_size = self.size.context, dist.get_rank(), dist.get_world_size()
+        starts = batch_of_step(tokens, self.step, _WINDOWS, context).chunk(world_size)[rank]
+        # One window more, drawn by the rank's own generator: looked at, not learned from. It shows whether the
+        # generator came back too.
+        look = torch.randint(0, len(tokens) - context - 1, (1,), generator=self.generator)
+        inputs, targets = window_batch(tokens, torch.cat([starts, look]), context)
+        losses = F.cross_entropy(self.model(inputs).transpose(1, 2), targets, reduction="none").mean(1)
+        loss = losses[:-1].mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        own = torch.stack([loss.detach(), losses[-1].detach()]).double()
+        all_ranks = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(all_ranks, own)
+        by_rank = torch.stack(all_ranks)
+        return {"step": self.step, "loss": by_rank[:, 0].mean().item(), "looks": by_rank[:, 1].tolist()}
+
+
+def save(training: Training, job: Job, crash: CrashPoint | None, loss: float) -> None:
+    """Save the state of this step, and beside the checkpoints what the state was, for the comparison."""
+    folder = job.checkpoints / checkpoint_name(training.step)
+    state = {"app": training, "rng": dcp.PerRank(training.generator.get_state())}
+    _note_digests(training, job, f"saved-{training.step}.json")
+    dying = crash is not None and crash.step == training.step
+    dcp.save(
+        state,
+        checkpoint_id=None if dying else folder,
+        storage_writer=DyingWriter(folder, crash) if dying and crash is not None else None,
+        user_metadata={"step": training.step, "loss": loss},
+        timeout_seconds=_TIMEOUT_SECONDS,
+    )
+
+
+def resume(training: Training, job: Job, folder: Path) -> None:
+    """Load the checkpoint of any number of ranks into the shards of this one's."""
+    state: dict[str, Any] = {"app": training}
+    saved_by = dcp.open_index(folder).provenance["world_size"]
+    # Generators belong to ranks: with other ranks than before they start anew.
+    own = dcp.PerRank(torch.empty_like(training.generator.get_state()))
+    if saved_by == dist.get_world_size():
+        state["rng"] = own
+    report = dcp.load(state, checkpoint_id=folder, timeout_seconds=_TIMEOUT_SECONDS)
+    if "rng" in state:
+        training.generator.set_state(own.value)
+    else:
+        training.generator.manual_seed(1000 * training.step + dist.get_rank())
+    _note_digests(training, job, f"loaded-{training.step}.json")
+    numbers = [report.bytes_needed, report.bytes_read, report.blocks_verified, report.blocks_unverified]
+    counts = torch.tensor(numbers)
+    dist.all_reduce(counts)
+    if dist.get_rank() == 0:
+        (job.results / "load.json").write_text(json.dumps(counts.tolist()))
+
+
+def _note_digests(training: Training, job: Job, name: str) -> None:
+    state = {"app": training.state_dict(), "rng": dcp.PerRank(training.generator.get_state())}
+    digests = digests_of_state(state)
+    if dist.get_rank() == 0:
+        (job.results / name).write_text(json.dumps(digests, indent=1))
+
+
+def _run(job: Job) -> None:
+    crash = CrashPoint.from_environment()
+    rank = dist.get_rank()
+    (job.results / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    tokens = read_tokens(job.corpus)
+    training = Training()
+    if job.resume is not None:
+        resume(training, job, job.resume)
+    with (job.results / "losses.jsonl").open("a") if rank == 0 else Path(os.devnull).open("w") as log:
+        while training.step < job.steps:
+            line = training.train_step(tokens)
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            if training.step % job.save_every == 0:
+                save(training, job, crash, line["loss"])
+
+
+def main() -> None:
+    """Run one rank until ``--steps``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--corpus", "--checkpoints", "--results"):
+        parser.add_argument(name, type=Path, required=True)
+    for name in ("--steps", "--save-every"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--resume", type=Path)
+    job = Job(**vars(parser.parse_args()))
+    # torch's advice on views between FSDP modules; nothing here writes into one
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_SECONDS))
+    try:
+        _run(job)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
