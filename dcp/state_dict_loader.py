@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _api_bc_check
 from typing_extensions import deprecated
@@ -21,6 +20,7 @@ from dcp.planners.load_plan import LoadFindings
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
+from dcp.stateful_values import is_stateful
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine, Verify
 from dcp.storage.errors import CheckpointError
@@ -83,13 +83,11 @@ def load(
             )
         reader.verify = verify
     keys = sorted(state_dict)  # all ranks in one order, because state_dict() may run collectives
-    plain = {
-        key: value.state_dict() if isinstance(value := state_dict[key], Stateful) else value for key in keys
-    }
+    plain = {key: value.state_dict() if is_stateful(value := state_dict[key]) else value for key in keys}
     report = _load(plain, reader, ranks, planner, progress)
     for key in keys:
         value = state_dict[key]
-        if isinstance(value, Stateful):
+        if is_stateful(value):
             value.load_state_dict(plain[key])
         else:
             state_dict[key] = plain[key]

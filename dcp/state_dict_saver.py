@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import (
     AsyncSaveResponse,
     async_save,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _api_bc_check
 from typing_extensions import deprecated
@@ -40,6 +39,7 @@ from dcp.planners.columns import SaveColumns, WriteColumns
 from dcp.planners.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback, reporting
+from dcp.stateful_values import is_stateful
 from dcp.storage import writer as columnar
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write import WriteOutcome
@@ -121,9 +121,7 @@ def save_state_dict(
 
 
 def _stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()
-    }
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
 
 
 def _save(

@@ -76,14 +76,18 @@ def previous_state(store: Store, names: Names) -> Previous:
     manifest, metadata = store.version(names.manifest), store.version(names.metadata)
     files: set[str] = set()
     metadata_crc = None
+    committed_crc = None
     if manifest is not None:
         with _tolerate("manifest", store):
-            files.update(decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES)).files)
+            index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
+            files.update(index.files)
+            committed_crc = index.torch_metadata_crc
     if metadata is not None:
         data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
         metadata_crc = crc32(data)
-        with _tolerate(".metadata", store):
-            files.update(decode_torch_metadata(data).files)
+        if metadata_crc != committed_crc:  # else it names the manifest's files, and decoding it takes seconds
+            with _tolerate(".metadata", store):
+                files.update(decode_torch_metadata(data).files)
     return Previous(manifest, metadata, metadata_crc, tuple(sorted(files)))
 
 
