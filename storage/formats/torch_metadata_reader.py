@@ -134,7 +134,7 @@ class _Columns:
 
     def __init__(self, places: _Places, *, most_chunks: int) -> None:
         self._places = places
-        self._most_chunks = most_chunks
+        self._chunks_left = most_chunks
         self._files: dict[str, int] = {}
         self._fqns: list[str] = []
         self._objects: list[str] = []
@@ -173,7 +173,8 @@ class _Columns:
         dtype, requires_grad = _properties(fields.get("properties"), fqn)
         shape = _integers(fields.get("size"), "the size", fqn)
         chunks = fields.get("chunks")
-        if type(chunks) is not list or len(self._payloads) + len(chunks) > self._most_chunks:
+        self._chunks_left -= len(chunks) if type(chunks) is list else 0
+        if type(chunks) is not list or self._chunks_left < 0:
             # more chunks than the file has room for: one list shared by many tensors
             raise CheckpointFormatError(f"the chunks of {fqn!a} are not a list of its own", fqn=fqn)
         boxes = _boxes(chunks, len(shape), fqn)
