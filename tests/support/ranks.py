@@ -28,7 +28,7 @@ class RankRaised:
 
     type_name: str
     message: str
-    mro: tuple[str, ...]
+    class_names: tuple[str, ...]
     facts: dict[str, Any]
     traceback_text: str
     seconds: float
