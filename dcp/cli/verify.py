@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _SHOWN_FINDINGS = 100
+_UPDATE_SECONDS = 0.1
 
 
 def command(
@@ -109,4 +111,13 @@ def _progress_bar(uri: str) -> Iterator[Progress | None]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(printable(uri), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        shown_seconds = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown_seconds
+            now = time.monotonic()
+            if now - shown_seconds > _UPDATE_SECONDS:  # small blocks come faster than the bar can be drawn
+                shown_seconds = now
+                bar.update(task, completed=done, total=total)
+
+        yield show

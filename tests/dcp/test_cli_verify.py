@@ -1,5 +1,8 @@
 """``dcp verify``: every kind of damage is found, with its place; what is whole passes."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -214,3 +217,25 @@ def test_progress_counts_up_to_all_bytes(tmp_path: Path) -> None:
     assert calls == sorted(calls)
     assert calls[-1] == (report.bytes, report.bytes)
     assert len({total for _, total in calls}) == 1
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path) -> None:
+    """Rate and time left are for people who watch: nothing of it is in a log or a script's output."""
+    folder = save_ours(tmp_path / "x", {"w": torch.zeros(BLOCK_BYTES)})
+    command = [sys.executable, "-m", "dcp", "verify", str(folder)]
+    root = Path(dcp.__file__).parents[1]
+    piped = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert (piped.returncode, piped.stderr) == (0, "")
+    controller, terminal = os.openpty()
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        drawn = b""
+        try:
+            while piece := os.read(controller, 4096):
+                drawn += piece
+        except OSError:  # how Linux says that the other end of the terminal is closed
+            pass
+        out, _ = process.communicate()
+    os.close(controller)
+    assert out == piped.stdout
+    assert folder.name.encode() in drawn
