@@ -13,13 +13,13 @@ STAMP = .venv/.installed
 WORKERS ?= -n 2 --dist loadfile
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-all check bench format clean
+.PHONY: help demo test test-all check lint types contracts bench format clean
 
 help:
 	@echo "make demo      save, load, reshard and damage a small checkpoint, with what happens at each step"
 	@echo "make test      all tests but the exhaustive ones"
 	@echo "make test-all  all tests: also world size 8 and long runs"
-	@echo "make check     ruff, mypy, import contracts"
+	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours and stock torch in turn, on the same data"
 	@echo "make format    what ruff can repair by itself"
 	@echo "make clean     remove .venv and the caches"
@@ -33,10 +33,16 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-check: $(STAMP)
+check: lint types contracts
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+contracts: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
