@@ -49,7 +49,7 @@ _PUBLISH_LOCK_SECONDS: Final = 60.0
 """A replacement holds the lock for a read and a rename; longer waits mean a hanging file system."""
 
 _LINK_REFUSED: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-_LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR})
+_LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, errno.ENOENT})
 _VERSION_LIMIT_BYTES: Final = 1 << 34
 
 
@@ -318,9 +318,10 @@ class PosixStore(Store):
         give_up = time.monotonic() + timeout_seconds
         pause_seconds = 0.001
         while True:
-            descriptor = self._try_acquire(path)
-            if descriptor >= 0:
+            descriptor = self._open_lock(path)
+            if self._try_lock(descriptor, path):
                 return descriptor
+            os.close(descriptor)
             left_seconds = give_up - time.monotonic()
             if left_seconds <= 0:
                 raise StorageError(
@@ -333,23 +334,21 @@ class PosixStore(Store):
             time.sleep(min(pause_seconds, left_seconds))
             pause_seconds = min(2 * pause_seconds, 0.1)
 
-    def _try_acquire(self, path: Path) -> int:
-        """A descriptor that holds the lock, or -1. Each is an open file of its own: threads exclude too."""
+    def _open_lock(self, path: Path) -> int:
+        """Opened anew each time: a lock belongs to an open file, so threads exclude each other too."""
         with step(self._observe, "lock", path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(path, flags, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The last holder removes the file: a lock on a removed file excludes nobody.
-                if os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False)):
-                    return descriptor
-            except OSError as error:
-                os.close(descriptor)
-                if error.errno in _LOCK_BUSY or error.errno == errno.ENOENT:
-                    return -1
-                raise
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    def _try_lock(self, descriptor: int, path: Path) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder removed the file since we opened it: a lock on a removed file excludes nobody.
+            return os.path.samestat(os.fstat(descriptor), path.stat(follow_symlinks=False))
+        except OSError as error:
+            if error.errno in _LOCK_BUSY:
+                return False
             os.close(descriptor)
-            return -1
+            raise storage_error(error, "lock", path) from error
 
     def _release(self, descriptor: int) -> None:
         with suppress(OSError):  # left behind, the file does no harm: only the flock counts

@@ -179,6 +179,33 @@ store.publish("m", b"new", durable=durable)
 print("fine")
 """
 
+ONCE = """
+import resource, sys, time
+from dcp.storage.errors import StorageFullError
+from dcp.storage.stores.posix import PosixStore
+root, act = sys.argv[1:]
+pwrites = 0
+
+def observe(step, name):
+    # Only the second write of the file fails, and late.
+    global pwrites
+    pwrites += step == "pwrite"
+    limit = resource.RLIM_INFINITY
+    if pwrites == 2:
+        time.sleep(0.3)
+        limit = 10 << 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+handle = PosixStore(root, observe).create("data.bin", durable=True)
+handle.write(bytes(17 << 20))
+if act != "finish at once":
+    time.sleep(0.8)
+try:
+    handle.write(b"a small one") if act == "write" else handle.finish()
+except StorageFullError as error:
+    print("fine" if error.op == "pwrite" else error)
+"""
+
 REFUSED = """
 import sys
 from dcp.storage.stores.posix import PosixStore
@@ -216,6 +243,12 @@ def test_full_disk(tmp_path: Path, kind: str, durable: bool) -> None:
     prefix = in_mount("tmpfs", "size=25m", tmp_path) if kind == "small disk" else ()
     process = start(FULL, tmp_path, 0 if prefix else 25 * MIB, durable, 0, prefix=prefix)
     assert process.communicate(timeout=60)[0] == "fine\n"
+
+
+@pytest.mark.parametrize("act", ["write", "finish", "finish at once"])
+def test_background_error_is_not_lost(tmp_path: Path, act: str) -> None:
+    """One failed write in the background fails the next call, though everything after it would succeed."""
+    assert start(ONCE, tmp_path, act).communicate(timeout=60)[0] == "fine\n"
 
 
 @pytest.mark.parametrize("kind", ["file size limit", "small disk"] if MOUNTS else ["file size limit"])

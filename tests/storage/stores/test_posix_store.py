@@ -32,6 +32,16 @@ class MisalignedPool(BufferPool):
         return buffer
 
 
+class CountingPool(BufferPool):
+    """Counts the buffers that were made."""
+
+    allocated = 0
+
+    def _allocate(self, generation: int) -> BounceBuffer:
+        self.allocated += 1
+        return super()._allocate(generation)
+
+
 class ShortReads(PosixReadHandle):
     """A kernel that never returns more than 1000 bytes, as it may."""
 
@@ -175,6 +185,22 @@ def test_remove_root_ignores_an_abandoned_lock_file(tmp_path: Path) -> None:
     assert not (tmp_path / "root").exists()
 
 
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path: Path) -> None:
+    """Who opened the lock file just before its holder removed it must not believe to have the lock."""
+    path = tmp_path / ".lock"
+    slow, holder, other = PosixStore(tmp_path), PosixStore(tmp_path), PosixStore(tmp_path)
+    with holder.lock(timeout_seconds=1):
+        descriptor = slow._open_lock(path)
+        assert not slow._try_lock(descriptor, path)
+    assert not slow._try_lock(descriptor, path)
+    with other.lock(timeout_seconds=1):
+        assert not slow._try_lock(descriptor, path)
+    os.close(descriptor)
+    with slow.lock(timeout_seconds=1):
+        assert path.exists()
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_order_of_steps_of_a_publish(tmp_path: Path, durable: bool) -> None:
     """Content is synced before it gets its name, and the folder after; the lock is for replacements only."""
@@ -222,6 +248,17 @@ def test_refused_direct_write_falls_back(tmp_path: Path, size: int) -> None:
     with DurableFile(path, descriptor, None, MisalignedPool(2, 8 * MIB)) as handle:
         handle.write(data)
     assert path.read_bytes() == data
+
+
+def test_a_file_takes_two_buffers_and_returns_them(tmp_path: Path) -> None:
+    """However long a file is, one buffer is filled while another is written, and both come back."""
+    pool = CountingPool(count=4, size_bytes=64 << 10)
+    descriptor = os.open(tmp_path / "data.bin", os.O_WRONLY | os.O_CREAT)
+    with DurableFile(tmp_path / "data.bin", descriptor, None, pool) as handle:
+        for _ in range(40):
+            handle.write(bytes(100_000))
+    assert 1 <= pool.allocated <= 2
+    assert all(pool.try_take() for _ in range(4))
 
 
 def test_partial_reads_are_continued(tmp_path: Path) -> None:
