@@ -90,7 +90,7 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
     pickle.ADDITEMS: Machine.add_items,
     pickle.MEMOIZE: Machine.memoize,
-    pickle.PUT: lambda m: m.put(int(m.line())),
+    pickle.PUT: Machine.put_line,
     pickle.BINPUT: lambda m: m.put(m.take(1)[0]),
     pickle.LONG_BINPUT: lambda m: m.put(m.number(UINT32)),
     pickle.GET: lambda m: m.stack.append(m.memo[int(m.line())]),

@@ -262,11 +262,18 @@ class Machine:
         self.put(len(self.memo))
 
     def put(self, number: int) -> None:
-        """PUT, BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
+        """BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
         memo = self.memo
         memo[number] = self.stack[-1]
         if len(memo) > self.memo_limit:
             raise self.malformed("it remembers more values than a pickle of its length holds")
+
+    def put_line(self) -> None:
+        """PUT."""
+        number = int(self.line())
+        if number < 0:
+            raise self.malformed("a negative memo number")
+        self.put(number)
 
     def binget(self) -> None:
         """BINGET."""

@@ -220,6 +220,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): Constructor(
         "torch._tensor._rebuild_from_type_v2", reduce=_rebuild_from_type
     ),
+    ("torch", "Size"): Constructor("torch.Size", reduce=_inert),
     ("torch.serialization", "_get_layout"): Constructor("torch.serialization._get_layout", reduce=_inert),
     **dict.fromkeys((("torch", "per_tensor_affine"), ("torch", "per_channel_affine")), None),
     **dict.fromkeys((("torch", name) for name in _QUANTISED), _StorageClass(None)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import random
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -576,6 +578,39 @@ def test_every_truncation_is_an_error() -> None:
     for length in range(len(data)):
         with pytest.raises(CheckpointFormatError):
             decode_torch_metadata(data[:length])
+
+
+def fuzz(rounds: int, seed: int) -> int:
+    """Read damaged metadata; how many were still read. Anything but a typed error propagates."""
+    rng = random.Random(seed)
+    corpus = [path.read_bytes() for path in sorted(GOLDEN.glob("torch-*.metadata"))]
+    corpus.append(encode_torch_metadata(decode_torch_metadata(corpus[0]), checkpoint_id="c", save_id="s"))
+    found = 0
+    for _ in range(rounds):
+        data = bytearray(rng.choice(corpus))
+        for _ in range(rng.randrange(1, 5)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        begin = time.perf_counter()
+        try:
+            decode_torch_metadata(bytes(data)).check()
+            found += 1
+        except (CheckpointFormatError, CorruptCheckpointError):
+            pass
+        assert time.perf_counter() - begin < 2.0
+    return found
+
+
+def test_fuzz() -> None:
+    """Damaged files are an index that agrees with itself, or a typed error, quickly."""
+    assert 0 < fuzz(1_500, seed=1) < 1_500
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz_longer(seed: int) -> None:
+    """The same for many more."""
+    assert 0 < fuzz(30_000, seed=100 + seed) < 30_000
 
 
 def test_reader_is_free_of_torch() -> None:
