@@ -15,8 +15,8 @@ _PLAIN_TYPES = frozenset({dict, list, tuple, str, bytes, int, float, bool, type(
 def is_stateful(value: Any) -> bool:
     """Whether ``value`` has the `Stateful` protocol.
 
-    Asking a runtime protocol costs 20 microseconds an object, so tensors and plain data, which never have it, are
-    told apart first.
+    Asking a runtime protocol costs 20 microseconds an object, so tensors and plain data, which never have
+    it, are told apart first.
     """
     if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return False

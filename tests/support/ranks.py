@@ -19,7 +19,11 @@ from typing import Any
 
 __all__ = ["RankDied", "RankRaised", "Ranks", "run_ranks"]
 
-_context = multiprocessing.get_context("spawn")
+_context = multiprocessing.get_context("forkserver")
+# The server imports torch once and has no threads, so a fresh pool after a killed rank costs milliseconds.
+_context.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "dcp.state_dict_saver", "dcp.state_dict_loader"]
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from dcp.collectives import Ranks
+from dcp.failures import RankFailedError
+from dcp.storage.errors import CorruptCheckpointError
+from tests.support.ranks import RankDied, RankRaised, run_ranks
+
+STEPS = ("reduce_scatter", "reduce_broadcast", "all_gather", "broadcast")
+
+
+def take_step(ranks: Ranks, step: str, local: Any, reduce: Any) -> Any:
+    """One step of the given kind."""
+    if step == "reduce_scatter":
+        return ranks.reduce_scatter("probe", local, lambda parts: [reduce(parts)] * len(parts))
+    if step == "reduce_broadcast":
+        return ranks.reduce_broadcast("probe", local, reduce)
+    if step == "all_gather":
+        return b"".join(ranks.all_gather("probe", local))
+    return ranks.broadcast("probe", local)
+
+
+def every_step(rank: int, world_size: int) -> list[Any]:
+    """Results of every kind of step, with messages of different lengths, empty ones included."""
+    results = []
+    for step in STEPS:
+        ranks = Ranks(use_dist=True, timeout_seconds=20)
+        results.append(take_step(ranks, step, lambda: b"ab" * rank, b"".join))
+    coordinated = Ranks(use_dist=True, coordinator=world_size - 1, timeout_seconds=20)
+    results.append(coordinated.reduce_scatter("x", lambda: b"%d" % rank, lambda parts: parts[::-1]))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_messages_of_any_length_reach_every_rank(world_size: int) -> None:
+    """Each kind of step delivers every rank's bytes, whatever their lengths, and any rank can coordinate."""
+    results = run_ranks(world_size, every_step)
+    together = b"".join(b"ab" * rank for rank in range(world_size))
+    for rank, result in enumerate(results):
+        assert result == [together, together, together, b"", b"%d" % (world_size - 1 - rank)]
+
+
+def failing_step(rank: int, world_size: int, step: str, failing: int, where: str) -> Any:
+    """A typed error of one rank, in its own part or in the coordinator's."""
+    ranks = Ranks(use_dist=True, timeout_seconds=20)
+
+    def local() -> bytes:
+        if where == "local" and rank == failing:
+            raise CorruptCheckpointError("bits flipped", path="file-7", fqn="w")
+        return b"x"
+
+    def reduce(parts: list[bytes]) -> bytes:
+        if where == "reduce":
+            raise CorruptCheckpointError("bits flipped", path="file-7", fqn="w")
+        return b""
+
+    try:
+        take_step(ranks, step, local, reduce)
+    except RankFailedError as error:
+        after = take_step(Ranks(use_dist=True, timeout_seconds=20), "all_gather", lambda: b"y", None)
+        cause = error.__cause__
+        return (
+            isinstance(error, CorruptCheckpointError),
+            error.ranks,
+            error.path,
+            "bits flipped" in str(error),
+            isinstance(cause, CorruptCheckpointError),
+            after,
+        )
+    return "no error"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_one_ranks_error_is_raised_on_all_with_rank_and_cause(step: str) -> None:
+    """The error is of the cause's class, names the rank and carries the facts; the group stays usable."""
+    failing = 0 if step == "broadcast" else 2
+    for result in run_ranks(3, failing_step, step, failing, "local"):
+        assert result == (True, [failing], "file-7", True, True, b"yyy")
+
+
+@pytest.mark.parametrize("step", ["reduce_scatter", "reduce_broadcast"])
+def test_the_coordinators_error_is_raised_on_all(step: str) -> None:
+    """What goes wrong while results are merged is everybody's error, from rank 0."""
+    for result in run_ranks(3, failing_step, step, 0, "reduce"):
+        assert result == (True, [0], "file-7", True, True, b"yyy")
+
+
+def several_fail(rank: int, world_size: int) -> Any:
+    """Two ranks fail in different ways."""
+    ranks = Ranks(use_dist=True, timeout_seconds=20)
+
+    def local() -> bytes:
+        if rank == 1:
+            raise ValueError("one")
+        if rank == 2:
+            raise CorruptCheckpointError("two")
+        return b""
+
+    try:
+        ranks.all_gather("probe", local)
+    except RankFailedError as error:
+        return error.ranks, "one" in str(error), "two" in str(error), type(error.failures[1][0]).__name__
+    return None
+
+
+def test_all_failing_ranks_are_reported_together() -> None:
+    """Different errors of several ranks come as one, with each in ``failures`` by rank."""
+    results = run_ranks(3, several_fail)
+    assert results[0] == ([1, 2], True, True, "RemoteError")
+    assert results[1] == ([1, 2], True, True, "ValueError")
+
+
+def lose_rank(rank: int, world_size: int, step: str, lost: int, how: str) -> None:
+    """One rank is killed, or stays away longer than the others wait."""
+    ranks = Ranks(use_dist=True, timeout_seconds=2.0 if how == "stay away" else 60.0)
+    take_step(ranks, "all_gather", lambda: b"", None)
+
+    def local() -> bytes:
+        if rank == lost and how == "kill":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == lost:
+            time.sleep(12)
+        return b"x"
+
+    take_step(ranks, step, local, lambda parts: b"")
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("step", ["reduce_scatter", "reduce_broadcast", "all_gather"])
+def test_a_killed_rank_is_named_by_all_others_in_time(step: str, lost: int) -> None:
+    """SIGKILL of any rank, the coordinator too, makes the others raise within seconds, naming it."""
+    results = run_ranks(4, lose_rank, step, lost, "kill", failures=True)
+    assert isinstance(results[lost], RankDied)
+    for rank, result in enumerate(results):
+        if rank != lost:
+            assert isinstance(result, RankRaised), (rank, result)
+            assert "CollectiveTimeoutError" in result.class_names
+            assert result.facts["ranks"] == [lost], result.message
+            assert result.seconds < 15
+
+
+def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
+    """A hanging rank ends the others' wait at their timeout, and is the one they name."""
+    results = run_ranks(3, lose_rank, "reduce_scatter", 1, "stay away", failures=True)
+    for rank in (0, 2):
+        result = results[rank]
+        assert isinstance(result, RankRaised)
+        assert result.facts["ranks"] == [1], result.message
+        assert result.seconds < 10
