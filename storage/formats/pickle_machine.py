@@ -31,8 +31,8 @@ DOUBLE = struct.Struct(">d")
 
 _CHEAP_KEYS = frozenset((str, bytes, bool, float, type(None)))
 _COPIES = frozenset((str, bytes, bytearray, list, dict, set, frozenset))
-_LARGEST_INT_KEY = 1 << 60
-"""Below it an int is its own hash, as Python's are modulo 2**61 - 1."""
+_OWN_HASH = 1 << 60
+"""Below it an int is its own hash; larger ones can be chosen to collide (hashes are modulo 2**61 - 1)."""
 
 
 class Stop(Exception):
@@ -47,6 +47,7 @@ class Machine:
         "copied",
         "data",
         "find",
+        "large_keys",
         "limits",
         "marks",
         "memo",
@@ -73,6 +74,7 @@ class Machine:
         self.persistent = persistent_load
         self.limits = limits
         self.containers = int(len(data) * limits.containers_per_byte) + limits.free
+        self.large_keys = limits.large_keys
         self.memo_limit = self.containers
         self.copied = int(len(data) * limits.copied_per_byte) + limits.free
 
@@ -154,8 +156,10 @@ class Machine:
                 self.copy(len(item) + 1)
                 pending.extend(item)
             elif kind is int:
-                if not -_LARGEST_INT_KEY < item < _LARGEST_INT_KEY:
-                    raise self.malformed("an integer key beyond 60 bits")
+                if not -_OWN_HASH < item < _OWN_HASH:
+                    self.large_keys -= 1
+                    if self.large_keys < 0:
+                        raise self.malformed("too many integer keys beyond 60 bits")
             elif kind not in _CHEAP_KEYS and not isinstance(item, Instance):
                 raise self.malformed(f"a {kind.__name__} as a key")
         raise self.malformed("a key of too many parts")

@@ -21,7 +21,9 @@ class Limits:
     ``data_bytes`` bounds all else, which grows linearly with the data. ``containers_per_byte`` is for lists,
     dicts, tuples, sets and instances and, apart, for memo entries: real pickles have one in ten bytes, and a
     hostile one makes 64 bytes out of one. ``copied_per_byte`` is for the lengths of what constructors return
-    and of keys that are tuples. ``free`` is what the shortest pickle may have of each.
+    and of keys that are tuples. ``free`` is what the shortest pickle may have of each. ``marks`` is the depth
+    of nested MARKs, ``integer_bytes`` the length of one integer, ``key_parts`` the parts of one key that is a
+    tuple, ``large_keys`` the number of integer keys beyond 60 bits, which can be made to collide.
     """
 
     data_bytes: int = 1 << 30
@@ -31,6 +33,7 @@ class Limits:
     marks: int = 1 << 10
     integer_bytes: int = 1 << 10
     key_parts: int = 1 << 8
+    large_keys: int = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
