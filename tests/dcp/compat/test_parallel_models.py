@@ -1,0 +1,158 @@
+"""Models and optimizers under every parallelism, between this package, stock torch and other worlds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp
+from dcp.state_dict import StateDictOptions, get_state_dict
+from tests.support.parallel import RECIPES, Block, Training, adamw, pipeline
+from tests.support.ranks import RankRaised, run_ranks
+from tests.support.values import differences, fill, scrub
+
+SAVE = {"ours": dcp.save, "stock": stock.save}
+LOAD = {"ours": dcp.load, "stock": stock.load}
+OWN_NAMES = ("pipeline", "frozen", "data_parallel")
+"""Recipes whose state does not have the names of the others."""
+
+Found = dict[str, list[str]]
+
+
+def state_of(training: Training, name: str = "") -> dict[str, Any]:
+    """The state dict that a trainer saves."""
+    # parameter groups list all their names, which differ between pipeline stages
+    options = StateDictOptions(flatten_optimizer_state_dict=name == "pipeline")
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer}
+
+
+def recipes(world: int, *, without: tuple[str, ...] = ()) -> list[str]:
+    """The recipes made for this world size."""
+    return [
+        name
+        for name, (_, worlds) in RECIPES.items()
+        if (world in worlds or world > 4) and name not in without
+    ]
+
+
+def save_all(rank: int, world: int, root: str, names: list[str], savers: list[str]) -> None:
+    """Save each recipe's state by each saver, with the contents that `fill` gives."""
+    for name in names:
+        training = RECIPES[name][0](world)
+        for saver in savers:
+            SAVE[saver](fill(state_of(training, name)), checkpoint_id=f"{root}/{name}-{world}-{saver}")
+
+
+def load_all(
+    rank: int, world: int, root: str, names: list[str], sources: list[str], loaders: list[str]
+) -> Found:
+    """Load each of the folders ``sources`` into each recipe's zeroed state; what differed, by case."""
+    found: Found = {}
+    for name in names:
+        training = RECIPES[name][0](world)
+        for source in sources:
+            for loader in loaders:
+                target = scrub(state_of(training, name))
+                assert len(differences(target)) > 5
+                LOAD[loader](target, checkpoint_id=f"{root}/{source}")
+                found[f"{source} into {name}-{world} by {loader}"] = differences(target)
+    return found
+
+
+def same_topology(rank: int, world: int, root: str, names: list[str]) -> Found:
+    """Ours by ours, ours by stock and stock's by ours, in the model that was saved."""
+    save_all(rank, world, root, names, ["ours", "stock"])
+    found: Found = {}
+    for name in names:
+        found |= load_all(rank, world, root, [name], [f"{name}-{world}-ours"], ["ours", "stock"])
+        found |= load_all(rank, world, root, [name], [f"{name}-{world}-stock"], ["ours"])
+    return found
+
+
+def assert_none_differ(results: list[Found], cases: int) -> None:
+    """All ranks saw ``cases`` cases, and no tensor differed in any."""
+    for rank, found in enumerate(results):
+        assert len(found) == cases
+        assert {case: names for case, names in found.items() if names} == {}, f"on rank {rank}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_every_parallelism_round_trips_between_ours_and_stock(world: int, tmp_path: Path) -> None:
+    """Model and optimizer of every recipe: ours by ours, ours by stock, stock's by ours give equal bytes."""
+    names = recipes(world)
+    assert_none_differ(run_ranks(world, same_topology, str(tmp_path), names), cases=3 * len(names))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """(root, names of checkpoints in it): each recipe of each world of 1 to 4 ranks, by both savers."""
+    root = str(tmp_path_factory.mktemp("sources"))
+    names = []
+    for world in (1, 2, 3, 4):
+        saved = recipes(world, without=OWN_NAMES)
+        run_ranks(world, save_all, root, saved, ["ours", "stock"])
+        names += [f"{name}-{world}-{saver}" for name in saved for saver in ("ours", "stock")]
+    return root, names
+
+
+TARGETS = [
+    (1, ["plain", "fsdp2"]),
+    (2, ["fsdp1", "fsdp2_tensor_parallel"]),
+    (3, ["fsdp2", "tensor_parallel"]),
+    (4, ["fsdp1_hybrid", "fsdp2_tensor_parallel"]),
+]
+
+
+@pytest.mark.parametrize(("world", "targets"), TARGETS)
+def test_every_parallelism_loads_into_every_other(
+    world: int, targets: list[str], folders: tuple[str, list[str]]
+) -> None:
+    """A checkpoint of any parallelism and world, of ours or stock's, fills a model distributed otherwise."""
+    root, sources = folders
+    results = run_ranks(world, load_all, root, targets, sources, ["ours"])
+    assert_none_differ(results, cases=len(targets) * len(sources))
+
+
+@pytest.mark.parametrize(("world", "targets"), TARGETS)
+def test_stock_loads_ours_into_every_other(
+    world: int, targets: list[str], folders: tuple[str, list[str]]
+) -> None:
+    """Stock's load reshards checkpoints of ours as its own."""
+    root, sources = folders
+    ours = [source for source in sources if source.endswith("-ours")]
+    results = run_ranks(world, load_all, root, targets, ours, ["stock"])
+    assert_none_differ(results, cases=len(targets) * len(ours))
+
+
+def save_pipeline_by_groups(rank: int, world: int, root: str) -> None:
+    training = pipeline(world)
+    dcp.save(state_of(training), checkpoint_id=root)
+
+
+def test_parameter_groups_of_pipeline_stages_are_refused(tmp_path: Path) -> None:
+    """Without flatten_optimizer_state_dict stock keeps one stage's group and drops the other; ours raises."""
+    results = run_ranks(2, save_pipeline_by_groups, str(tmp_path / "x"), failures=True)
+    for result in results:
+        assert isinstance(result, RankRaised)
+        assert result.type_name == "ReplicaMismatchError"
+        assert "optimizer.param_groups.0.params" in result.message
+
+
+def load_stages_alone(rank: int, world: int, root: str, stages: int, loader: str) -> Found:
+    modules = torch.nn.ModuleDict({f"stage{stage}": Block(hidden=4 + stage) for stage in range(stages)})
+    target = scrub(state_of(Training(modules, adamw(modules)), "pipeline"))
+    LOAD[loader](target, checkpoint_id=root)
+    return {loader: differences(target)}
+
+
+def test_pipeline_stages_load_into_one_process(tmp_path: Path) -> None:
+    """Stages that three ranks saved, each its own names, are one model for a process that has them all."""
+    run_ranks(3, save_all, str(tmp_path), ["pipeline"], ["ours", "stock"])
+    for saver, loader in (("ours", "ours"), ("ours", "stock"), ("stock", "ours")):
+        folder = f"{tmp_path}/pipeline-3-{saver}"
+        assert_none_differ(run_ranks(1, load_stages_alone, folder, 3, loader), cases=1)
