@@ -111,6 +111,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): Constructor("torch.Size", reduce=_size),
     ("torch.serialization", "_get_layout"): Constructor("torch.serialization._get_layout", reduce=_layout),
     ("builtins", "getattr"): Constructor("builtins.getattr", reduce=_member),
+    # Python 3.11.2 and older name the builtin so in protocol 2
+    ("__builtin__", "getattr"): Constructor("builtins.getattr", reduce=_member),
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
     **{("torch", name): UnknownDtype(name) for name in _UNKNOWN_DTYPES},
     **{
