@@ -130,6 +130,7 @@ def test_stock_loads_ours_into_every_other(
 
 
 def save_pipeline_by_groups(rank: int, world: int, root: str) -> None:
+    """Save stages whose optimizer state is left in parameter groups."""
     training = pipeline(world)
     dcp.save(state_of(training), checkpoint_id=root)
 
@@ -144,6 +145,7 @@ def test_parameter_groups_of_pipeline_stages_are_refused(tmp_path: Path) -> None
 
 
 def load_stages_alone(rank: int, world: int, root: str, stages: int, loader: str) -> Found:
+    """Load all stages into one process."""
     modules = torch.nn.ModuleDict({f"stage{stage}": Block(hidden=4 + stage) for stage in range(stages)})
     target = scrub(state_of(Training(modules, adamw(modules)), "pipeline"))
     LOAD[loader](target, checkpoint_id=root)
