@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import ls, show, verify
+from dcp.cli import demo, ls, show, verify
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command("ls")(ls.command)
 app.command("show")(show.command)
 app.command("verify")(verify.command)
+app.command("demo")(demo.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ _WRITES = frozenset({"write", "pwrite"})
 
 
 class CrashPoint:
-    """When to die, and the process that started this one, which is to die too. Made early in a rank's life."""
+    """When to die, and who started this process and is to die too. Made early in a rank's life."""
 
     def __init__(self, setting: str) -> None:
         step, nth_write = setting.split(":")

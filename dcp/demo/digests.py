@@ -24,7 +24,7 @@ def digest_of(value: Any) -> str:
     full = value.full_tensor() if isinstance(value, DTensor) else value
     full = full.detach().contiguous()
     digest = hashlib.sha256(f"{full.dtype} {tuple(full.shape)} ".encode())
-    digest.update(full.reshape(-1).view(torch.uint8).numpy())
+    digest.update(full.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -95,6 +95,8 @@ class Workplace:
         if resume is not None:
             arguments["--resume"] = resume
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        # its default would stay behind in the folder for temporary files
+        command += [f"--log-dir={self.root / 'logs' / name}"]
         command += [f"--nproc-per-node={ranks}", "-m", "dcp.demo.train"]
         command += [str(part) for pair in arguments.items() for part in pair]
         tag = uuid.uuid4().hex
@@ -121,17 +123,20 @@ class Workplace:
         return outcome
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run ``python -m ARGUMENTS`` with the checkpoints' folder as its current one."""
-        return subprocess.run(
-            [sys.executable, "-m", *arguments],
-            cwd=self.root / "checkpoints",
-            # a package that is only importable from the current folder must be so from there, too
-            env=_environ({"PYTHONPATH": os.pathsep.join(_import_path())}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_SECONDS,
-        )
+        """Run ``python -m ARGUMENTS`` in the checkpoints' folder; DemoError after two minutes."""
+        try:
+            return subprocess.run(
+                [sys.executable, "-m", *arguments],
+                cwd=self.root / "checkpoints",
+                # a package that is only importable from the current folder must be so from there, too
+                env=_environ({"PYTHONPATH": os.pathsep.join(_import_path())}),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(f"{' '.join(arguments)} took longer than {_COMMAND_SECONDS:g} seconds") from error
 
 
 def _import_path() -> list[str]:

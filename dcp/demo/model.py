@@ -18,8 +18,8 @@ __all__ = ["ModelSize", "Transformer", "build_model"]
 class ModelSize:
     """What the demo trains: 2.8 million parameters, 34 MB with AdamW's two moments.
 
-    Most of them are the table of character pairs. It costs little time, and lets a rank's file outgrow the 8 MiB
-    that are written at once: a save can then be killed between two writes of one file.
+    Most of them are the table of character pairs. It costs little time, and lets a rank's file outgrow the
+    8 MiB that are written at once: a save can then be killed between two writes of one file.
     """
 
     width: int = 128
@@ -49,7 +49,8 @@ class Block(nn.Module):
         heads = projected.view(windows, context, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(windows, context, width))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        added: torch.Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + added
 
 
 class Transformer(nn.Module):

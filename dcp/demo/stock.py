@@ -1,4 +1,4 @@
-"""Read one checkpoint with nothing but `torch.distributed.checkpoint`, in one process; print digests as JSON."""
+"""What stock torch, in a single process, makes of our checkpoints: digests as JSON on stdout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint import state_dict_loader as stock
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import dcp
 from dcp.demo.digests import digest_of
 
 __all__ = ["main"]
@@ -18,19 +21,42 @@ __all__ = ["main"]
 
 def load_with_stock_torch(folder: str) -> dict[str, str]:
     """Digests of all entries, as stock torch loads them into full tensors."""
-    metadata = stock.FileSystemReader(folder).read_metadata()
+    metadata = FileSystemReader(folder).read_metadata()
     state: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+        state[name] = None
+        if isinstance(entry, TensorStorageMetadata):
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     stock.load(state, checkpoint_id=folder, no_dist=True)
     return {name: digest_of(value) for name, value in state.items()}
 
 
+def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
+    """What stock torch makes of a damaged checkpoint (digests, or its error), and what `dcp.load` says."""
+    try:
+        by_stock: dict[str, str] | str = load_with_stock_torch(folder)
+    except (CheckpointException, RuntimeError, OSError) as error:
+        by_stock = f"refuses it with {type(error).__name__}"
+    tensors = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in tensors.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    try:
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    except dcp.CheckpointError as error:
+        return by_stock, f"{type(error).__name__}: {error}"
+    return by_stock, "loaded it"
+
+
 def main() -> None:
-    """Digests of the checkpoints named on the command line, in order."""
+    """Load the checkpoints named on the command line, of which the first is damaged."""
     warnings.simplefilter("ignore")  # stock torch says that one process loads
-    print(json.dumps([load_with_stock_torch(folder) for folder in sys.argv[1:]]))
+    damaged, *folders = sys.argv[1:]
+    by_stock, by_ours = load_damaged(damaged)
+    digests = [load_with_stock_torch(folder) for folder in folders]
+    print(json.dumps({"stock": digests, "damaged_by_stock": by_stock, "damaged_by_ours": by_ours}))
 
 
 if __name__ == "__main__":

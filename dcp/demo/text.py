@@ -42,8 +42,8 @@ def read_tokens(path: Path) -> torch.Tensor:
 def batch_of_step(tokens: torch.Tensor, step: int, windows: int, context: int) -> torch.Tensor:
     """Where the windows of ``step`` begin, shape [windows]: a function of the step alone.
 
-    Neither the number of ranks nor what ran before the step has any influence, so that a resumed run on another
-    number of ranks reads the same text.
+    Neither the number of ranks nor what ran before the step has any influence, so that a resumed run on
+    another number of ranks reads the same text.
     """
     import torch
 

@@ -49,7 +49,10 @@ class Training:
     def __init__(self) -> None:
         self.size = ModelSize()
         self.model = build_model(self.size)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.01)
+        rest = [value for name, value in self.model.named_parameters() if name != "pair.weight"]
+        # A row of the pair table is seen rarely, so it has to learn fast.
+        groups = [{"params": rest, "lr": 2e-3}, {"params": [self.model.pair.weight], "lr": 0.1}]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
         self.step = 0
         # each rank's own: which window it looks at in passing
         self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
@@ -74,8 +77,8 @@ class Training:
         self.step += 1
         context, rank, world_size = self.size.context, dist.get_rank(), dist.get_world_size()
         starts = batch_of_step(tokens, self.step, _WINDOWS, context).chunk(world_size)[rank]
-        # One window more, drawn by the rank's own generator: looked at, not learned from. It shows whether the
-        # generator came back too.
+        # One window more, drawn by the rank's own generator: looked at, not learned from. It shows whether
+        # the generator came back too.
         look = torch.randint(0, len(tokens) - context - 1, (1,), generator=self.generator)
         inputs, targets = window_batch(tokens, torch.cat([starts, look]), context)
         losses = F.cross_entropy(self.model(inputs).transpose(1, 2), targets, reduction="none").mean(1)

@@ -1,0 +1,28 @@
+"""``dcp demo``: train, kill, resume and reshard a small model on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcp.cli.common import Debug, errors_as_lines
+
+__all__ = ["command"]
+
+
+def command(
+    root: Annotated[
+        Path | None, typer.Option(help="Keep everything in this folder, which must be empty.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between saves; a run has four saves.")] = 10,
+    debug: Debug = False,
+) -> None:
+    """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
+    with errors_as_lines(debug=debug):
+        # here, because a usage message must not wait for numpy
+        from dcp.demo.story import run_to_exit_status
+
+        status = run_to_exit_status(root, save_every)
+    raise typer.Exit(status)

@@ -1,0 +1,136 @@
+"""The demo, end to end, with fewer steps: what it prints is what happened."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dcp.demo.checks import compare_digests, largest_difference, sparkline
+from dcp.demo.story import newest_checkpoint
+from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.stores import open_store
+
+ROOT = Path(__file__).parents[2]
+SAVE_EVERY = 2
+
+
+def start_demo(*arguments: str) -> subprocess.Popen[str]:
+    """The demo, as `make demo` starts it, with no terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dcp.demo", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def processes_with(text: str) -> list[int]:
+    """Living processes with ``text`` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if text.encode() in line:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_demo_from_end_to_end(tmp_path: Path) -> None:
+    """It passes its own checks, and its claims about files and steps hold when looked at from outside."""
+    root = tmp_path / "demo"
+    process = start_demo("--root", str(root), "--save-every", str(SAVE_EVERY))
+    output, _ = process.communicate(timeout=580)
+    assert process.returncode == 0, output
+    assert "FAILED" not in output
+    assert re.search(r"All ([0-9]+) checks passed", output), output
+
+    # the killed save left half of a file on each rank
+    halves = re.findall(r"^ +(__[01]_0\.[0-9a-f]+\.distcp) +([0-9,]+) +([0-9,]+)$", output, re.MULTILINE)
+    assert len(halves) == 2
+    killed = root / "checkpoints" / "run" / "step-00000006"
+    for name, size, full in halves:
+        assert int(size.replace(",", "")) == (killed / name).stat().st_size == 8 << 20
+        assert int(full.replace(",", "")) > 8 << 20
+    assert re.search(r"step-00000006 .* incomplete$", output, re.MULTILINE)
+
+    # all three resumed after the last committed step, and went to the end
+    for ranks in (1, 2, 3):
+        assert f"on {ranks}: went on with step 5" in output
+        log = (root / "results" / f"resumed-on-{ranks}" / "losses.jsonl").read_text().splitlines()
+        assert len(log) == 4
+    loss_columns = re.findall(r"^ +(uninterrupted|resumed on 2) .* ([0-9.]+)$", output, re.MULTILINE)
+    assert len(loss_columns) == 2
+    assert loss_columns[0][1] == loss_columns[1][1]
+
+    # what is left: four committed checkpoints, and no process
+    committed = [path.name for path in sorted((root / "checkpoints" / "run").iterdir())]
+    assert committed == [f"step-{step:08d}" for step in (2, 4, 6, 8)]
+    assert all(has_checkpoint(open_store(root / "checkpoints" / "run" / name)) for name in committed)
+    assert processes_with(str(root)) == []
+
+
+@pytest.mark.timeout(120)
+def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
+    """SIGTERM while ranks train: the demo ends with 143, and its launcher and ranks with it."""
+    root = tmp_path / "demo"
+    process = start_demo("--root", str(root), "--save-every", "1000")
+    log = root / "results" / "uninterrupted" / "losses.jsonl"
+    give_up = time.monotonic() + 90
+    while not (log.exists() and log.read_text()) and time.monotonic() < give_up:
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert len(processes_with(str(root))) == 4  # the demo, the launcher, two ranks
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert processes_with(str(root)) == []
+
+
+def test_demo_wants_a_folder_of_its_own(tmp_path: Path) -> None:
+    """A folder with something in it is refused with status 2, and stays as it was."""
+    (tmp_path / "mine").write_text("mine")
+    process = start_demo("--root", str(tmp_path))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "not empty" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_newest_checkpoint_of_an_empty_run(tmp_path: Path) -> None:
+    """Folders without a commit are not offered for resuming."""
+    assert newest_checkpoint(tmp_path) is None
+    half = tmp_path / "step-00000003"
+    half.mkdir()
+    (half / "__0_0.00000000.distcp").write_bytes(bytes(100))
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_checks_do_not_pass_on_nothing() -> None:
+    """Digests or logs that are missing count as different, so that a check cannot pass for lack of data."""
+    assert compare_digests({}, {}) == "there are no digests to compare with"
+    assert compare_digests({"a": "1"}, {}) == "1 of 1 entries differ, such as a"
+    assert compare_digests({"a": "1", "rng.rank-0": "2"}, {"a": "1"}, without="rng.") == ""
+    assert largest_difference({1: 2.0}, {}, [1]) == float("inf")
+    assert largest_difference({1: 2.0}, {1: 2.0}, []) == float("inf")
+    assert largest_difference({1: [1.0, 2.0]}, {1: [1.0, 2.5]}, [1]) == 0.5
+    assert largest_difference({1: [1.0, 2.0]}, {1: [1.0]}, [1]) == float("inf")
+
+
+def test_sparkline_has_a_blank_for_each_step_without_a_loss() -> None:
+    """Low is low, high is high, missing is blank, and long runs are thinned out to the width."""
+    assert sparkline({1: 5.0, 2: 1.0, 4: 3.0}, range(1, 5), 1.0, 5.0) == "█▁ ▅"
+    assert len(sparkline({}, range(1, 4001), 0.0, 1.0)) == 40
