@@ -1,8 +1,8 @@
 """What may stand in stock's `.metadata`: the allow-list of its classes, kept as inert values; torch-free.
 
 Layouts of torch 2.0 to 2.13 differ in where a class lives (`TensorProperties` moved, `pathlib` was split) and
-in which fields an object has; an absent field is its default. Read from the `.metadata` files and from
-`torch/distributed/checkpoint/metadata.py` and `filesystem.py` of these versions.
+in which fields an object has; an absent field is its default. Seen in files of torch 2.13; for older
+versions taken from torch's sources and pull requests: `storage_meta` came with 2.4, its `modules` with 2.7.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _memory_format(args: tuple[Any, ...]) -> MemoryFormat:
 
 
 def _member(args: tuple[Any, ...]) -> MemoryFormat:
-    """``getattr(MemoryFormat, name)``, as some Python 3.11 and 3.12 pickle enums; nothing else of getattr."""
+    """``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; nothing else of getattr."""
     if len(args) == 2 and args[0] in _MEMORY_FORMAT_CLASSES and args[1] in _MEMORY_FORMATS:
         return MemoryFormat(_MEMORY_FORMATS.index(args[1]))
     raise CheckpointFormatError("a pickle asks for an attribute that is not a memory format")
