@@ -16,7 +16,6 @@ __all__ = ["Balancer", "Part", "Replicated"]
 class Replicated(NamedTuple):
     """A box that several ranks hold: sizes, bytes, and the ranks (ascending)."""
 
-    box: int
     sizes: tuple[int, ...]
     nbytes: int
     holders: Sequence[int]
@@ -35,15 +34,23 @@ class Part(NamedTuple):
 class Balancer:
     """Deals boxes out to ranks; ``loads`` are bytes by rank, and grow as boxes are dealt."""
 
-    def __init__(self, loads: Sequence[int], *, lowest_rank: bool, split_bytes: int | None) -> None:
+    def __init__(self, loads: Sequence[int], *, split_bytes: int | None) -> None:
         self.loads = list(loads)
-        self._lowest_rank = lowest_rank
-        self._split_bytes = split_bytes if split_bytes is not None else None
+        self._split_bytes = split_bytes
+
+    def choose(self, ranks: Sequence[int], begin: int, end: int, nbytes: int) -> int:
+        """The position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
+        loads = self.loads
+        best, least = begin, loads[ranks[begin]]
+        for position in range(begin + 1, end):
+            load = loads[ranks[position]]
+            if load < least:
+                best, least = position, load
+        loads[ranks[best]] = least + nbytes
+        return best
 
     def deal(self, box: Replicated) -> list[Part]:
-        """The parts of one box, in order of their rows."""
-        if self._lowest_rank:
-            return [self._whole(box, box.holders[0])]
+        """The parts of one box, in order of their rows; one part with ``dim`` -1 where it is not cut."""
         if self._split_bytes is not None and box.nbytes > self._split_bytes and len(box.holders) > 1:
             parts = self._split(box, self._split_bytes)
             if parts:

@@ -62,7 +62,7 @@ def _unpack(data: bytes, what: str, *, use_list: bool = True) -> Any:
             max_str_len=len(data),
             max_bin_len=len(data),
         )
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
         raise CheckpointFormatError(f"{what} is not valid msgpack: {error}") from error
 
 

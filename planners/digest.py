@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from isal.isal_zlib import adler32, crc32
 
-__all__ = ["ReplicaCheck", "digest_bytes", "digest_tensor", "digest_tensors", "tensor_bytes"]
+__all__ = ["ReplicaCheck", "digest_bytes", "digest_tensor", "digest_tensors"]
 
 ReplicaCheck = Literal["sampled", "full", "off"]
 
@@ -31,9 +31,9 @@ _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _READ_ONLY = 0x100
 
 
-def tensor_bytes(tensor: torch.Tensor) -> Any:
-    """Read-only memoryview of a contiguous CPU tensor's bytes; the caller keeps the tensor alive."""
-    return _memory_view(tensor.data_ptr(), tensor.nbytes, _READ_ONLY) if tensor.nbytes else memoryview(b"")
+def _memory(tensor: torch.Tensor) -> Any:
+    """Read-only view of a contiguous CPU tensor's bytes, valid only while the caller holds the tensor."""
+    return _memory_view(tensor.data_ptr(), tensor.nbytes, _READ_ONLY) if tensor.nbytes else b""
 
 
 def _combine(crc: int, adler: int) -> int:
@@ -43,6 +43,10 @@ def _combine(crc: int, adler: int) -> int:
 def digest_bytes(data: Any) -> int:
     """Digest of a buffer, never 0."""
     return _combine(crc32(data), adler32(data))
+
+
+def _digest_contiguous(tensor: torch.Tensor) -> int:
+    return digest_bytes(_memory(tensor))
 
 
 def _sample_starts(nbytes: int) -> list[int]:
@@ -66,15 +70,14 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
     if not full and tensor.nbytes > WHOLE_LIMIT_BYTES:
         if not tensor.is_contiguous():
-            return digest_bytes(tensor_bytes(_sampled(tensor)))
-        data = tensor_bytes(tensor)
+            return _digest_contiguous(_sampled(tensor))
+        data = _memory(tensor)
         crc, adler = 0, 1
         for start in _sample_starts(tensor.nbytes):
             sample = data[start : start + SAMPLE_BYTES]
             crc, adler = crc32(sample, crc), adler32(sample, adler)
         return _combine(crc, adler)
-    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
-    return digest_bytes(tensor_bytes(contiguous))
+    return _digest_contiguous(tensor if tensor.is_contiguous() else tensor.contiguous())
 
 
 def _reduced(tensor: torch.Tensor, *, full: bool) -> torch.Tensor:
@@ -118,7 +121,7 @@ def _digest_device(
         host = torch.cat(parts).cpu() if len(parts) > 1 else parts[0].cpu()
         position = 0
         for row, part in zip(batch, parts, strict=True):
-            digests[row] = digest_bytes(tensor_bytes(host[position : position + part.numel()]))
+            digests[row] = _digest_contiguous(host[position : position + part.numel()])
             position += part.numel()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from dcp.planners.validate import (
     check_boxes,
     check_kinds,
     check_replica_digests,
+    check_volumes,
     raise_problems,
 )
 from dcp.storage.formats import dtypes
@@ -96,8 +97,6 @@ def _positions(items: Items, chosen: Int64, tensors: MergedTensors) -> Int64:
     shape_start, shape_values = tensors.shape_start, tensors.shape_values
     ndims = np.diff(shape_start)
     volumes = np.maximum(row_products(shape_values, shape_start), 1)
-    if float(np.sum(volumes.astype(np.float64))) >= 2.0**62 or (shape_values > 2**40).any():
-        return _ranked_positions(items, chosen)
     base = starts(volumes)[:-1]
     strides = np.ones(len(shape_values), np.int64)
     for back in range(2, int(ndims.max(initial=0)) + 1):
@@ -113,16 +112,6 @@ def _positions(items: Items, chosen: Int64, tensors: MergedTensors) -> Int64:
     return keys
 
 
-def _ranked_positions(items: Items, chosen: Int64) -> Int64:
-    """`_positions` where element numbers do not fit into int64."""
-    boxes = [
-        (int(items.tensors[item]), tuple(items.offsets[items.start[item] : items.start[item + 1]].tolist()))
-        for item in chosen.tolist()
-    ]
-    number = {box: position for position, box in enumerate(sorted(set(boxes)))}
-    return np.array([number[box] for box in boxes], np.int64)
-
-
 @dataclass(frozen=True, eq=False)
 class Boxes:
     """The distinct boxes, by tensor and position: those who hold box b are items ``members[start[b]:start[b +
@@ -131,7 +120,7 @@ class Boxes:
     members: Int64
     start: Int64
 
-    @property
+    @cached_property
     def first(self) -> Int64:
         """One item of each box."""
         return self.members[self.start[:-1]]
@@ -166,37 +155,52 @@ class _Pieces:
 
 
 def _deal(
-    items: Items, boxes: Boxes, nbytes: Int64, world_size: int, options: Mapping[str, Any]
+    items: Items, boxes: Boxes, nbytes: Int64, world_size: int, *, lowest_rank: bool, split_bytes: int | None
 ) -> tuple[_Pieces, list[int]]:
-    holders = np.diff(boxes.start)
+    """Who writes each box, and the bytes by rank that this makes."""
     owners = boxes.first.copy()
-    single = holders == 1
-    loads = np.bincount(
-        items.ranks[owners[single]], weights=nbytes[single].astype(np.float64), minlength=world_size
-    )
-    balancer = Balancer(
-        loads.astype(np.int64).tolist(),
-        lowest_rank=options["lowest_rank"],
-        split_bytes=options["split_bytes"],
-    )
-    shared = np.flatnonzero(~single)
+    if lowest_rank:
+        return _pieces(items, owners, {}), [0] * world_size
+    shared = np.diff(boxes.start) > 1
+    loads = np.bincount(items.ranks[owners[~shared]], weights=nbytes[~shared], minlength=world_size)
+    balancer = Balancer(loads.astype(np.int64).tolist(), split_bytes=split_bytes)
+    several = np.flatnonzero(shared)
+    order = several[np.argsort(-nbytes[several], kind="stable")]
+    if not len(order):
+        return _pieces(items, owners, {}), balancer.loads
+    clusters, followers = _clusters(items, boxes, several)
     split: dict[int, list[tuple[int, Part]]] = {}
-    clusters, followers = _clusters(items, boxes, shared)
-    for box in shared[np.argsort(-nbytes[shared], kind="stable")].tolist():
-        if box in followers:
-            continue
-        cluster = clusters.get(box, [box])
-        ranks = _common_ranks(items, boxes, cluster)
-        first = int(boxes.first[box])
-        sizes = tuple(items.sizes[items.start[first] : items.start[first + 1]].tolist())
-        parts = balancer.deal(Replicated(box, sizes, int(nbytes[box]), ranks))
-        for tied in cluster:
-            own = {int(items.ranks[item]): int(item) for item in reversed(_members(boxes, tied))}
-            if len(parts) == 1 and parts[0].dim < 0:
-                owners[tied] = own[parts[0].rank]
-            else:
-                split[tied] = [(own[part.rank], part) for part in parts]
+    # boxes to split come first, being the largest; tied ones are few
+    special = np.isin(order, list(clusters)) | (nbytes[order] > (split_bytes or np.inf))
+    ranks, start = items.ranks[boxes.members].tolist(), boxes.start.tolist()
+    sizes = nbytes.tolist()
+    for box, is_special in zip(order.tolist(), special.tolist(), strict=True):
+        if is_special:
+            _deal_special(items, boxes, clusters.get(box, [box]), sizes[box], balancer, owners, split)
+        elif box not in followers:
+            owners[box] = boxes.members[balancer.choose(ranks, start[box], start[box + 1], sizes[box])]
     return _pieces(items, owners, split), balancer.loads
+
+
+def _deal_special(
+    items: Items,
+    boxes: Boxes,
+    cluster: list[int],
+    nbytes: int,
+    balancer: Balancer,
+    owners: Int64,
+    split: dict[int, list[tuple[int, Part]]],
+) -> None:
+    """Deal a box that may be cut, or tied boxes, which go to one rank together."""
+    first = int(boxes.first[cluster[0]])
+    sizes = tuple(items.sizes[items.start[first] : items.start[first + 1]].tolist())
+    parts = balancer.deal(Replicated(sizes, nbytes, _common_ranks(items, boxes, cluster)))
+    for tied in cluster:
+        own = {int(items.ranks[item]): item for item in reversed(_members(boxes, tied))}
+        if len(parts) == 1:
+            owners[tied] = own[parts[0].rank]
+        else:
+            split[tied] = [(own[part.rank], part) for part in parts]
 
 
 def _members(boxes: Boxes, box: int) -> list[int]:
@@ -219,7 +223,7 @@ def _clusters(items: Items, boxes: Boxes, shared: Int64) -> tuple[dict[int, list
         for leader, cluster in tie_clusters(list(ties)).items()
         if _common_ranks(items, boxes, cluster)
     }
-    # the leader must be the first of its cluster in the order of dealing; all are of one size, so it is
+    # a leader is dealt before its followers: all are of one size, and it has the lowest number
     return clusters, {box for cluster in clusters.values() for box in cluster[1:]}
 
 
@@ -394,8 +398,9 @@ def plan_save(
     tensors = merge_tensors(all_columns)
     objects = merge_objects(all_columns, check_replicas=check_replicas)
     items = _gather_items(all_columns, tensors)
-    problems = [*tensors.problems, *check_kinds(tensors, objects)]
-    if tensors.problems:
+    problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects)]
+    if problems:
+        # what follows compares boxes of one tensor, which must be one
         raise_problems(problems, objects.mismatches)
     inside, out_of_bounds = check_bounds(items, tensors)
     volumes = row_products(tensors.shape_values, tensors.shape_start)
@@ -410,8 +415,9 @@ def plan_save(
         mismatches += check_replica_digests(items, boxes, tensors)
     raise_problems(problems, mismatches)
     nbytes = items.volumes[boxes.first] * _itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
-    options = {"lowest_rank": dedup_to_lowest_rank, "split_bytes": split_bytes}
-    pieces, loads = _deal(items, boxes, nbytes, world_size, options)
+    pieces, loads = _deal(
+        items, boxes, nbytes, world_size, lowest_rank=dedup_to_lowest_rank, split_bytes=split_bytes
+    )
     owners = _object_owners(objects, loads, lowest_rank=dedup_to_lowest_rank)
     planner_data = merge_planner_data([columns.planner_data for columns in all_columns])
     return GlobalSavePlan(

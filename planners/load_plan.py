@@ -329,8 +329,8 @@ def _disjoint(pieces: _Pieces, i: Int64, j: Int64) -> _Pieces:
     return _Pieces(
         np.concatenate([pieces.boxes[kept], pieces.boxes[extra]]),
         np.concatenate([pieces.chunks[kept], pieces.chunks[extra]]),
-        np.concatenate([pieces.low[kept], np.array(lows, np.int64).reshape(-1, ndim)]),
-        np.concatenate([pieces.high[kept], np.array(highs, np.int64).reshape(-1, ndim)]),
+        np.concatenate([pieces.low[kept], np.array(lows, np.int64).reshape(len(rows), ndim)]),
+        np.concatenate([pieces.high[kept], np.array(highs, np.int64).reshape(len(rows), ndim)]),
     )
 
 

@@ -204,6 +204,7 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
             raise CheckpointFormatError(f"object {fqn!r} cannot be unpickled: {first}", fqn=fqn) from error
         raise UnsafeObjectError(
             f"object {fqn!r} needs more than plain data to load ({reason[:300]}). If you trust the "
-            "checkpoint, plan with weights_only=False, or allow the class with torch.serialization.add_safe_globals",
+            "checkpoint, plan with weights_only=False, or allow the class with "
+            "torch.serialization.add_safe_globals",
             fqn=fqn,
         ) from error

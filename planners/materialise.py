@@ -18,7 +18,7 @@ __all__ = ["has_meta_tensor", "materialise"]
 
 def has_meta_tensor(values: Iterable[Any]) -> bool:
     """True where a tensor among ``values`` has no memory yet."""
-    return any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in values)
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
 
 
 def _default_device() -> torch.device:
@@ -57,7 +57,7 @@ def materialise(value: Any) -> Any:
     Dicts, lists and `PerRank` are changed in place; tuples are replaced where something in them was.
     """
     if isinstance(value, torch.Tensor):
-        if value.device.type != "meta":
+        if not value.is_meta:
             return value
         if isinstance(value, ShardedTensor):
             raise PlanError("a ShardedTensor on the meta device cannot be loaded into; materialise it first")

@@ -126,7 +126,8 @@ def _compare(table: _Table, merged: MergedTensors, tables: Sequence[_Table]) -> 
         first = next(other.ranks for other in tables if row in other.rows[other.new])
         merged.problems.append(
             f"tensor {merged.fqns[row]!r} is "
-            f"{_described(int(merged.dtype_codes[row]), merged.shape(row))} on {rank_list(first)}, but {mine_text} on {rank_list(table.ranks)}"
+            f"{_described(int(merged.dtype_codes[row]), merged.shape(row))} on {rank_list(first)}, "
+            f"but {mine_text} on {rank_list(table.ranks)}"
         )
 
 

@@ -16,10 +16,13 @@ from dcp.storage.formats.index import Int64, starts
 if TYPE_CHECKING:
     from dcp.planners.global_plan import Boxes, Items
 
-__all__ = ["check_bounds", "check_boxes", "check_kinds", "check_replica_digests", "raise_problems"]
+__all__ = ["check_bounds", "check_boxes", "check_kinds", "check_replica_digests", "check_volumes", "raise_problems"]
 
 MAX_LISTED = 20
 """Problems told in one message; the rest is counted."""
+
+MAX_VOLUME_LOG2 = 60
+"""Elements of one tensor; positions of elements are sort keys of 63 bits."""
 
 
 def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]] = ()) -> None:
@@ -42,6 +45,20 @@ def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]
     if problems:
         raise PlanError(message, problems=shown, fqns=fqns)
     raise ReplicaMismatchError(message, problems=shown, fqns=fqns)
+
+
+def check_volumes(tensors: MergedTensors) -> list[str]:
+    """Tensors of more elements than can be counted, which no memory holds."""
+    logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
+    sums = np.concatenate([[0.0], np.cumsum(logs)])
+    sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
+    problems = [
+        f"{tensors.fqns[row]!r} of shape {tensors.shape(row)} has too many elements"
+        for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
+    ]
+    if not problems and len(sizes) and float(np.exp2(sizes).sum()) > 2.0**62:
+        problems.append("the tensors have too many elements together")
+    return problems
 
 
 def check_kinds(tensors: MergedTensors, objects: MergedObjects) -> list[str]:
@@ -79,7 +96,8 @@ def check_bounds(items: Items, tensors: MergedTensors) -> tuple[npt.NDArray[np.b
         inside[filled] = ~np.logical_or.reduceat(bad, items.start[:-1][filled])
     problems = [
         f"rank {items.ranks[item]}: box {_box_text(items, item)} of "
-        f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape {tensors.shape(int(items.tensors[item]))}"
+        f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "
+        f"{tensors.shape(int(items.tensors[item]))}"
         for item in np.flatnonzero(~inside).tolist()
     ]
     return inside, problems
