@@ -120,7 +120,12 @@ class ReplicaMismatchError(PlanError):
 
 
 class StorageError(CheckpointError, OSError):
-    """An operation of a store failed; the cause is chained."""
+    """An operation of a store failed; the cause is chained. ``errno`` is the operating system's, if it was
+    that."""
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.errno = facts.get("errno")
 
     def __str__(self) -> str:
         return Exception.__str__(self)

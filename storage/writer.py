@@ -293,7 +293,8 @@ class FileSystemWriter(StorageWriter):
         lanes = self._lanes(own, row_bytes, bool(request.blobs))
         if not lanes:
             return _empty_outcome(len(request.shares))
-        files = [self.new_file() for _ in lanes]
+        sizes = dict(zip(own, row_bytes, strict=True))
+        files = [self.new_file(sum(sizes[row] for row in lane.rows)) for lane in lanes]
         try:
             if len(lanes) == 1:
                 objects = [_write_lane(request, on_bytes, files[0], lanes[0])]
