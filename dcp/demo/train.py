@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dcp
+from dcp.demo.batches import batch_of_step, read_tokens, window_batch
 from dcp.demo.crash import CrashPoint, DyingWriter
 from dcp.demo.digests import digests_of_state
 from dcp.demo.jobs import checkpoint_name
 from dcp.demo.model import ModelSize, build_model
-from dcp.demo.text import batch_of_step, read_tokens, window_batch
 
 __all__ = ["main"]
 
