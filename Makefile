@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 .PHONY: help demo test test-all check lint types contracts bench format clean
 
 help:
-	@echo "make demo      save, load, reshard and damage a small checkpoint, with what happens at each step"
+	@echo "make demo      train, kill in a save, resume on other numbers of ranks, flip a bit; checks every claim"
 	@echo "make test      all tests but the exhaustive ones"
 	@echo "make test-all  all tests: also world size 8 and long runs"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
