@@ -64,7 +64,9 @@ def run_ours(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
     fqns = tuple(f"model/layers.{number}.feed_forward.weight" for number in range(tensors))
     seconds: dict[str, float] = {}
     local = [rank_columns(rank, ranks, fqns, layout) for rank in range(ranks)]
-    wire = timed(seconds, "encode (sum over ranks)", lambda: [encode_save_columns(columns) for columns in local])
+    wire = timed(
+        seconds, "encode (sum over ranks)", lambda: [encode_save_columns(columns) for columns in local]
+    )
     local.clear()
     cache: dict[bytes, Any] = {}
     received = timed(seconds, "decode", lambda: [decode_save_columns(data, cache) for data in wire])

@@ -16,7 +16,14 @@ from dcp.storage.formats.index import Int64, starts
 if TYPE_CHECKING:
     from dcp.planners.global_plan import Boxes, Items
 
-__all__ = ["check_bounds", "check_boxes", "check_kinds", "check_replica_digests", "check_volumes", "raise_problems"]
+__all__ = [
+    "check_bounds",
+    "check_boxes",
+    "check_kinds",
+    "check_replica_digests",
+    "check_volumes",
+    "raise_problems",
+]
 
 MAX_LISTED = 20
 """Problems told in one message; the rest is counted."""

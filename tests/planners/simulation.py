@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,9 +31,11 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the mesh."""
         return math.prod(self.mesh)
 
     def splits(self, rank: int) -> list[Split]:
+        """The sharding steps as a rank takes them."""
         coordinate = np.unravel_index(rank, self.mesh)
         return [
             Split(step[0], parts, int(place), step[1])
@@ -116,8 +118,8 @@ def wanted_columns(tensors: Mapping[str, Held], objects: Sequence[str] = ()) -> 
     )
 
 
-def _flat(rows: object) -> Array:
-    return np.array(list(itertools.chain.from_iterable(rows)), np.int64)  # type: ignore[call-overload]
+def _flat(rows: Iterable[tuple[int, ...]]) -> Array:
+    return np.array(list(itertools.chain.from_iterable(rows)), np.int64)
 
 
 @dataclass
@@ -194,7 +196,7 @@ MESHES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (4, 2), (2, 2, 2)]
 @st.composite
 def layouts(draw: st.DrawFn, ndim: int, mesh: tuple[int, ...]) -> Layout:
     """Any sharding of a tensor over ``mesh``: several mesh dimensions may cut one tensor dimension."""
-    choices = [st.none()]
+    choices: list[st.SearchStrategy[tuple[int, int] | None]] = [st.none()]
     if ndim:
         choices.append(st.tuples(st.integers(0, ndim - 1), st.sampled_from([1, 1, 2, 3])))
     return Layout(mesh, tuple(draw(st.one_of(*choices)) for _ in mesh))

@@ -27,7 +27,9 @@ from dcp.storage.formats.index import starts
 def box_sets(draw: st.DrawFn, ndim: int, scale: int = 1) -> BoxSet:
     """Small boxes, many of them alike or empty, in a few groups."""
     edge = st.tuples(st.integers(0, 6), st.integers(0, 4))
-    rows = draw(st.lists(st.tuples(st.integers(0, 2), st.lists(edge, min_size=ndim, max_size=ndim)), max_size=25))
+    rows = draw(
+        st.lists(st.tuples(st.integers(0, 2), st.lists(edge, min_size=ndim, max_size=ndim)), max_size=25)
+    )
     low = np.array([[begin for begin, _ in box] for _, box in rows], np.int64).reshape(len(rows), ndim)
     size = np.array([[length for _, length in box] for _, box in rows], np.int64).reshape(len(rows), ndim)
     return BoxSet(np.array([group for group, _ in rows], np.int64), low * scale, (low + size) * scale)
@@ -44,7 +46,8 @@ def meet(a: BoxSet, i: int, b: BoxSet, j: int) -> bool:
 def test_intersections_are_all_and_only_those_that_share_volume(
     data: st.DataObject, ndim: int, scale: int
 ) -> None:
-    """Every pair of one group with common volume, once, in order; also with coordinates near the int64 limit."""
+    """Every pair of one group with common volume, once, in order; also with coordinates near the int64
+    limit."""
     a, b = data.draw(box_sets(ndim, scale)), data.draw(box_sets(ndim, scale))
     if not len(a.groups) or not len(b.groups):
         return
@@ -102,5 +105,7 @@ def test_ragged_rows() -> None:
     assert expand_ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
     assert gather_rows(values, start, np.array([2, 1, 0])).tolist() == [4, 5, 6, 2, 3]
     assert row_products(values, start).tolist() == [6, 1, 120, 1]
-    groups = {group.offsets.shape[1]: group.rows.tolist() for group in by_ndim(np.arange(4), start, values, values)}
+    groups = {
+        group.offsets.shape[1]: group.rows.tolist() for group in by_ndim(np.arange(4), start, values, values)
+    }
     assert groups == {0: [1, 3], 2: [0], 3: [2]}

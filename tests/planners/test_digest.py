@@ -8,7 +8,9 @@ import torch
 from dcp.planners.digest import SAMPLE_BYTES, WHOLE_LIMIT_BYTES, digest_bytes, digest_tensor, digest_tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str
+)
 @pytest.mark.parametrize("check", ["sampled", "full"])
 @pytest.mark.parametrize("rows", [0, 3, 1000], ids=str)
 def test_strides_do_not_change_a_digest(dtype: torch.dtype, check: str, rows: int) -> None:

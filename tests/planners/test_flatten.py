@@ -20,9 +20,11 @@ from dcp.planners.per_rank import PerRank
 from dcp.storage.errors import PlanError
 
 TENSOR = torch.zeros(1)
-leaves = st.one_of(st.integers(0, 3), st.just("text"), st.none(), st.just(TENSOR), st.just((TENSOR, {})))
+leaves: st.SearchStrategy[Any] = st.one_of(
+    st.integers(0, 3), st.just("text"), st.none(), st.just(TENSOR), st.just((TENSOR, {}))
+)
 keys = st.one_of(st.sampled_from(["a", "b", "c"]), st.integers(0, 2))
-values = st.recursive(
+values: st.SearchStrategy[Any] = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
@@ -49,7 +51,8 @@ def torch_result(state_dict: dict[Any, Any], *, legacy: bool) -> Any:
 @settings(deadline=None, max_examples=300)
 @given(state_dict=state_dicts, legacy=st.booleans())
 def test_keys_and_paths_are_those_of_torch(state_dict: dict[Any, Any], legacy: bool) -> None:
-    """Same keys in the same order with the same values and paths, by today's rules and by those before 2.4."""
+    """Same keys in the same order with the same values and paths, by today's rules and by those before
+    2.4."""
     expected = torch_result(state_dict, legacy=legacy)
     if expected is None:
         with pytest.raises(PlanError):
@@ -71,8 +74,14 @@ def test_duplicate_keys_are_named() -> None:
 
 
 def test_per_rank_values_get_a_key_of_their_rank() -> None:
-    """PerRank(value) is stored below rank-<n>, nested values below that; also in lists, and by the old rules."""
-    state = {"loader": PerRank({"position": 3}), "rng": PerRank(TENSOR), "l": [PerRank(1)], "d": {"x": PerRank(2)}}
+    """PerRank(value) is stored below rank-<n>, nested values below that; also in lists, and by the old
+    rules."""
+    state = {
+        "loader": PerRank({"position": 3}),
+        "rng": PerRank(TENSOR),
+        "l": [PerRank(1)],
+        "d": {"x": PerRank(2)},
+    }
     flat, paths = flatten_state_dict(state, rank=5)
     assert list(flat) == ["loader.rank-5.position", "rng.rank-5", "l.0.rank-5", "d.x.rank-5"]
     assert paths["l.0.rank-5"] == ("l", 0, "rank-5")

@@ -45,10 +45,7 @@ def test_the_lowest_rank_can_write_all_replicas() -> None:
 
 def test_a_large_replica_is_split_over_its_holders() -> None:
     """A replicated tensor above split_bytes is written in row ranges, so that all ranks end up level."""
-    ranks = [
-        {"big": whole((1000, 4)), "own": part((3 * 200,), (200 * rank,), (200 if rank else 200,))}
-        for rank in range(3)
-    ]
+    ranks = [{"big": whole((1000, 4)), "own": part((3 * 200,), (200 * rank,), (200,))} for rank in range(3)]
     plan = plan_save([save_columns(held) for held in ranks], split_bytes=4096)
     disk = write(plan, ranks)
     assert len(plan.index.chunks(plan.index.position["big"])) == 3
@@ -86,7 +83,8 @@ def test_tied_tensors_are_stored_once() -> None:
 
 
 def test_ties_that_other_ranks_do_not_have_are_kept_apart() -> None:
-    """A tie holds only where the writing rank has it; two tensors tied on rank 0 only stay right everywhere."""
+    """A tie holds only where the writing rank has it; two tensors tied on rank 0 only stay right
+    everywhere."""
     ranks = [
         {"a": whole((4,), tie=0), "b": whole((4,), tie=0)},
         {"a": whole((4,)), "b": whole((4,))},
@@ -141,7 +139,10 @@ def test_replicas_that_differ_are_refused() -> None:
 
 
 PROBLEMS = {
-    "outside of its shape": [{"t": part((4,), (0,), (4,))}, {"t": Held((4,), whole_tensor((3,)), (Box((2,), (3,), (0,)),))}],
+    "outside of its shape": [
+        {"t": part((4,), (0,), (4,))},
+        {"t": Held((4,), whole_tensor((3,)), (Box((2,), (3,), (0,)),))},
+    ],
     "overlap": [{"t": part((4,), (0,), (3,))}, {"t": part((4,), (2,), (2,))}],
     "2 of its 4 elements": [{"t": part((4,), (0,), (1,))}, {"t": part((4,), (3,), (1,))}],
     r"int64 \[4\] on rank 0, but int64 \[5\] on rank 1": [{"t": whole((4,))}, {"t": whole((5,))}],
@@ -174,7 +175,7 @@ def test_all_problems_are_told_at_once_and_the_list_is_bounded() -> None:
     """Forty gaps make one error that counts them all and lists the first twenty."""
     names = [f"t{number}" for number in range(40)]
     ranks = [{name: part((4,), (rank,), (1,)) for name in names} for rank in range(2)]
-    with pytest.raises(PlanError, match="40 problems.*and 20 more") as caught:
+    with pytest.raises(PlanError, match=r"40 problems.*and 20 more") as caught:
         plan_save([save_columns(held) for held in ranks])
     assert len(caught.value.problems) == 20
 
@@ -196,9 +197,10 @@ def test_a_plan_of_nothing_is_empty() -> None:
 
 
 def test_shapes_beyond_any_memory_are_refused() -> None:
-    """Element counts that do not fit 64 bits would wrap around in the arithmetic; they are an error instead."""
+    """Element counts that do not fit 64 bits would wrap around in the arithmetic; they are an error
+    instead."""
     huge = dataclasses.replace(save_columns({"t": whole((1, 1))}), shape_values=np.array([1 << 40, 1 << 40]))
-    with pytest.raises(PlanError, match="'t'.*too many elements"):
+    with pytest.raises(PlanError, match=r"'t'.*too many elements"):
         plan_save([huge])
 
 

@@ -49,7 +49,8 @@ def disk_of(index: CheckpointIndex, tensor: Array) -> Disk:
 
 
 def test_missing_keys_are_all_named() -> None:
-    """Tensors and objects that are not stored: one MissingKeyError with all, or a list where it is allowed."""
+    """Tensors and objects that are not stored: one MissingKeyError with all, or a list where it is
+    allowed."""
     index = stored({"a": (2,)}, ("lr",))
     wanted = wanted_columns({"a": whole((2,)), "b": whole((3,))}, ["lr", "momentum"])
     with pytest.raises(MissingKeyError, match=r"'b' is not in.*'momentum' is not in.*allow_partial_load"):
@@ -62,7 +63,9 @@ def test_missing_keys_are_all_named() -> None:
 
 def test_unexpected_keys_are_reported() -> None:
     """What the checkpoint has and nobody wants is told, not refused."""
-    columns = plan_load(stored({"a": (2,), "old": (1,)}, ("lr", "junk")), wanted_columns({"a": whole((2,))}, ["lr"]))
+    columns = plan_load(
+        stored({"a": (2,), "old": (1,)}, ("lr", "junk")), wanted_columns({"a": whole((2,))}, ["lr"])
+    )
     assert columns.extra.unexpected == ("old", "junk")
 
 
@@ -162,5 +165,7 @@ def test_many_chunks_against_many_boxes() -> None:
 
 def test_empty_tensors_need_no_reads() -> None:
     """Tensors without elements are satisfied by their shape alone."""
-    columns = plan_load(stored({"e": (0, 3), "a": (1,)}), wanted_columns({"e": whole((0, 3)), "a": whole((1,))}))
+    columns = plan_load(
+        stored({"e": (0, 3), "a": (1,)}), wanted_columns({"e": whole((0, 3)), "a": whole((1,))})
+    )
     assert columns.dests.tolist() == [1]

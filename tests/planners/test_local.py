@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from dcp.planners.local import collect_tensors, is_tensor_like
 from dcp.storage.errors import PlanError
@@ -16,21 +18,25 @@ from dcp.storage.formats import dtypes
 class Wrapper(torch.Tensor):
     """A subclass made of an inner tensor, as torchao's are."""
 
-    inner: torch.Tensor
+    wrapped: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapper:
-        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        wrapper.inner = inner
+    def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
+        """A tensor without memory of its own."""
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+        wrapper.wrapped = wrapped
         return wrapper
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+        return ["wrapped"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        unwrapped = [value.inner if isinstance(value, Wrapper) else value for value in args]
-        return return_and_correct_aliasing(func, args, kwargs or {}, func(*unwrapped, **(kwargs or {})))
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(
+            *(value.wrapped if isinstance(value, Wrapper) else value for value in args), **(kwargs or {})
+        )
 
 
 class Rows(torch.Tensor):
@@ -61,6 +67,7 @@ def test_plain_tensors_become_columns() -> None:
     assert local.objects == {"lr": 0.1}
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_stored_dtype_has_its_code() -> None:
     """Each dtype of the format that torch has can be planned."""
     for dtype in dtypes.BY_NAME.values():
@@ -71,7 +78,9 @@ def test_every_stored_dtype_has_its_code() -> None:
 def test_order_in_memory_is_noted() -> None:
     """Dense tensors that are not C-ordered keep their order of dimensions; views with holes have none."""
     image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    local = collect_tensors({"c": image, "t": torch.zeros(3, 2).t(), "h": torch.zeros(4, 4)[:, ::2], "p": image[0]})
+    local = collect_tensors(
+        {"c": image, "t": torch.zeros(3, 2).t(), "h": torch.zeros(4, 4)[:, ::2], "p": image[0]}
+    )
     assert local.stride_orders == {0: (0, 2, 3, 1), 1: (1, 0), 3: (1, 2, 0)}
 
 
@@ -83,7 +92,7 @@ def test_the_protocol_of_torch_is_honoured() -> None:
     assert local.sources[0].sum() == 6
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "sparse": (lambda: torch.zeros(2, 2).to_sparse(), "to_dense"),
     "csr": (lambda: torch.eye(2).to_sparse_csr(), "to_dense"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "dequantize"),
@@ -111,7 +120,7 @@ def test_freed_memory_is_refused() -> None:
     """A parameter whose storage FSDP resized to nothing has no values to save."""
     tensor = torch.zeros(4)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(PlanError, match="'w'.*memory was freed"):
+    with pytest.raises(PlanError, match=r"'w'.*memory was freed"):
         collect_tensors({"w": tensor})
 
 

@@ -61,7 +61,8 @@ def splits(mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[
     data=st.data(),
 )
 def test_runs_agree_with_torch(shape: tuple[int, int], mesh: list[int], data: st.DataObject) -> None:
-    """Local shape and first offset of every coordinate are torch's, for plain and strided shards, even or not."""
+    """Local shape and first offset of every coordinate are torch's, for plain and strided shards, even or
+    not."""
     placements = [data.draw(st.sampled_from(PLACEMENTS)) for _ in mesh]
     for coordinate in itertools.product(*(range(size) for size in mesh)):
         expected_shape, expected_offset = _compute_local_shape_and_global_offset(
@@ -78,7 +79,8 @@ def test_runs_agree_with_torch(shape: tuple[int, int], mesh: list[int], data: st
 def test_boxes_hold_what_torch_distributes(
     ranks: object, mesh_shape: tuple[int, ...], shape: tuple[int, int]
 ) -> None:
-    """The local tensor of distribute_tensor is, box by box, the global tensor; and the boxes of all ranks cover it."""
+    """The local tensor of distribute_tensor is, box by box, the global tensor; and the boxes of all ranks
+    cover it."""
     world = math.prod(mesh_shape)
     whole = torch.arange(math.prod(shape)).reshape(shape)
     combinations = list(itertools.product(PLACEMENTS, repeat=len(mesh_shape)))
@@ -92,7 +94,9 @@ def test_boxes_hold_what_torch_distributes(
             assert local is not None
             assert local.shape == shape
             for source, box in local.pieces:
-                here = tuple(slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True))
+                here = tuple(
+                    slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True)
+                )
                 there = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
                 assert torch.equal(source[here], whole[there])
                 seen[there] = True
@@ -105,10 +109,15 @@ def test_strided_shards_give_several_boxes(ranks: object) -> None:
     ranks(0, 4)  # type: ignore[operator]
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), _init_backend=False)
     whole = torch.arange(9.0).reshape(9, 1)
-    tensor = distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None)
+    tensor = distribute_tensor(
+        whole, mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None
+    )
     local = local_tensor("t", tensor, {})
     assert local is not None
-    assert [(piece.box.offsets, piece.box.sizes) for piece in local.pieces] == [((0, 0), (3, 1)), ((5, 0), (2, 1))]
+    assert [(piece.box.offsets, piece.box.sizes) for piece in local.pieces] == [
+        ((0, 0), (3, 1)),
+        ((5, 0), (2, 1)),
+    ]
     assert local.replicated
 
 
@@ -116,7 +125,9 @@ def test_a_rank_outside_of_the_mesh_has_nothing(ranks: object) -> None:
     """A DTensor on a submesh is left out by ranks that are not in it."""
     ranks(3, 4)  # type: ignore[operator]
     mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
-    tensor = DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+    tensor = DTensor.from_local(
+        torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,)
+    )
     assert local_tensor("t", tensor, {}) is None
     assert collect_tensors({"t": tensor}).fqns == ()
 
@@ -147,7 +158,9 @@ def test_a_local_shape_that_placements_do_not_give_is_refused(ranks: object) -> 
     """A hand-made uneven DTensor would be stored at wrong offsets; it is an error instead."""
     ranks(0, 2)  # type: ignore[operator]
     mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
-    tensor = DTensor.from_local(torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+    tensor = DTensor.from_local(
+        torch.zeros(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,)
+    )
     with pytest.raises(PlanError, match=r"'w'.*\(3,\).*\(2,\)"):
         collect_tensors({"w": tensor})
 
