@@ -58,10 +58,12 @@ def newest_checkpoint(root: Path) -> Path | None:
         if not has_checkpoint(store):
             continue
         try:
-            if verify(folder).ok:
-                return folder
+            findings = verify(folder).findings
         except CheckpointError:
             continue
+        # Leftovers of a killed save beside a whole checkpoint do it no harm.
+        if all(finding.kind == "stray-file" for finding in findings):
+            return folder
     return None
 
 

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 SAVE_EVERY = 2
 
 
-def start_demo(*arguments: str) -> subprocess.Popen[str]:
+def start_demo(*arguments: str, command: tuple[str, ...] = ("dcp.demo",)) -> subprocess.Popen[str]:
     """The demo, as `make demo` starts it, with no terminal."""
     return subprocess.Popen(
-        [sys.executable, "-m", "dcp.demo", *arguments],
+        [sys.executable, "-m", *command, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -82,6 +82,13 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     assert all(has_checkpoint(open_store(root / "checkpoints" / "run" / name)) for name in committed)
     assert processes_with(str(root)) == []
 
+    # a job that starts again takes the newest one that is whole, with or without the killed save's leftovers
+    run = root / "checkpoints" / "run"
+    assert newest_checkpoint(run) == run / "step-00000008"
+    next((run / "step-00000008").glob("*.distcp")).write_bytes(bytes(100))
+    assert len(list(killed.glob("*.distcp"))) == 4
+    assert newest_checkpoint(run) == killed
+
 
 @pytest.mark.timeout(120)
 def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
@@ -100,10 +107,11 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
     assert processes_with(str(root)) == []
 
 
-def test_demo_wants_a_folder_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("dcp.demo",), ("dcp", "demo")], ids=["module", "dcp demo"])
+def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder with something in it is refused with status 2, and stays as it was."""
     (tmp_path / "mine").write_text("mine")
-    process = start_demo("--root", str(tmp_path))
+    process = start_demo("--root", str(tmp_path), command=command)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "not empty" in output
