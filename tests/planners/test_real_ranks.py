@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as StockSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,7 +95,7 @@ def save_sharded_tensors(rank: int, world_size: int, folder: str) -> None:
     warnings.simplefilter("ignore")
 
     def sharded(value: float) -> Any:
-        shard = sharded_tensor.Shard.from_tensor_and_offsets(torch.full((2, 3), value), [2 * rank, 0], rank)
+        shard = LocalShard.from_tensor_and_offsets(torch.full((2, 3), value), [2 * rank, 0], rank)
         return sharded_tensor.init_from_local_shards([shard], 2 * world_size, 3)
 
     stock.save({"s": sharded(rank + 1.0)}, checkpoint_id=folder, planner=DefaultSavePlanner())
