@@ -74,6 +74,9 @@ class _Layout(NamedTuple):
     replicated: bool
 
 
+_AnyBox = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A `Box`, or its three fields where making one would be felt."""
+
 SpecCache = dict[Any, _Layout | None]
 """Layouts by (mesh, placements, shape) for the length of one call; None for a rank outside of the mesh."""
 
@@ -313,7 +316,7 @@ class _Builder:
     def add_plain(self, fqn: str, tensor: torch.Tensor) -> None:
         shape = tensor.shape
         zeros = (0,) * len(shape)
-        self.add_one(fqn, tensor, tensor.requires_grad, shape, Box(zeros, shape, zeros))
+        self.add_one(fqn, tensor, tensor.requires_grad, shape, (zeros, shape, zeros))
         self.sharded.append(False)
         self.replicated.append(True)
 
@@ -332,7 +335,7 @@ class _Builder:
         self.add(fqn, _from_dtensor(fqn, tensor, cache))
 
     def add_one(
-        self, fqn: str, source: torch.Tensor, requires_grad: bool, shape: tuple[int, ...], box: Box
+        self, fqn: str, source: torch.Tensor, requires_grad: bool, shape: tuple[int, ...], box: _AnyBox
     ) -> None:
         """The hot path, a plain local tensor of one box: nothing here that 20,000 tensors would notice."""
         code = DTYPE_CODES.get(source.dtype, 0)
