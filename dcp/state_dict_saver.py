@@ -30,6 +30,7 @@ from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
 from dcp.objects import encode_object
 from dcp.planners import save_planner
 from dcp.planners.codec import (
+    SectionCache,
     decode_save_columns,
     decode_write_columns,
     encode_save_columns,
@@ -254,8 +255,9 @@ class _ColumnarSave:
 
     def _global_plan(self, parts: list[bytes]) -> list[bytes]:
         begun = time.perf_counter()
+        sections: SectionCache = {}  # names and paths are the same on most ranks, and then decoded once
         self._plan = plan_save(
-            [decode_save_columns(part) for part in parts],
+            [decode_save_columns(part, sections) for part in parts],
             dedup_to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
             split_bytes=self._planner.split_bytes,
             check_replicas=self._planner.replica_check != "off",
