@@ -295,6 +295,7 @@ class LocalTensors:
 
 @dataclass(eq=False)
 class _Builder:
+    loading: bool = False
     fqns: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
@@ -339,9 +340,11 @@ class _Builder:
     ) -> None:
         """The hot path, a plain local tensor of one box: nothing here that 20,000 tensors would notice."""
         code = DTYPE_CODES.get(source.dtype, 0)
+        if source.is_neg() or (code in _COMPLEX and source.is_conj()):
+            source = self.resolved(source)
         pointer = source.data_ptr()
         row = len(self.fqns)
-        if not (code and pointer) or source.is_neg() or (code in _COMPLEX and source.is_conj()):
+        if not (code and pointer):
             self.problems.extend(_unsupported(fqn, source, code, pointer))
         if not source.is_contiguous():
             self.note_strides(row, source)
@@ -391,13 +394,20 @@ class _Builder:
             return
         if source.dtype != dtype:
             self.problems.append(f"{fqn!r}: its local part is {source.dtype}, the tensor {dtype}")
+        if source.is_neg() or source.is_conj():
+            source = self.resolved(source)
         code, pointer = DTYPE_CODES.get(source.dtype, 0), source.data_ptr()
-        if not (code and pointer) or source.is_neg() or (code in _COMPLEX and source.is_conj()):
+        if not (code and pointer):
             self.problems.extend(_unsupported(fqn, source, code, pointer))
         if not source.is_contiguous():
             self.note_strides(row, source)
         self.sources.append(source)
         self.pointers.append(pointer)
+
+    def resolved(self, view: torch.Tensor) -> torch.Tensor:
+        """A lazily conjugated or negated view by value; to load into, the view itself, into which torch copies
+        the right way round."""
+        return view if self.loading else view.detach().resolve_conj().resolve_neg()
 
     def note_strides(self, row: int, tensor: torch.Tensor) -> None:
         """Remember the order of dimensions in memory where a tensor is dense but not C-ordered."""
@@ -440,8 +450,6 @@ def _unsupported(fqn: str, tensor: torch.Tensor, code: int, pointer: int) -> lis
     if not code:
         advice = "dequantize it" if tensor.is_quantized else "convert it to a supported dtype"
         return [f"{fqn!r}: dtype {tensor.dtype} cannot be stored; {advice} first"]
-    if tensor.is_neg() or tensor.is_conj():
-        return [f"{fqn!r}: a lazily negated or conjugated view; call resolve_neg() and resolve_conj() first"]
     if pointer or not tensor.numel():
         return []
     if tensor.is_meta:
@@ -463,7 +471,7 @@ def collect_tensors(
     Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
     and what to do about it.
     """
-    builder, kinds = _Builder(), _KINDS
+    builder, kinds = _Builder(loading=purpose == "load"), _KINDS
     cache: SpecCache = {}
     for fqn, value in state_dict.items():
         kind = kinds[type(value)]

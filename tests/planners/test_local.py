@@ -97,8 +97,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "csr": (lambda: torch.eye(2).to_sparse_csr(), "to_dense"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "dequantize"),
     "meta": (lambda: torch.zeros(2, device="meta"), "to_empty"),
-    "conjugated": (lambda: torch.zeros(2, dtype=torch.complex64).conj(), "resolve_conj"),
-    "negated": (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
     "wrapper": (lambda: Wrapper(torch.zeros(2)), "subclass made of inner tensors"),
     "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "memory of its own"),
 }
@@ -114,6 +112,17 @@ def test_unsupported_tensors_are_all_named_with_advice() -> None:
     for problem, (name, (_, advice)) in zip(problems, REFUSED.items(), strict=True):
         assert repr(name) in problem
         assert advice in problem
+
+
+def test_lazy_views_are_saved_by_value_and_loaded_into_as_they_are() -> None:
+    """A conjugated or negated view is resolved to save it; to load, it must stay the caller's memory."""
+    conjugated = torch.tensor([1 + 2j]).conj()
+    state = {"conjugated": conjugated, "negated": conjugated.imag, "again": conjugated.resolve_conj()}
+    saved = collect_tensors(state).sources
+    assert [source.is_conj() or source.is_neg() for source in saved] == [False] * 3
+    assert [source.tolist() for source in saved] == [[1 - 2j], [-2.0], [1 - 2j]]
+    wanted = collect_tensors(state, purpose="load").sources
+    assert wanted[0].data_ptr() == conjugated.data_ptr() and wanted[0].is_conj()
 
 
 def test_freed_memory_is_refused() -> None:

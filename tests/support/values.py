@@ -18,7 +18,17 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["differences", "expected_parts", "fill", "full_tensor", "leaves", "local_parts", "raw", "scrub"]
+__all__ = [
+    "differences",
+    "expected_parts",
+    "fill",
+    "full_tensor",
+    "leaves",
+    "local_parts",
+    "put",
+    "raw",
+    "scrub",
+]
 
 Parts = list[torch.Tensor]
 
@@ -110,8 +120,16 @@ def fill(state: Any) -> Any:
     for name, value in leaves(state):
         if isinstance(value, torch.Tensor):
             for part, wanted in zip(local_parts(value), expected_parts(name, value), strict=True):
-                part.copy_(wanted.reshape(part.shape))
+                put(part, wanted)
     return state
+
+
+def put(part: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Copy ``wanted`` into ``part``; also for dtypes that torch cannot copy."""
+    if part.is_contiguous() and not part.is_conj() and not part.is_neg():
+        ctypes.memmove(part.data_ptr(), raw(wanted), part.nbytes)
+    else:
+        part.copy_(wanted)
 
 
 def scrub(state: Any) -> Any:
@@ -120,7 +138,9 @@ def scrub(state: Any) -> Any:
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
             for part in local_parts(value):
-                part.zero_()
+                if part.numel():
+                    zeros = torch.from_numpy(np.zeros(part.nbytes, np.uint8))
+                    put(part, zeros.view(part.dtype).view(part.shape))
     return state
 
 
