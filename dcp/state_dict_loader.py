@@ -82,7 +82,7 @@ def load(
                 f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
             )
         reader.verify = verify
-    keys = sorted(state_dict)  # all ranks in one order, because state_dict() may run collectives
+    keys = sorted(state_dict, key=str)  # all ranks in one order, because state_dict() may run collectives
     plain = {key: value.state_dict() if is_stateful(value := state_dict[key]) else value for key in keys}
     report = _load(plain, reader, ranks, planner, progress)
     for key in keys:

@@ -30,7 +30,8 @@ STOCK_CANNOT_SAVE = ("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16")
 
 
 def every_dtype(saver: str = "ours") -> State:
-    """A tensor of each dtype that the format knows, large enough for an aligned payload, small, 0-d, empty."""
+    """A tensor of each dtype that the format knows: large enough for an aligned payload, small, 0-d,
+    empty."""
     state = {}
     for dtype in dtypes.BY_CODE.values():
         if saver == "stock" and dtype.name in STOCK_CANNOT_SAVE:
@@ -168,8 +169,8 @@ def tied_and_sharded(rank: int, world: int, root: str) -> list[str]:
     for loader, load in LOAD.items():
         target = {name: torch.zeros(64, 32) for name in state}
         load(target, checkpoint_id=root)
-        wanted = raw(full_tensor("a", (64, 32), torch.float32))
-        found += [f"{loader} {name}" for name, value in target.items() if raw(value) != wanted]
+        stored = raw(full_tensor("a", (64, 32), torch.float32))
+        found += [f"{loader} {name}" for name, value in target.items() if raw(value) != stored]
     return found
 
 
@@ -187,7 +188,9 @@ def into_meta(rank: int, world: int, root: str) -> list[str]:
     def model(device: str, *, sharded: bool) -> nn.Module:
         with torch.device(device):
             made = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-        return fully_shard(made, mesh=mesh) if sharded else made
+        if sharded:
+            fully_shard(made, mesh=mesh)
+        return made
 
     found = []
     for saver, loader in ROUTES:
