@@ -14,7 +14,7 @@ __all__ = ["byte_pieces", "dtype_code", "is_addressable", "narrow", "slab_boxes"
 
 _SLAB_BYTES = 4 << 20
 _COPY_BELOW_BYTES = 128 << 10
-"""Below this a strided or device tensor is copied whole; at least `engine.write`'s joining limit."""
+"""Below this a strided or device tensor is copied whole, above it goes through one reused buffer."""
 
 _TORCH_BY_CODE: dict[int, torch.dtype] = {
     code: getattr(torch, dtype.name) for code, dtype in dtypes.BY_CODE.items() if hasattr(torch, dtype.name)
@@ -41,12 +41,7 @@ def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
 
 def is_addressable(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements can be read and written at ``data_ptr`` with its strides."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
@@ -55,7 +50,7 @@ def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
     A contiguous CPU tensor is one view of its own memory, which the caller keeps alive. Anything else of some
     size comes in slabs through one reused buffer: use each piece before asking for the next.
     """
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and is_addressable(tensor):
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return (view(tensor.data_ptr(), tensor.nbytes),)
     if tensor.nbytes < _COPY_BELOW_BYTES:
         return (_own_bytes(tensor),)

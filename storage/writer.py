@@ -42,9 +42,6 @@ _TWO_FILES_ABOVE_BYTES = 64 << 20
 fast."""
 
 
-_COPY_BELOW_BYTES = 128 << 10
-
-
 class StoredChunk(NamedTuple):
     """Where one written item is: the ``storage_data`` of its WriteResult, plain enough for any collective."""
 
@@ -490,11 +487,7 @@ class _ItemWriter:
                 fqn=fqn,
             )
         code = dtype_code(tensor.dtype, fqn=fqn)
-        pieces = byte_pieces(tensor)
-        # A planner may return a temporary, and small payloads wait to be joined with others.
-        if tensor.nbytes < _COPY_BELOW_BYTES:
-            pieces = [bytes(piece) for piece in pieces]
-        row = file.tensor(code, sizes, tensor.nbytes, pieces)
+        row = file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
         rows = file.rows
         place = StoredChunk(
             file.name,

@@ -121,8 +121,6 @@ class DataFile:
         self._torch_compatible = torch_compatible
         self._handle = store.create(name, durable=durable, expected_bytes=expected_bytes)
         self._position = 0
-        self._joined: list[bytes | memoryview] = []
-        self._joined_bytes = 0
         self.size_bytes = 0
 
     def tensor(
@@ -134,8 +132,8 @@ class DataFile:
     ) -> int:
         """Append one tensor; ``pieces`` are its C-ordered bytes in order. Returns the row.
 
-        Memory behind a payload below 128 KiB must stay alive and unchanged until `finish`; the pieces of a
-        larger one are consumed one by one, so an iterable may reuse one buffer for all of them.
+        Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
+        PlanError if they are more or fewer than ``payload_bytes``.
         """
         rows = self.rows
         begin = self._position
@@ -144,25 +142,25 @@ class DataFile:
             prefix = record.prefix
         else:
             record, prefix = None, b""
-        crcs: list[int]
-        if payload_bytes < _JOIN_BELOW_BYTES:
-            payload = _whole(pieces)
-            if len(payload) != payload_bytes:
-                raise _length_error(payload_bytes, len(payload))
+        write = self._handle.write
+        write(prefix)
+        if payload_bytes <= _PIECE_BYTES and type(pieces) is tuple and len(pieces) == 1:
+            payload = pieces[0]
             crc = crc32(payload)
+            write(payload)
+            written = len(payload)
             crcs = [crc] if payload_bytes else []
-            suffix = record.suffix(crc) if record is not None else b""
-            self._joined += (prefix, payload, suffix)
-            self._joined_bytes += len(prefix) + payload_bytes + len(suffix)
-            if self._joined_bytes >= _JOINED_BYTES:
-                self._flush()
         else:
-            self._joined.append(prefix)
-            self._flush()
-            crcs = self._stream(pieces, payload_bytes)
-            suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
-            self._joined.append(suffix)
-            self._joined_bytes += len(suffix)
+            crcs, written = self._stream(pieces)
+            crc = _combine(crcs, payload_bytes)
+        if written != payload_bytes:
+            raise PlanError(
+                f"a tensor delivered {written} bytes where its plan has {payload_bytes}",
+                expected=payload_bytes,
+                got=written,
+            )
+        suffix = record.suffix(crc) if record is not None else b""
+        write(suffix)
         payload_offset = begin + len(prefix)
         self._position = payload_offset + payload_bytes + len(suffix)
         rows.record_offsets.append(begin)
@@ -174,36 +172,15 @@ class DataFile:
         rows.crcs += crcs
         return len(rows.record_offsets) - 1
 
-    def share(self, row: int) -> int:
-        """A row whose payload is that of ``row``: tied tensors are stored once."""
-        rows = self.rows
-        begin = rows.crc_starts[row]
-        crcs = rows.crcs[begin : begin + rows.crc_counts[row]]
-        for values in (
-            rows.record_offsets,
-            rows.record_lengths,
-            rows.payload_offsets,
-            rows.payload_lengths,
-            rows.crc_counts,
-        ):
-            values.append(values[row])
-        rows.crc_starts.append(len(rows.crcs))
-        rows.crcs += crcs
-        return len(rows.record_offsets) - 1
-
     def blob(self, data: bytes | memoryview) -> tuple[int, int, int]:
         """Append an object's bytes; returns (offset, length, CRC-32)."""
         begin = self._position
-        self._joined.append(data)
-        self._joined_bytes += len(data)
+        self._handle.write(data)
         self._position += len(data)
-        if self._joined_bytes >= _JOINED_BYTES:
-            self._flush()
         return begin, len(data), crc32(data)
 
     def finish(self) -> int:
         """Everything on storage; returns the file's size in bytes."""
-        self._flush()
         size = self._handle.finish()
         if size != self._position:
             raise CheckpointFormatError(
@@ -214,11 +191,11 @@ class DataFile:
 
     def abort(self) -> None:
         """Remove the file, finished or not."""
-        self._joined.clear()
         self._handle.abort()
         self._store.delete(self.name)
 
-    def _stream(self, pieces: Iterable[bytes | memoryview], payload_bytes: int) -> list[int]:
+    def _stream(self, pieces: Iterable[bytes | memoryview]) -> tuple[list[int], int]:
+        """Write ``pieces``; the CRC of each block, and the bytes in all."""
         crcs: list[int] = []
         crc = in_block = total = 0
         for piece in pieces:
@@ -236,31 +213,11 @@ class DataFile:
             total += size
         if in_block:
             crcs.append(crc)
-        if total != payload_bytes:
-            raise _length_error(payload_bytes, total)
-        return crcs
-
-    def _flush(self) -> None:
-        if self._joined:
-            parts, self._joined, self._joined_bytes = self._joined, [], 0
-            self._handle.write(parts[0] if len(parts) == 1 else b"".join(parts))
-
-
-def _whole(pieces: Iterable[bytes | memoryview]) -> bytes | memoryview:
-    parts = list(pieces) if not isinstance(pieces, (list, tuple)) else pieces
-    if len(parts) == 1:
-        return parts[0]
-    return b"".join(parts)
+        return crcs, total
 
 
 def _combine(crcs: Sequence[int], payload_bytes: int) -> int:
-    total = crcs[0]
+    total = crcs[0] if crcs else 0
     for number, crc in enumerate(crcs[1:], start=1):
         total = crc32_combine(total, crc, min(BLOCK_BYTES, payload_bytes - number * BLOCK_BYTES))
     return total
-
-
-def _length_error(expected: int, got: int) -> PlanError:
-    return PlanError(
-        f"a tensor delivered {got} bytes where its plan has {expected}", expected=expected, got=got
-    )

@@ -24,7 +24,7 @@ def write_arrays(store: Store, arrays: list[np.ndarray]) -> CheckpointIndex:
     store.make_root()
     file = DataFile(store, "data.distcp", durable=False)
     for array in arrays:
-        file.tensor(_CODES[array.itemsize], array.shape, array.nbytes, [memoryview(array.tobytes())])
+        file.tensor(_CODES[array.itemsize], array.shape, array.nbytes, (memoryview(array.tobytes()),))
     file.finish()
     rows, count = file.rows, len(arrays)
     sizes = np.array([n for array in arrays for n in array.shape], dtype=np.int64)
