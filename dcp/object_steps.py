@@ -95,11 +95,15 @@ def save(
 def _metadata_of(writer: StorageWriter) -> Metadata:
     """On ranks that did not plan: the metadata as it was published, read when it is looked at."""
     from dcp.storage.formats.open import open_index
-    from dcp.storage.stores import open_store
+    from dcp.storage.stores import Store, open_store
     from dcp.storage.torch_metadata import LazyMetadata
 
-    where = getattr(writer, "checkpoint_id", None)
-    return LazyMetadata.of(lambda: open_index(open_store(where or "")), writer.storage_meta())
+    def store() -> Store:
+        if isinstance(writer, FileSystemWriter):
+            return writer.store
+        return open_store(getattr(writer, "checkpoint_id", None) or "")
+
+    return LazyMetadata.of(lambda: open_index(store()), writer.storage_meta())
 
 
 def load(

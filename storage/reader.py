@@ -27,7 +27,7 @@ from dcp.storage.errors import CorruptCheckpointError, PlanError, ShapeMismatchE
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index
-from dcp.storage.stores import open_store
+from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.tensors import is_addressable, narrow, slab_boxes, torch_dtype
 from dcp.storage.torch_metadata import LazyMetadata
@@ -57,7 +57,8 @@ class FileSystemReader(StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL).
 
     ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the
-    number of reading threads (None: by the machine's cores). ``_extension_registry`` belongs to stock's
+    number of reading threads (None: by the machine's cores). ``open_store`` makes the store of a path, such
+    as ``partial(PosixStore, follow_links=True)``. ``_extension_registry`` belongs to stock's
     experimental stream extensions, which this reader refuses to guess at.
     """
 
@@ -68,6 +69,7 @@ class FileSystemReader(StorageReader):
         *,
         verify: Verify = "blocks",
         threads: int | None = None,
+        open_store: OpenStore = open_store,
     ) -> None:
         super().__init__()
         if _extension_registry is not None:
@@ -78,6 +80,7 @@ class FileSystemReader(StorageReader):
         self.path = path
         self.verify: Verify = verify
         self.threads = threads
+        self.open_store = open_store
         self.load_id = str(uuid.uuid4())
         self.stats = ReadStats()
         self._store: Store | None = None
@@ -103,7 +106,7 @@ class FileSystemReader(StorageReader):
     def store(self) -> Store:
         """The store of the current id."""
         if self._store is None:
-            self._store = open_store(self.path)
+            self._store = self.open_store(self.path)
         return self._store
 
     def read_index(self, rank: int | None = None) -> CheckpointIndex:

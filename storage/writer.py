@@ -31,7 +31,7 @@ from dcp.storage.engine.assemble import ragged_positions
 from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.stores import open_store
+from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.tensors import byte_pieces, dtype_code, narrow
 
@@ -89,7 +89,8 @@ class FileSystemWriter(StorageWriter):
     ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` and
     ``cache_staged_state_dict`` are accepted for compatibility. ``torch_compatible=False`` leaves out
     `.metadata` and the torch.save container of each tensor: smaller, and not loadable by stock torch.
-    ``overwrite=False`` refuses an id that has a checkpoint.
+    ``overwrite=False`` refuses an id that has a checkpoint. ``open_store`` makes the store of a path: give
+    another one for a storage of your own, or for options such as ``partial(PosixStore, direct_io=False)``.
 
     Unlike torch's, it publishes atomically: data files get unique names, and nothing is visible (or, on
     overwrite, replaced) before `finish` has published the manifest.
@@ -108,6 +109,7 @@ class FileSystemWriter(StorageWriter):
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
         torch_compatible: bool = True,
+        open_store: OpenStore = open_store,
     ) -> None:
         super().__init__()
         if _extensions:
@@ -128,6 +130,7 @@ class FileSystemWriter(StorageWriter):
         self.cache_staged_state_dict = cache_staged_state_dict
         self.overwrite = overwrite
         self.torch_compatible = torch_compatible
+        self.open_store = open_store
         self.rank = 0
         self.use_collectives = True
         self.user: dict[str, Any] = {}
@@ -160,7 +163,7 @@ class FileSystemWriter(StorageWriter):
     def store(self) -> Store:
         """The store of the current id."""
         if self._store is None:
-            self._store = open_store(self.path)
+            self._store = self.open_store(self.path)
         return self._store
 
     def storage_meta(self) -> StorageMeta:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from dcp.storage.errors import StorageError
@@ -25,6 +27,7 @@ __all__ = [
     "Buffer",
     "FileInfo",
     "MemoryStore",
+    "OpenStore",
     "PosixStore",
     "ReadHandle",
     "Store",
@@ -33,6 +36,9 @@ __all__ = [
     "check_name",
     "open_store",
 ]
+
+OpenStore: TypeAlias = Callable[[str | os.PathLike[str]], Store]
+"""What makes the store of a checkpoint id, as `open_store` does."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
