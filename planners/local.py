@@ -405,8 +405,7 @@ class _Builder:
         self.pointers.append(pointer)
 
     def resolved(self, view: torch.Tensor) -> torch.Tensor:
-        """A lazily conjugated or negated view by value; to load into, the view itself, as torch copies into it
-        the right way round."""
+        """A lazily conjugated or negated view by value; to load into, the view itself, which copies heed."""
         return view if self.loading else view.detach().resolve_conj().resolve_neg()
 
     def note_strides(self, row: int, tensor: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ class Settings:
     names: list[str]
 
 
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "none": None,
     "true": True,
     "int": -7,
@@ -126,7 +126,7 @@ def test_objects_of_the_users_classes_need_weights_only_false(tmp_path: Path) ->
             assert exactly(target["x"], value), (saver, loader, name)
 
 
-def nested() -> dict[str, Any]:
+def nested() -> dict[Any, Any]:
     """Tensors and values in dicts, lists and tuples, with int keys and keys that look like paths."""
     return {
         "state": {0: {"step": torch.tensor(3.0), "flag": True}, 1: {"step": torch.tensor(4.0), "flag": None}},
@@ -143,7 +143,7 @@ def nested() -> dict[str, Any]:
 
 
 def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
-    """Dicts, lists, tuples and int keys of any nesting: the target has the saved values, at the saved keys."""
+    """Dicts, lists, tuples and int keys of any nesting: the target gets the saved values under its keys."""
     for saver in SAVE:
         folder = str(tmp_path / saver)
         SAVE[saver](nested(), checkpoint_id=folder)
@@ -190,7 +190,7 @@ class Counter:
 
 
 def test_stateful_objects_are_saved_and_loaded_by_their_methods(tmp_path: Path) -> None:
-    """Models, optimizers, schedulers and objects with state_dict are given as they are, in both directions."""
+    """Models, optimizers, schedulers and objects with state_dict are given as they are, both ways."""
 
     def training(seed: int, steps: int) -> dict[str, Any]:
         torch.manual_seed(seed)
@@ -299,7 +299,7 @@ def per_rank(rank: int, world: int, root: str) -> list[Any]:
     dcp.save(state(rank), checkpoint_id=root)
     target = state(100)
     dcp.load(target, checkpoint_id=root)
-    other = {"position": {f"rank-{rank}": None}, "shared": None}
+    other: dict[str, Any] = {"position": {f"rank-{rank}": None}, "shared": None}
     stock.load(other, checkpoint_id=root)
     same = exactly(target["loader"].value, state(rank)["loader"].value)
     return [target["position"].value, target["shared"], same, other["position"][f"rank-{rank}"]]

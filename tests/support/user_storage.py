@@ -1,0 +1,213 @@
+"""A storage and planners as a user writes them from torch's interfaces alone."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_load_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.futures import Future
+
+__all__ = ["ItemReader", "ItemWriter", "PlainLoadPlanner", "PlainSavePlanner"]
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class ItemWriter(StorageWriter):
+    """Pickles each item into a file of its own; an interface from before torch's keywords were added."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.calls: list[str] = []
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another place."""
+        self.path = Path(checkpoint_id) if checkpoint_id else self.path
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Without the ``rank`` and ``use_collectives`` of newer storages."""
+        self.calls.append("set_up")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder."""
+        self.calls.append("local")
+        self.path.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Number the ranks."""
+        self.calls.append("global")
+        return [
+            SavePlan(plan.items, storage_data={"number": number}, planner_data=plan.planner_data)
+            for number, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """One pickle an item."""
+        self.calls.append("write")
+        results = []
+        for number, item in enumerate(plan.items):
+            data = planner.resolve_data(item)
+            content = data.getvalue() if isinstance(data, io.BytesIO) else data.detach().clone()
+            name = f"{plan.storage_data['number']}-{number}.pickle"
+            (self.path / name).write_bytes(pickle.dumps(content))
+            results.append(WriteResult(item.index, 0, name))
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Metadata with the file names."""
+        self.calls.append("finish")
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        (self.path / "index.pickle").write_bytes(pickle.dumps(metadata))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path."""
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Nothing to tell."""
+        return None
+
+
+class ItemReader(StorageReader):
+    """Reads what `ItemWriter` wrote."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.places: dict[MetadataIndex, str] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another place."""
+        self.path = Path(checkpoint_id) if checkpoint_id else self.path
+
+    def read_metadata(self) -> Metadata:
+        """Without the ``rank`` of newer storages."""
+        metadata: Metadata = pickle.loads((self.path / "index.pickle").read_bytes())
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Keep the file names."""
+        self.places = metadata.storage_data or {}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Item by item."""
+        for item in plan.items:
+            content = pickle.loads((self.path / self.places[item.storage_index]).read_bytes())
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(content))
+                continue
+            for dim, (begin, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                content = content.narrow(dim, begin, size)
+            target = planner.resolve_tensor(item)
+            target.copy_(content)
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path."""
+        return True
+
+
+class PlainSavePlanner(SavePlanner):
+    """Plans a flat state dict by torch's helper functions, with nothing of the default planner."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state."""
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """torch's items."""
+        return create_default_local_save_plan(self.state_dict, self.is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """torch's metadata, without any deduplication."""
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor, or torch.save of a value."""
+        value = find_state_dict_object(self.state_dict, write_item.index)
+        if isinstance(value, torch.Tensor):
+            return value
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return buffer
+
+
+class PlainLoadPlanner(LoadPlanner):
+    """Loads a flat state dict likewise."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state."""
+        self.state_dict, self.metadata = state_dict, metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """torch's items."""
+        if self.metadata is None:
+            raise ValueError("no metadata")
+        return create_default_local_load_plan(self.state_dict, self.metadata)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """torch's."""
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put the value in."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of the local tensor."""
+        tensor: torch.Tensor = find_state_dict_object(self.state_dict, read_item.dest_index).detach()
+        for dim, (begin, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, begin, size)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Filled in place."""
