@@ -1,0 +1,293 @@
+"""Every way in which stock torch can be told to save, and every way to call save and load."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcp
+from tests.support.ranks import run_ranks
+from tests.support.values import differences, fill, scrub
+
+PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
+ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
+State = dict[str, Any]
+
+SHAPES = {"rows": (7, 6), "columns": (4, 5), "copy": (3, 3), "big": (40, 1024)}
+
+
+def plain_state() -> State:
+    """Full tensors of the names in `sharded_state`."""
+    return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def sharded_state(world: int) -> State:
+    """Tensors sharded by rows and by columns, and a replicated one."""
+    mesh = init_device_mesh("cpu", (world,))
+    placements = {"rows": Shard(0), "columns": Shard(1), "copy": Replicate(), "big": Shard(1)}
+    return {n: distribute_tensor(torch.zeros(SHAPES[n]), mesh, [p]) for n, p in placements.items()}
+
+
+def load_plain(rank: int, world: int, folder: str, package: str) -> list[str]:
+    """What differs after loading into full tensors."""
+    target = plain_state()
+    PACKAGES[package].load(target, checkpoint_id=folder)
+    return differences(target)
+
+
+def load_sharded(rank: int, world: int, folder: str, package: str) -> list[str]:
+    """What differs after loading into tensors sharded over this world."""
+    target = sharded_state(world)
+    PACKAGES[package].load(target, checkpoint_id=folder)
+    return differences(target)
+
+
+def save_with(rank: int, world: int, folder: str, package: str, options: dict[str, Any]) -> None:
+    """Save by one package's FileSystemWriter with options."""
+    writer = PACKAGES[package].FileSystemWriter(folder, **options)
+    PACKAGES[package].save(fill(sharded_state(world)), storage_writer=writer)
+
+
+WRITERS = [
+    ("stock", {"serialization_format": SerializationFormat.SAFETENSORS}),
+    ("stock", {"serialization_format": SerializationFormat.SAFETENSORS, "single_file_per_rank": False}),
+    ("stock", {"thread_count": 2}),
+    ("stock", {"single_file_per_rank": False, "thread_count": 2}),
+    ("stock", {"sync_files": False, "per_thread_copy_ahead": 0}),
+    ("ours", {"thread_count": 2}),
+    ("ours", {"single_file_per_rank": False}),
+    ("ours", {"single_file_per_rank": False, "thread_count": 3, "sync_files": False}),
+]
+
+
+@pytest.mark.parametrize(("package", "options"), WRITERS)
+def test_options_of_the_writers_do_not_show_in_what_is_loaded(
+    package: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Safetensors payloads, several threads, a file a tensor: equal bytes on 2 ranks and on another world."""
+    folder = str(tmp_path / "x")
+    run_ranks(2, save_with, folder, package, options)
+    for world in (1, 2, 3):
+        assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
+    if package == "ours":
+        assert run_ranks(2, load_sharded, folder, "stock") == [[], []]
+    if options.get("single_file_per_rank") is False and package == "ours":
+        assert len(list(Path(folder).glob("__0_*.distcp"))) >= 3
+
+
+def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
+    """Smaller, without .metadata, loaded by ours; stock finds no checkpoint."""
+    small, large = str(tmp_path / "small"), str(tmp_path / "large")
+    run_ranks(2, save_with, small, "ours", {"torch_compatible": False})
+    run_ranks(2, save_with, large, "ours", {})
+    assert run_ranks(3, load_sharded, small, "ours") == [[]] * 3
+    assert not (tmp_path / "small" / ".metadata").exists()
+
+    def stored(folder: str) -> int:
+        return sum(file.stat().st_size for file in Path(folder).iterdir())
+
+    assert stored(small) < stored(large) - 1000
+    with pytest.raises(stock.CheckpointException):
+        stock.load(plain_state(), checkpoint_id=small)
+
+
+# -- without collectives, without ranks, with some of the ranks -------------------------------------------
+
+
+def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
+    """Save with use_collectives=False, and load again on the same world by the other package and ours."""
+    PACKAGES[package].save(fill(sharded_state(world)), checkpoint_id=folder, use_collectives=False)
+    dist.barrier()
+    found = load_sharded(rank, world, folder, "ours")
+    return found + (load_sharded(rank, world, folder, "stock") if package == "ours" else [])
+
+
+@pytest.mark.parametrize("package", ["ours", "stock"])
+def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path) -> None:
+    """use_collectives=False of either package: loaded on the same world by both, by ours on any other."""
+    folder = str(tmp_path / package)
+    assert run_ranks(3, save_alone, folder, package) == [[]] * 3
+    assert {file.name for file in Path(folder).glob("*.metadata")} == {f"__{r}.metadata" for r in range(3)}
+    for world in (1, 2, 4):
+        assert run_ranks(world, load_sharded, folder, "ours") == [[]] * world
+    assert load_plain(0, 1, folder, "ours") == []
+
+
+def each_for_itself(rank: int, world: int, root: str) -> list[str]:
+    """Inside of a process group, each rank saves and loads another thing with no_dist; what differs."""
+    found = []
+    for saver, loader in ROUTES:
+        folder = f"{root}/{saver}-{loader}-{rank}"
+        name = f"own-{rank}"
+        PACKAGES[saver].save(fill({name: torch.zeros(5 + rank)}), checkpoint_id=folder, no_dist=True)
+        target = {name: torch.zeros(5 + rank)}
+        PACKAGES[loader].load(target, checkpoint_id=folder, no_dist=True)
+        found += differences(target)
+    return found
+
+
+def test_no_dist_leaves_the_other_ranks_out(tmp_path: Path) -> None:
+    """With no_dist each rank has checkpoints of its own, though a process group is there."""
+    assert run_ranks(2, each_for_itself, str(tmp_path)) == [[], []]
+
+
+def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str]:
+    """Some ranks save and load in a group of their own, while the others do something else; what differs."""
+    group = dist.new_group(members)
+    found = []
+    for saver, loader in ROUTES:
+        if rank not in members:
+            continue
+        place = members.index(rank)
+        state = fill({f"stage{place}": torch.zeros(4, place + 1), "same": torch.zeros(3), "n": 1})
+        folder = f"{root}/{saver}-{loader}"
+        PACKAGES[saver].save(state, checkpoint_id=folder, process_group=group)
+        target = scrub({f"stage{place}": torch.zeros(4, place + 1), "same": torch.zeros(3), "n": 0})
+        PACKAGES[loader].load(target, checkpoint_id=folder, process_group=group)
+        found += differences(target) + ([] if target["n"] == 1 else ["n"])
+    return found
+
+
+def shard_group(rank: int, world: int, root: str) -> list[str]:
+    """HSDP on 2 x 2: the second replica's shard group saves and loads alone; what differs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def state() -> State:
+        placements = (Replicate(), Shard(0))
+        return {n: distribute_tensor(torch.zeros(shape), mesh, placements) for n, shape in SHAPES.items()}
+
+    found: list[str] = []
+    group = mesh.get_group("shard")
+    for saver, loader in ROUTES:
+        source, target = fill(state()), scrub(state())
+        if rank >= 2:
+            PACKAGES[saver].save(source, checkpoint_id=f"{root}/{saver}-{loader}", process_group=group)
+        dist.barrier()
+        # both replicas load, each by itself
+        PACKAGES[loader].load(target, checkpoint_id=f"{root}/{saver}-{loader}", process_group=group)
+        found += differences(target)
+    return found
+
+
+def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
+    """A process group whose first rank is not rank 0 coordinates itself."""
+    for members in ([2, 3], [1, 3], [3]):
+        root = str(tmp_path / "".join(map(str, members)))
+        assert run_ranks(4, in_a_group, root, members) == [[]] * 4
+
+
+def test_one_shard_group_of_hybrid_sharding_saves(tmp_path: Path) -> None:
+    """Of replicas of shards one group saves the whole; each group loads for itself."""
+    assert run_ranks(4, shard_group, str(tmp_path)) == [[]] * 4
+
+
+# -- overwriting -------------------------------------------------------------------------------------------
+
+
+def overwritten(rank: int, world: int, folder: str) -> list[str]:
+    """Each package overwrites the other's checkpoint, and its own, with other values; what either misreads."""
+    found = []
+    for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
+        state = sharded_state(world)
+        for value in state.values():
+            value.to_local().fill_(number)
+        PACKAGES[saver].save(state, checkpoint_id=folder)
+        for loader in PACKAGES:
+            target = sharded_state(world)
+            PACKAGES[loader].load(target, checkpoint_id=folder)
+            dist.barrier()
+            if not all(value.to_local().eq(number).all() for value in target.values()):
+                found.append(f"save {number} by {saver} read by {loader}")
+    return found
+
+
+def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
+    """After any save, ours or stock's, both load what was saved last; ours leaves no file of stock's behind."""
+    assert run_ranks(2, overwritten, str(tmp_path)) == [[], []]
+    index = dcp.open_index(str(tmp_path))
+    assert sorted(file.name for file in tmp_path.glob("*.distcp")) == sorted(index.files)
+
+
+# -- ways to call -------------------------------------------------------------------------------------------
+
+IDS: list[Callable[[Path], Any]] = [str, Path, lambda path: path.as_uri()]
+
+
+@pytest.mark.parametrize("make", IDS, ids=["str", "Path", "file URL"])
+def test_checkpoint_ids_of_every_kind(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """A str, a Path and a file URL name the same place, to save, load, writer and reader."""
+    folder = tmp_path / "with space" / "x"
+    dcp.save(fill(plain_state()), checkpoint_id=make(folder))
+    assert (folder / "manifest.msgpack").exists()
+    assert load_plain(0, 1, str(folder), "stock") == []
+    for options in (
+        {"checkpoint_id": make(folder)},
+        {"storage_reader": dcp.FileSystemReader(make(folder))},
+        {"storage_reader": dcp.FileSystemReader("elsewhere"), "checkpoint_id": make(folder)},
+    ):
+        target = plain_state()
+        dcp.load(target, **options)
+        assert differences(target) == []
+
+
+def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> None:
+    """save_state_dict and load_state_dict, and a storage as second argument, as code from torch 2.0 calls."""
+    for number, saver in enumerate(PACKAGES.values()):
+        for loader in PACKAGES.values():
+            folder = str(tmp_path / str(number))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                saver.save_state_dict(fill(plain_state()), saver.FileSystemWriter(folder), no_dist=True)
+                target = plain_state()
+                loader.load_state_dict(target, loader.FileSystemReader(folder), no_dist=True)
+            assert differences(target) == []
+    with pytest.warns(FutureWarning, match="save_state_dict"):
+        dcp.save_state_dict(plain_state(), dcp.FileSystemWriter(tmp_path / "w"), no_dist=True)
+    with pytest.warns(UserWarning, match="argument order"):
+        dcp.save(fill(plain_state()), dcp.FileSystemWriter(tmp_path / "p"))
+    target = plain_state()
+    with pytest.warns(UserWarning, match="argument order"):
+        dcp.load(target, dcp.FileSystemReader(tmp_path / "p"))
+    assert differences(target) == []
+
+
+def asynchronous(rank: int, world: int, root: str) -> list[str]:
+    """async_save of both packages with our storage, twice to different places; what differs."""
+    found = []
+    for package in PACKAGES:
+        for number in range(2):
+            state = fill(sharded_state(world))
+            folder = f"{root}/{package}-{number}"
+            writer = dcp.FileSystemWriter(folder)
+            future = PACKAGES[package].async_save(state, storage_writer=writer)
+            scrub(state)
+            getattr(future, "upload_completion", future).result()
+            dist.barrier()
+            found += load_sharded(rank, world, folder, "ours") + load_sharded(rank, world, folder, "stock")
+    return found
+
+
+def test_async_save_writes_through_our_storage(tmp_path: Path) -> None:
+    """What async_save staged is what is saved, whatever the trainer does to the tensors afterwards."""
+    assert run_ranks(2, asynchronous, str(tmp_path)) == [[], []]
+
+
+def test_metadata_that_save_returns_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    """dcp.save returns torch's Metadata; it pickles, and says what stock reads from .metadata."""
+    returned = dcp.save({**fill(plain_state()), "n": 1}, checkpoint_id=str(tmp_path))
+    read = stock.FileSystemReader(tmp_path).read_metadata()
+    for metadata in (returned, pickle.loads(pickle.dumps(returned))):
+        assert metadata.state_dict_metadata == read.state_dict_metadata
+        assert metadata.planner_data == read.planner_data
+        assert metadata.storage_data == read.storage_data
