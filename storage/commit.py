@@ -9,7 +9,7 @@ that
    belongs to it and of the one it replaces, so until this step is done (or if a crash prevents it) our
    readers still know that the manifest is the truth, and stock's see the replaced checkpoint, whose files
    are still there.
-4. Files of the replaced checkpoint are deleted.
+4. Files of the replaced checkpoint are deleted, and what killed saves left behind.
 
 The manifest goes first because only one of two racing writers may touch `.metadata`, and on an object store
 the conditional PUT of the manifest is the only arbiter there is. Torch-free.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest, encode_manifest
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
-from dcp.storage.stores.base import Store, Version
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
 
 __all__ = ["Names", "Previous", "commit", "discard", "previous_state"]
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _INDEX_LIMIT_BYTES = 16 << 30
 _LOCK_TIMEOUT_SECONDS = 60.0
+_OURS = re.compile(rf"__[0-9]+_[0-9]+\.[0-9a-f]+\.distcp|{re.escape(TEMPORARY_PREFIX)}.+")
 _CONFLICT = (
     "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
     "its own id, or let one job write to an id."
@@ -58,12 +60,17 @@ class Names:
 
 @dataclass(frozen=True)
 class Previous:
-    """What stood under the id when a save began: the versions to compare with, the files to clean up."""
+    """What stood under the id when a save began: the versions to compare with, the files to clean up.
+
+    ``strays`` are files of saves that had begun before and not committed. Whether they were killed or are
+    still running: once this save has published, none of them can commit any more.
+    """
 
     manifest: Version | None = None
     metadata: Version | None = None
     metadata_crc: int | None = None
     files: tuple[str, ...] = ()
+    strays: tuple[str, ...] = ()
 
     @property
     def exists(self) -> bool:
@@ -73,6 +80,7 @@ class Previous:
 
 def previous_state(store: Store, names: Names) -> Previous:
     """Look at what is published under the id now; a damaged predecessor is no obstacle to replacing it."""
+    listing = [info.name for info in store.list()]
     manifest, metadata = store.version(names.manifest), store.version(names.metadata)
     files: set[str] = set()
     metadata_crc = None
@@ -88,7 +96,15 @@ def previous_state(store: Store, names: Names) -> Previous:
         if metadata_crc != committed_crc:  # else it names the manifest's files, and decoding it takes seconds
             with _tolerate(".metadata", store):
                 files.update(decode_torch_metadata(data).files)
-    return Previous(manifest, metadata, metadata_crc, tuple(sorted(files)))
+    strays = _strays(listing) if names == Names() else ()
+    return Previous(manifest, metadata, metadata_crc, tuple(sorted(files)), strays)
+
+
+def _strays(listing: list[str]) -> tuple[str, ...]:
+    """Files named as only this package names them; none where ranks save on their own, beside each other."""
+    if any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing):
+        return ()
+    return tuple(name for name in listing if _OURS.fullmatch(name))
 
 
 @contextlib.contextmanager
@@ -145,7 +161,7 @@ def commit(
                 f"stock torch could not be written: {error}",
                 **(error.facts | {"path": store.url, "committed": True}),
             ) from error
-    _delete_all(store, set(previous.files) - set(index.files))
+    _delete_all(store, {*previous.files, *previous.strays} - set(index.files))
     return index
 
 
