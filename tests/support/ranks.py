@@ -17,13 +17,23 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RankDied", "RankRaised", "Ranks", "run_ranks"]
+__all__ = ["RankDied", "RankRaised", "Ranks", "forkserver_context", "run_ranks"]
 
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once and has no threads, so a fresh pool after a killed rank costs milliseconds.
 _context.set_forkserver_preload(
-    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "dcp.state_dict_saver", "dcp.state_dict_loader"]
+    [
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "dcp.state_dict_saver",
+        "dcp.state_dict_loader",
+    ]
 )
+
+
+def forkserver_context() -> multiprocessing.context.ForkServerContext:
+    """The context whose processes are forked from a warm server."""
+    return _context
 
 
 @dataclass(frozen=True)

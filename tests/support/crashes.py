@@ -1,0 +1,172 @@
+"""Processes that may be killed: forked from one that has torch imported, so that each costs milliseconds.
+
+A test runs a function `in_lab`: in a fresh process that has no threads, and may therefore fork. There
+`Child` runs a function in a fork, and `run_groups` runs whole gloo groups of them side by side, because the
+survivors of a killed rank spend seconds on waiting for its sign of life.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankRaised, forkserver_context
+
+__all__ = ["Child", "Ending", "Group", "in_lab", "kill_rank", "run_groups"]
+
+_PR_SET_PDEATHSIG = 1
+"""A fork ends with its laboratory: a test that failed leaves no processes behind."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: with a value, with an exception, or (``signal`` not 0) killed; or it hung."""
+
+    value: Any = None
+    raised: RankRaised | None = None
+    signal: int = 0
+    hung: bool = False
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        """Whether SIGKILL ended it."""
+        return self.signal == signal.SIGKILL
+
+
+def raised_by(error: BaseException, seconds: float = 0.0) -> RankRaised:
+    """An exception as data that crosses processes."""
+    facts = {k: v for k, v in getattr(error, "facts", {}).items() if isinstance(v, (int, str, bool, list))}
+    facts["failed_ranks"] = list(getattr(error, "ranks", []))
+    names = tuple(cls.__name__ for cls in type(error).__mro__)
+    return RankRaised(type(error).__name__, str(error), names, facts, traceback.format_exc(), seconds)
+
+
+class Child:
+    """``function(*args)`` in a fork of this process, which must have no threads."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._result = os.memfd_create("result")
+        self._begun = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            try:
+                with open(self._result, "wb", closefd=False) as file:
+                    pickle.dump(_outcome(function, args), file)
+            finally:
+                os._exit(0)
+        self._watch = os.pidfd_open(self.pid)
+
+    def wait(self, timeout_seconds: float = 60.0) -> Ending:
+        """How it ended; one that is late is killed and reported as hung."""
+        ready, _, _ = select.select([self._watch], [], [], max(0.0, timeout_seconds))
+        if not ready:
+            os.kill(self.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        seconds = time.monotonic() - self._begun
+        os.close(self._watch)
+        with open(self._result, "rb") as file:
+            data = file.seek(0) or file.read()
+        if not ready:
+            return Ending(hung=True, seconds=seconds)
+        if status != 0 or not data:
+            return Ending(signal=-status, seconds=seconds)
+        value = pickle.loads(data)
+        if isinstance(value, RankRaised):
+            return Ending(raised=value, seconds=seconds)
+        return Ending(value=value, seconds=seconds)
+
+
+def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    gc.freeze()  # else the first collection copies every page that this process shares with its parent
+    begun = time.monotonic()
+    try:
+        return function(*args)
+    except BaseException as error:  # noqa: BLE001 - reported to the test, which decides
+        return raised_by(error, time.monotonic() - begun)
+
+
+def _laboratory(connection: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    with connection:
+        connection.send(_outcome(function, args))
+
+
+def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> Any:
+    """The result of ``function(*args)``, a function of a module, in a process of its own without threads."""
+    context = forkserver_context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_laboratory, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout_seconds):
+            raise AssertionError(f"{function.__name__} did not end within {timeout_seconds} s")
+        value = ours.recv()
+    finally:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+        process.join(5)
+    if isinstance(value, RankRaised):
+        raise AssertionError(f"{function.__name__} raised:\n{value.traceback_text}")
+    return value
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process group to run: ``function(rank, world_size, *args)`` on each of its ranks."""
+
+    world_size: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+def run_groups(groups: Sequence[Group], *, at_once: int = 8, timeout_seconds: float = 60.0) -> list[list[Ending]]:
+    """Endings by group and rank; ``at_once`` groups run side by side."""
+    endings: list[list[Ending]] = []
+    for first in range(0, len(groups), at_once):
+        with tempfile.TemporaryDirectory(prefix="dcp-groups-") as folder:
+            running = []
+            for number, group in enumerate(groups[first : first + at_once]):
+                path = f"{folder}/{number}"
+                running.append([Child(_member, rank, path, group) for rank in range(group.world_size)])
+            deadline = time.monotonic() + timeout_seconds
+            endings += [[child.wait(deadline - time.monotonic()) for child in ranks] for ranks in running]
+    return endings
+
+
+_rendezvous: list[Any] = []
+
+
+def _member(rank: int, path: str, group: Group) -> Any:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(group.world_size))
+    store = dist.FileStore(path, group.world_size)  # type: ignore[attr-defined]
+    store.set(f"pid/{rank}", str(os.getpid()))
+    _rendezvous.append(store)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=group.world_size, timeout=timedelta(seconds=60)
+    )
+    return group.function(rank, group.world_size, *group.args)
+
+
+def kill_rank(rank: int) -> None:
+    """SIGKILL another rank of this process's group (or this one), and give the system time to notice."""
+    pid = int(_rendezvous[0].get(f"pid/{rank}"))
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.05)

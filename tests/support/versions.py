@@ -1,0 +1,133 @@
+"""State dicts of which every byte tells the version, and who of dcp and stock torch loads which of them.
+
+After a crash a folder may hold an old or a new version, never something in between: `seen_by_dcp` and
+`seen_by_stock` say which one it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+import dcp
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from tests.support.values import leaves, raw
+
+__all__ = [
+    "ABSENT",
+    "MIXED",
+    "is_version",
+    "listing",
+    "save_version",
+    "seen_by_dcp",
+    "seen_by_stock",
+    "stock_save_version",
+    "version_of",
+    "version_state",
+]
+
+ABSENT = "absent"
+"""Nothing is committed, and the error says so."""
+
+MIXED = "mixed"
+"""What no save ever held: the one answer that is always wrong."""
+
+VERSIONS = 12
+
+
+def version_state(version: int, *, large: int = 0) -> dict[str, Any]:
+    """A state dict for version 1, 2, ...; ``large`` elements in one more tensor. 0 is a template to load into."""
+    generator = torch.Generator().manual_seed(version)
+    weights = torch.randn(24, 10, generator=generator)
+    state: dict[str, Any] = {
+        "model": {
+            "w": weights,
+            "half": weights.sum(0).to(torch.bfloat16),
+            "layers": [torch.full((3, 5), float(version)), torch.full((7,), version, dtype=torch.int64)],
+            "count": torch.tensor(version),
+            "empty": torch.zeros(0, 4),
+        },
+        "step": version,
+        "lr": [0.1 * version, "warm"],
+        "schedule": OrderedDict(version=version),
+    }
+    if large:
+        state["large"] = torch.full((large,), version, dtype=torch.int32)
+    return state
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and left.dtype == right.dtype and raw(left) == raw(right)
+    return type(left) is type(right) and bool(left == right)
+
+
+def is_version(state: dict[str, Any], version: int, *, large: int = 0) -> bool:
+    """Whether ``state`` is that version in every bit."""
+    got, wanted = dict(leaves(state)), dict(leaves(version_state(version, large=large)))
+    return got.keys() == wanted.keys() and all(_equal(got[name], value) for name, value in wanted.items())
+
+
+def version_of(state: dict[str, Any], *, large: int = 0) -> int | str:
+    """Which version ``state`` is, or MIXED."""
+    step = state["step"]
+    return step if step in range(1, VERSIONS) and is_version(state, step, large=large) else MIXED
+
+
+def save_version(folder: Path, version: int, *, large: int = 0, **options: Any) -> None:
+    """`dcp.save` of one version by this process alone."""
+    dcp.save(
+        version_state(version, large=large),
+        storage_writer=dcp.FileSystemWriter(folder, **options),
+        no_dist=True,
+    )
+
+
+def stock_save_version(folder: Path, version: int, *, large: int = 0) -> None:
+    """Stock torch's save of one version."""
+    stock_save(version_state(version, large=large), checkpoint_id=folder, no_dist=True)
+
+
+def seen_by_dcp(folder: Path, *, large: int = 0, **options: Any) -> int | str:
+    """The version that `dcp.load` gives, ABSENT, or the name of the error's class."""
+    state = version_state(0, large=large)
+    try:
+        dcp.load(state, checkpoint_id=folder, no_dist=True, **options)
+    except dcp.CheckpointNotFoundError:
+        return ABSENT
+    except dcp.CheckpointError as error:
+        return type(error).__name__
+    return version_of(state, large=large)
+
+
+def seen_by_stock(folder: Path, *, large: int = 0) -> int | str:
+    """The version that stock torch's load gives, or ABSENT where there is no `.metadata`."""
+    if not (folder / METADATA_NAME).exists():
+        return ABSENT
+    state = version_state(0, large=large)
+    stock_load(state, checkpoint_id=folder, no_dist=True)
+    return version_of(state, large=large)
+
+
+def listing(folder: Path) -> dict[str, int]:
+    """How many files of which kind a folder holds: manifest, metadata, data and everything else by name."""
+    kinds: dict[str, int] = {}
+    for name in os.listdir(folder) if folder.exists() else []:
+        kind = {MANIFEST_NAME: "manifest", METADATA_NAME: "metadata"}.get(name, name)
+        if name.endswith(".distcp"):
+            kind = "data"
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return kinds
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """A copy of a checkpoint, or of nothing."""
+    if source.exists():
+        shutil.copytree(source, target)
