@@ -1,0 +1,179 @@
+"""`python -m benchmarks`: run the workloads, print the table, write it and all samples to a folder."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from benchmarks.processes import BenchmarkError, Progress, run_ranks
+
+_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory")
+_MEMORY_WORKLOADS = ("W1", "W2", "W3")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", default=",".join(_WORKLOADS), help="comma-separated: %(default)s")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all contenders: %(default)s")
+    parser.add_argument("--scale", type=float, default=1.0, help="size of the workloads: %(default)s")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the multi-rank rows: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"), help="results: %(default)s")
+    parser.add_argument("--tmp", type=Path, default=None, help="where the checkpoints go, and are removed")
+    options = parser.parse_args(arguments)
+    options.only = options.only.split(",")
+    unknown = set(options.only) - set(_WORKLOADS)
+    if unknown:
+        parser.error(f"no such workload: {', '.join(sorted(unknown))}; there are {', '.join(_WORKLOADS)}")
+    if options.rounds < 1 or options.scale <= 0 or options.ranks not in (1, 2, 4, 8):
+        parser.error("--rounds is at least 1, --scale above 0, --ranks one of 1, 2, 4, 8")
+    return options
+
+
+class _Suite:
+    """Runs the chosen workloads one after the other, each in processes and a folder of its own."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._begun = time.monotonic()
+        self.rows: list[Any] = []
+        self.measured: list[Any] = []
+
+    def run(self) -> None:
+        """Fill `rows` and `measured`."""
+        for workload in self._options.only:
+            if workload == "R1":
+                self._reshard()
+            elif workload == "memory":
+                self._memory()
+            else:
+                self._save_and_load(workload)
+
+    def _say(self, what: str) -> Progress:
+        def progress(text: str) -> None:
+            print(f"[{time.monotonic() - self._begun:6.1f} s] {what}: {text}", file=sys.stderr, flush=True)
+
+        return progress
+
+    def _own_folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(dir=self._folder, prefix="job-")
+
+    def _save_and_load(self, workload: str) -> None:
+        from benchmarks.rounds import OPERATIONS, Spec, measure
+        from benchmarks.targets import save_load_row
+
+        options = self._options
+        for ranks in sorted({1, options.ranks}) if workload != "W2" else (1,):
+            operations = OPERATIONS if ranks == 1 else ("save durable", "save", "load warm")
+            with self._own_folder() as name:
+                spec = Spec(workload, options.scale, options.rounds, operations, Path(name))
+                say = self._say(f"{workload}, {ranks} rank{'s' if ranks > 1 else ''}")
+                results = run_ranks(ranks, measure, spec, progress=say, folder=self._folder)[0]
+            self.measured += results
+            self.rows += [save_load_row(result) for result in results]
+
+    def _reshard(self) -> None:
+        from benchmarks.resharding import CASES, SAVING_RANKS, load_resharded, save_for_resharding
+        from benchmarks.targets import reshard_row
+
+        options = self._options
+        with self._own_folder() as name:
+            folder, run = Path(name), partial(run_ranks, folder=self._folder)
+            say = self._say("R1")
+            run(SAVING_RANKS, save_for_resharding, options.scale, folder, progress=say)
+            for ranks, dim in CASES:
+                arguments = (options.scale, options.rounds, dim, folder)
+                say = self._say(f"R1, {ranks} ranks, dim {dim}")
+                result = run(ranks, load_resharded, *arguments, progress=say)[0]
+                self.measured.append(result)
+                self.rows.append(reshard_row(result))
+
+    def _memory(self) -> None:
+        from benchmarks.memory import peak_mebibytes
+        from benchmarks.targets import memory_row
+        from benchmarks.workloads import tensor_specs, total_bytes
+
+        for workload in _MEMORY_WORKLOADS:
+            peaks: dict[str, dict[str, float]] = {}
+            for side in ("ours", "stock"):
+                with self._own_folder() as name:
+                    say = self._say(f"memory, {workload}, {side}")
+                    arguments = (workload, self._options.scale, side, Path(name))
+                    (peaks[side],) = run_ranks(
+                        1, peak_mebibytes, *arguments, progress=say, folder=self._folder
+                    )
+                    say(", ".join(f"{name} {value:.0f} MiB" for name, value in peaks[side].items()))
+            gigabytes = total_bytes(tensor_specs(workload, self._options.scale)) / 1e9
+            for operation in ("save", "load"):
+                ours, stock = peaks["ours"][operation], peaks["stock"][operation]
+                self.rows.append(memory_row(workload, operation, gigabytes, ours, stock))
+
+
+def _needed_bytes(options: argparse.Namespace) -> int:
+    """Of disk: what both sides keep for loading, and one more save."""
+    from benchmarks.workloads import STATE_BYTES
+
+    largest = max(STATE_BYTES.get(workload, STATE_BYTES["W3"]) for workload in options.only)
+    return int(3.2 * largest * options.scale) + (64 << 20)
+
+
+def _write(options: argparse.Namespace, suite: _Suite, facts: dict[str, Any]) -> None:
+    from benchmarks.report import markdown, to_json
+
+    chosen = {"rounds": options.rounds, "scale": options.scale, "only": options.only}
+    chosen["seconds"] = round(time.monotonic() - suite._begun, 1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = markdown(suite.rows, facts, chosen)
+    (options.out / "benchmarks.md").write_text(text)
+    (options.out / "benchmarks.json").write_text(to_json(suite.rows, facts, chosen, suite.measured))
+    print(text)
+    print(
+        f"written to {options.out / 'benchmarks.md'} and {options.out / 'benchmarks.json'}", file=sys.stderr
+    )
+
+
+def _terminated(signal_number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 wrong options or no space, 3 a rank failed, 130 interrupted."""
+    from benchmarks.report import environment
+
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        with tempfile.TemporaryDirectory(prefix="dcp-bench-", dir=options.tmp) as name:
+            folder = Path(name)
+            free = shutil.disk_usage(folder).free
+            if free < _needed_bytes(options):
+                needed = _needed_bytes(options)
+                print(
+                    f"{name} has {free >> 20} MiB free, {needed >> 20} are needed: give --tmp",
+                    file=sys.stderr,
+                )
+                return 2
+            facts = environment(folder)
+            suite = _Suite(options, folder)
+            suite.run()
+            _write(options, suite, facts)
+    except BenchmarkError as error:
+        print(error, file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        print("interrupted; the checkpoints are removed", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Save and load of one workload, ours and stock in turn, with the machine's limits in the same rounds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import limits, page_cache
+from benchmarks.processes import Progress
+from benchmarks.sides import OURS, SAVERS, STOCK
+from benchmarks.workloads import State, build_state
+
+__all__ = ["Measurement", "Spec", "max_over_ranks", "measure", "rotated", "synchronize", "timed"]
+
+OPERATIONS = ("save durable", "save", "load warm", "load cold")
+_COLD_ENOUGH = 0.02
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One job: which workload at which size, what to do with it, how often, where."""
+
+    workload: str
+    scale: float
+    rounds: int
+    operations: tuple[str, ...]
+    folder: Path
+
+
+@dataclass
+class Measurement:
+    """Seconds by contender, one a round; sample r of all contenders was taken in round r."""
+
+    workload: str
+    ranks: int
+    operation: str
+    size_bytes: int
+    tensors: int
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def synchronize() -> None:
+    """Wait for all ranks, if there are several."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest of the ranks' values, on all of them."""
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def sum_over_ranks(value: float) -> float:
+    """The sum of the ranks' values, on all of them."""
+    if not dist.is_initialized():
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def timed(operation: Callable[[], object]) -> float:
+    """Seconds of the slowest rank, begun together with no garbage waiting."""
+    gc.collect()
+    synchronize()
+    begun = time.perf_counter()
+    operation()
+    return max_over_ranks(time.perf_counter() - begun)
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """Another one begins in every round, so that nobody always follows the same one."""
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def measure(rank: int, world_size: int, progress: Progress, spec: Spec) -> list[Measurement]:
+    """All rounds of a job on this rank; rank 0's return value counts."""
+    state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
+    job = _Job(spec, state, rank, progress)
+    try:
+        return job.run()
+    finally:
+        job.close()
+
+
+class _Job:
+    def __init__(self, spec: Spec, state: State, rank: int, progress: Progress) -> None:
+        self._spec = spec
+        self._state = state
+        self._rank = rank
+        self._progress = progress
+        self._saves = 0
+        self._kept: dict[str, Path] = {}
+        self._raw: limits.RawReads | None = None
+        self._cold_left = 0.0
+
+    def run(self) -> list[Measurement]:
+        """Warm up, then the rounds."""
+        spec = self._spec
+        size_bytes = int(sum_over_ranks(self._state.size_bytes))
+        results = {
+            operation: Measurement(
+                spec.workload,
+                dist.get_world_size() if dist.is_initialized() else 1,
+                operation,
+                size_bytes,
+                len(self._state.by_fqn),
+            )
+            for operation in spec.operations
+        }
+        self._warm_up()
+        for number in range(spec.rounds):
+            for operation, result in results.items():
+                contenders = self._contenders(operation)
+                for name in rotated(list(contenders), number):
+                    result.samples.setdefault(name, []).append(contenders[name]())
+                ours = result.samples["ours"][-1]
+                self._progress(f"round {number + 1}/{spec.rounds}, {operation}: ours {ours:.3f} s")
+        for operation in ("load cold",):
+            if operation in results:
+                results[operation].facts["largest_resident_fraction"] = self._cold_left
+        return list(results.values())
+
+    def close(self) -> None:
+        """Close files."""
+        if self._raw is not None:
+            self._raw.close()
+
+    # -- preparation -----------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """One save and one load by each side; the loads are checked, and their files kept for the rounds."""
+        for side in (OURS, STOCK):
+            self._progress(f"warming up {side.name}")
+            folder = self._kept[side.name] = self._spec.folder / f"kept-{side.name}"
+            side.save(self._state.state_dict, folder, True)
+            synchronize()
+            self._state.wipe()
+            side.load(self._state.state_dict, folder)
+            if not self._state.is_intact():
+                raise RuntimeError(f"{side.name} loaded other bytes than it saved in {self._spec.workload}")
+        offsets = {}
+        by_address = {local.data_ptr(): place for local, _, place in self._state.locals}
+        for fqn, tensor in self._state.by_fqn.items():
+            offsets[fqn] = by_address.get(tensor.data_ptr(), ())
+        self._raw = limits.RawReads(self._kept["ours"], self._state.by_fqn, offsets)
+
+    def _contenders(self, operation: str) -> dict[str, Callable[[], float]]:
+        if operation in ("save durable", "save"):
+            return self._savers(durable=operation == "save durable")
+        return self._loaders(cold=operation == "load cold")
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def _savers(self, *, durable: bool) -> dict[str, Callable[[], float]]:
+        def saver(name: str) -> Callable[[], float]:
+            return lambda: self._timed_save(
+                lambda folder: SAVERS[name](self._state.state_dict, folder, durable)
+            )
+
+        contenders = {name: saver(name) for name in SAVERS}
+        size_bytes = self._state.size_bytes
+        if durable:
+            contenders["raw_direct_write"] = lambda: self._timed_raw_write(
+                lambda paths: limits.write_direct(paths[0], size_bytes)
+            )
+        else:
+            contenders["raw_write"] = lambda: self._timed_raw_write(
+                lambda paths: limits.write_page_cache(paths[:1], size_bytes)
+            )
+            contenders["raw_write_2_files"] = lambda: self._timed_raw_write(
+                lambda paths: limits.write_page_cache(paths, size_bytes)
+            )
+        contenders["memory_copy"] = lambda: timed(lambda: limits.copy_memory(self._tensors()))
+        return contenders
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return list(self._state.by_fqn.values())
+
+    def _fresh_folder(self) -> Path:
+        self._saves += 1
+        return self._spec.folder / f"save-{self._saves}"
+
+    def _timed_save(self, save: Callable[[Path], None]) -> float:
+        folder = self._fresh_folder()
+        seconds = timed(lambda: save(folder))
+        self._remove(folder)
+        return seconds
+
+    def _timed_raw_write(self, write: Callable[[list[Path]], float]) -> float:
+        folder = self._fresh_folder()
+        if self._rank == 0:
+            folder.mkdir()
+        paths = [folder / f"{self._rank}-{number}" for number in range(2)]
+        seconds = timed(lambda: write(paths))
+        self._remove(folder)
+        return seconds
+
+    def _remove(self, folder: Path) -> None:
+        """Outside the timing, and on the disk before the next one begins."""
+        synchronize()
+        if self._rank == 0:
+            shutil.rmtree(folder)
+            descriptor = os.open(self._spec.folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        synchronize()
+
+    # -- loads -----------------------------------------------------------------------------------------------
+
+    def _loaders(self, *, cold: bool) -> dict[str, Callable[[], float]]:
+        def loader(side: Any) -> Callable[[], float]:
+            def load() -> float:
+                folder = self._kept[side.name]
+                self._prepare_cache(folder, cold=cold)
+                return timed(lambda: side.load(self._state.state_dict, folder))
+
+            return load
+
+        def raw(threads: int) -> Callable[[], float]:
+            def read() -> float:
+                reads = self._raw
+                if reads is None:
+                    raise RuntimeError("raw reads come after the warm-up")
+                self._prepare_cache(self._kept["ours"], cold=cold)
+                return timed(lambda: reads.read(threads))
+
+            return read
+
+        kind = "cold" if cold else "warm"
+        contenders = {side.name: loader(side) for side in (OURS, STOCK)}
+        contenders[f"raw_read_{kind}_1_thread"] = raw(1)
+        contenders[f"raw_read_{kind}_2_threads"] = raw(2)
+        if not cold:
+            contenders["memory_copy"] = lambda: timed(lambda: limits.copy_memory(self._tensors()))
+        return contenders
+
+    def _prepare_cache(self, folder: Path, *, cold: bool) -> None:
+        synchronize()
+        if self._rank == 0:
+            files = page_cache.data_files(folder)
+            if cold:
+                page_cache.evict(files)
+                left = page_cache.resident_fraction(files)
+                self._cold_left = max(self._cold_left, left)
+                if left > _COLD_ENOUGH:
+                    raise RuntimeError(f"{left:.0%} of {folder} stayed in the page cache: no cold read")
+            else:
+                page_cache.warm(files)
+        synchronize()
