@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
@@ -69,19 +69,19 @@ def _chunk(length: int, parts: int, part: int) -> tuple[int, int]:
     return min(part * step, length), min((part + 1) * step, length)
 
 
-def _rows(size: int, dim: int, placements: tuple[Placement, ...], tensor: DTensor) -> np.ndarray[Any, Any]:
-    """Which indices of one tensor dimension this rank holds."""
-    coordinate = tensor.device_mesh.get_coordinate()
+def _rows(size: int, dim: int, tensor: DTensor) -> tuple[int, int]:
+    """(begin, end) of what this rank holds of one tensor dimension."""
+    coordinate, placements = tensor.device_mesh.get_coordinate(), tensor.placements
     if coordinate is None:
-        return np.zeros(0, np.int64)
+        return 0, 0
     sharding = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
     # a strided shard is one that was cut after those on its right, as FSDP cuts what tensor parallelism left
     strided = [axis for axis in sharding if isinstance(placements[axis], _StridedShard)]
-    rows = np.arange(size)
+    begin, end = 0, size
     for axis in [axis for axis in sharding if axis not in strided] + strided:
-        begin, end = _chunk(len(rows), tensor.device_mesh.size(axis), coordinate[axis])
-        rows = rows[begin:end]
-    return rows
+        first, last = _chunk(end - begin, tensor.device_mesh.size(axis), coordinate[axis])
+        begin, end = begin + first, begin + last
+    return begin, end
 
 
 def expected_parts(name: str, value: torch.Tensor) -> Parts:
@@ -99,7 +99,8 @@ def expected_parts(name: str, value: torch.Tensor) -> Parts:
     if isinstance(value, DTensor):
         part = full
         for dim, size in enumerate(value.shape):
-            part = part.index_select(dim, torch.from_numpy(_rows(size, dim, value.placements, value)))
+            begin, end = _rows(size, dim, value)
+            part = part.narrow(dim, begin, end - begin)
         return [part]
     return [full]
 

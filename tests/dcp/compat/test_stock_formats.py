@@ -196,7 +196,7 @@ def test_one_shard_group_of_hybrid_sharding_saves(tmp_path: Path) -> None:
 
 
 def overwritten(rank: int, world: int, folder: str) -> list[str]:
-    """Each package overwrites the other's checkpoint, and its own, with other values; what either misreads."""
+    """Each package overwrites the other's checkpoint, and its own, with other values; what is misread."""
     found = []
     for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
         state = sharded_state(world)
@@ -213,7 +213,7 @@ def overwritten(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
-    """After any save, ours or stock's, both load what was saved last; ours leaves no file of stock's behind."""
+    """After any save, ours or stock's, both load what was saved last; ours leaves no other file behind."""
     assert run_ranks(2, overwritten, str(tmp_path)) == [[], []]
     index = dcp.open_index(str(tmp_path))
     assert sorted(file.name for file in tmp_path.glob("*.distcp")) == sorted(index.files)
