@@ -1,4 +1,4 @@
-"""SIGKILL before every single step that a save takes on storage: the old checkpoint stands, or the new one."""
+"""SIGKILL before every single step that a save takes on storage: the old checkpoint stands, or the new."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_the_save_after_a_killed_one_works_and_cleans_up(killed: Killed) -> None
     scenario, crashes = killed
     for crash in crashes:
         assert crash.next_seen == (NEXT, NEXT), crash
-        # Stock's file names are not unique, so one that nothing refers to may be of a stock save that runs now.
+        # Stock's file names are not unique: one that nothing refers to may be of a stock save that runs now.
         if scenario.before is by_stock and crash.step == "unlink" and crash.stock != OLD:
             assert crash.next_listing == {**CLEAN, "data": 2}, crash
         else:

@@ -1,12 +1,11 @@
-"""SIGKILL of one of two ranks before every step that either takes on storage; the other one says so in time."""
+"""SIGKILL of one of two ranks before every step that either takes on storage; the other says so in time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,9 +89,7 @@ def every_loss(root: Path, old: int | str, at_once: int) -> list[Loss]:
         stock = seen_by_stock(folder)
         save_version(folder, NEXT)
         after = seen_by_dcp(folder), seen_by_stock(folder)
-        losses.append(
-            Loss(victim, observer, step, endings, seen, stock, kinds, left, after, listing(folder))
-        )
+        losses.append(Loss(victim, observer, step, endings, seen, stock, kinds, left, after, listing(folder)))
     return losses
 
 

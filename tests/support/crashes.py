@@ -80,8 +80,8 @@ class Child:
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         seconds = time.monotonic() - self._begun
         os.close(self._watch)
-        with open(self._result, "rb") as file:
-            data = file.seek(0) or file.read()
+        data = os.pread(self._result, os.fstat(self._result).st_size, 0)
+        os.close(self._result)
         if not ready:
             return Ending(hung=True, seconds=seconds)
         if status != 0 or not data:
@@ -137,7 +137,9 @@ class Group:
     args: tuple[Any, ...] = ()
 
 
-def run_groups(groups: Sequence[Group], *, at_once: int = 8, timeout_seconds: float = 60.0) -> list[list[Ending]]:
+def run_groups(
+    groups: Sequence[Group], *, at_once: int = 8, timeout_seconds: float = 60.0
+) -> list[list[Ending]]:
     """Endings by group and rank; ``at_once`` groups run side by side."""
     endings: list[list[Ending]] = []
     for first in range(0, len(groups), at_once):

@@ -6,13 +6,13 @@ After a crash a folder may hold an old or a new version, never something in betw
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
@@ -23,6 +23,7 @@ from tests.support.values import leaves, raw
 __all__ = [
     "ABSENT",
     "MIXED",
+    "copy_folder",
     "is_version",
     "listing",
     "save_version",
@@ -43,7 +44,7 @@ VERSIONS = 12
 
 
 def version_state(version: int, *, large: int = 0) -> dict[str, Any]:
-    """A state dict for version 1, 2, ...; ``large`` elements in one more tensor. 0 is a template to load into."""
+    """A state dict for version 1, 2, ..., with ``large`` elements in one more tensor; 0 is to load into."""
     generator = torch.Generator().manual_seed(version)
     weights = torch.randn(24, 10, generator=generator)
     state: dict[str, Any] = {
@@ -108,18 +109,21 @@ def seen_by_dcp(folder: Path, *, large: int = 0, **options: Any) -> int | str:
 
 
 def seen_by_stock(folder: Path, *, large: int = 0) -> int | str:
-    """The version that stock torch's load gives, or ABSENT where there is no `.metadata`."""
+    """The version that stock torch's load gives, ABSENT without `.metadata`, or the error's class."""
     if not (folder / METADATA_NAME).exists():
         return ABSENT
     state = version_state(0, large=large)
-    stock_load(state, checkpoint_id=folder, no_dist=True)
+    try:
+        stock_load(state, checkpoint_id=folder, no_dist=True)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - what stock says is what is asked for
+        return type(error).__name__
     return version_of(state, large=large)
 
 
 def listing(folder: Path) -> dict[str, int]:
     """How many files of which kind a folder holds: manifest, metadata, data and everything else by name."""
     kinds: dict[str, int] = {}
-    for name in os.listdir(folder) if folder.exists() else []:
+    for name in sorted(path.name for path in folder.iterdir()) if folder.exists() else []:
         kind = {MANIFEST_NAME: "manifest", METADATA_NAME: "metadata"}.get(name, name)
         if name.endswith(".distcp"):
             kind = "data"

@@ -1,0 +1,362 @@
+"""One rank of two fails: at every operation on its store, and in every phase of a save and of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp
+from dcp.failures import RankFailedError
+from dcp.storage.errors import StorageError, StorageFullError
+from dcp.storage.stores import PosixStore
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from tests.support.ranks import run_ranks
+from tests.support.versions import (
+    ABSENT,
+    copy_folder,
+    is_version,
+    listing,
+    save_version,
+    seen_by_dcp,
+    seen_by_stock,
+    version_state,
+)
+
+OLD, NEW, NEXT = 1, 2, 3
+CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
+TIMEOUT_SECONDS = 30.0
+
+
+@dataclass
+class Raised:
+    """What a rank raised: the class and its bases, the ranks that it names, and what it says."""
+
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    message: str = ""
+    committed: bool = False
+    cause: str = ""
+
+
+def outcome(act: Callable[[], Any]) -> Raised | None:
+    """What ``act`` raises."""
+    try:
+        act()
+    except (RankFailedError, KeyboardInterrupt) as error:
+        names = tuple(cls.__name__ for cls in type(error).__mro__)
+        if not isinstance(error, RankFailedError):
+            return Raised(names, message=str(error))
+        committed = bool(error.facts.get("committed"))
+        return Raised(names, tuple(error.ranks), str(error), committed, type(error.__cause__).__name__)
+    return None
+
+
+def tell(value: Any) -> list[Any]:
+    """``value`` of every rank, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
+    """Save version NEW together, on this rank through a store with ``faults``."""
+    store = FaultInjectingStore(PosixStore(folder), *faults)
+    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
+    raised = outcome(
+        lambda: dcp.save(
+            version_state(NEW), storage_writer=writer, planner=planner, timeout_seconds=TIMEOUT_SECONDS
+        )
+    )
+    return raised, store.log
+
+
+def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int, old: int | str) -> list[Any]:
+    """(operation, what each rank raised, what is there then) for each operation of rank ``faulty``."""
+    if rank == 0 and old == OLD:
+        save_version(root / "before", OLD)
+    rows: list[Any] = []
+    number = 0
+    while True:
+        number += 1
+        folder = root / str(number)
+        if rank == 0:
+            copy_folder(root / "before", folder)
+        dist.barrier()
+        faults = [Fault(at=number, error=StorageFullError("injected"))] if rank == faulty else []
+        raised, log = faulty_save(folder, *faults)
+        everything = tell((raised, len(log)))
+        if everything[faulty][1] < number:
+            return rows
+        if rank == 0:
+            seen = seen_by_dcp(folder), seen_by_stock(folder), listing(folder)
+            save_version(folder, NEXT)
+            after = seen_by_dcp(folder), listing(folder)
+        op = tell(log[number - 1].op if rank == faulty else None)[faulty]
+        if rank == 0:
+            rows.append((op, [entry[0] for entry in everything], seen, after))
+
+
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("old", [ABSENT, OLD])
+def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
+    tmp_path: Path, faulty: int, old: int | str
+) -> None:
+    """Both raise StorageFullError naming the rank; the old checkpoint stands and no new file remains."""
+    rows = run_ranks(2, fail_at_every_operation, tmp_path, faulty, old)[0]
+    failed = 0
+    for op, raised, (seen, stock, files), after in rows:
+        where = f"{op}: {raised}, {files}"
+        if raised[0] is None:
+            assert raised[1] is None, where
+            assert op in ("delete", "read"), where
+            assert seen == NEW, where
+        else:
+            failed += 1
+            for one in raised:
+                assert "StorageFullError" in one.names, where
+                assert "RankFailedError" in one.names, where
+                assert one.ranks == (faulty,), where
+                assert "injected" in one.message
+                assert one.cause == "StorageFullError"
+            assert raised[0].committed == raised[1].committed, where
+            if raised[0].committed:
+                assert (seen, op) == (NEW, "publish"), where
+            else:
+                assert (seen, stock) == (old, old), where
+                assert files == (CLEAN if old == OLD else {}), where
+        assert after == (NEXT, CLEAN), where
+    assert failed >= (10 if faulty == 0 else 4)
+
+
+def interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any:
+    """A KeyboardInterrupt in the middle of one rank's writing."""
+
+    def interrupt(operation: Operation) -> None:
+        raise KeyboardInterrupt
+
+    faults = [Fault("write", hook=interrupt)] if rank == who else []
+    raised, _ = faulty_save(folder, *faults)
+    dist.barrier()
+    return raised, listing(folder), outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupted_rank_leaves_nothing_and_the_other_raises(tmp_path: Path, who: int) -> None:
+    """The interrupt stays one where it happened, is RankFailedError elsewhere; no file remains."""
+    results = run_ranks(2, interrupted_save, tmp_path / "x", who)
+    own, files, again = results[who]
+    assert own.names[0] == "KeyboardInterrupt"
+    other = results[1 - who][0]
+    assert "RankFailedError" in other.names
+    assert other.ranks == (who,)
+    assert "KeyboardInterrupt" in other.message
+    assert files == {}
+    assert again is None
+    assert seen_by_dcp(tmp_path / "x") == NEXT
+
+
+# -- phases --------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    """An error that is not one of ours, as a user's code raises it."""
+
+
+class Failing:
+    """A Stateful that fails when it is asked for its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Fails."""
+        raise Boom("in state_dict")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Never called."""
+
+
+class SetUpPlanner(dcp.DefaultSavePlanner):
+    """Fails in its set-up."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Fails."""
+        raise Boom("in set_up_planner")
+
+
+class LocalPlanner(dcp.DefaultSavePlanner):
+    """Overrides a step, so that torch's protocol is used; fails in it."""
+
+    def create_local_plan(self) -> Any:
+        """Fails."""
+        raise Boom("in create_local_plan")
+
+
+class GlobalPlanner(dcp.DefaultSavePlanner):
+    """Fails on the coordinator."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        """Fails."""
+        raise Boom("in create_global_plan")
+
+
+class FinishPlanner(dcp.DefaultSavePlanner):
+    """Fails when it is given its part of the plan."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        """Fails."""
+        raise Boom("in finish_plan")
+
+
+class ResolvePlanner(dcp.DefaultSavePlanner):
+    """Fails in the middle of writing."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """Fails."""
+        raise Boom("in resolve_data")
+
+
+class QuietPlanner(dcp.DefaultSavePlanner):
+    """Overrides a step without changing it: what the other ranks have beside a planner that fails."""
+
+    def create_local_plan(self) -> Any:
+        """As it was."""
+        return super().create_local_plan()
+
+
+SAVE_PHASES = ("state_dict", "set_up_planner", "create_local_columns", "global plan", "write", "commit")
+OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
+_PLANNERS: dict[str, type[dcp.DefaultSavePlanner]] = {
+    "create_local_plan": LocalPlanner,
+    "create_global_plan": GlobalPlanner,
+    "finish_plan": FinishPlanner,
+    "resolve_data": ResolvePlanner,
+}
+
+
+def failing_save(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
+    """Rank ``who`` fails in ``phase``; then all save again."""
+    state: dict[str, Any] = version_state(NEW)
+    faults: list[Fault] = []
+    planner: dcp.DefaultSavePlanner | None = QuietPlanner() if phase in OBJECT_PHASES else None
+    if rank == who:
+        if phase == "state_dict":
+            state["stateful"] = Failing()
+        elif phase == "set_up_planner":
+            planner = SetUpPlanner()
+        elif phase == "create_local_columns":
+            state["bad"] = torch.zeros(4, 4).to_sparse()
+        elif phase == "global plan":
+            state["model"]["w"] = torch.zeros(5)
+        elif phase == "write":
+            faults = [Fault("write", error=StorageError("in write"))]
+        elif phase == "commit":
+            faults = [Fault("publish", error=StorageError("in commit"))]
+        else:
+            planner = _PLANNERS[phase]()
+    store: Store = FaultInjectingStore(PosixStore(folder), *faults)
+    writer = dcp.FileSystemWriter(folder, open_store=lambda path: store)
+    raised = outcome(
+        lambda: dcp.save(state, storage_writer=writer, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
+    )
+    left = tell(listing(folder))[0]
+    again = outcome(lambda: dcp.save(version_state(NEXT), checkpoint_id=folder))
+    return raised, left, again
+
+
+@pytest.mark.parametrize("phase", SAVE_PHASES + OBJECT_PHASES)
+def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
+    """All three raise RankFailedError with rank and cause; nothing is left, and the next save works."""
+    who = 0 if phase in ("commit", "global plan", "create_global_plan") else 1
+    results = run_ranks(3, failing_save, tmp_path / "x", phase, who)
+    for raised, left, again in results:
+        assert raised is not None
+        assert "RankFailedError" in raised.names
+        assert "CheckpointException" in raised.names
+        assert raised.ranks == (who,)
+        assert again is None
+        assert left == {}
+        if phase not in ("create_local_columns", "global plan"):
+            assert f"in {phase}" in raised.message
+    causes = [raised.cause for raised, _, _ in results]
+    if phase in ("state_dict", "set_up_planner", *OBJECT_PHASES):
+        assert causes[who] == "Boom"
+        assert set(causes[:who] + causes[who + 1 :]) == {"RemoteError"}
+    assert seen_by_dcp(tmp_path / "x") == NEXT
+
+
+class LocalLoadPlanner(dcp.DefaultLoadPlanner):
+    """Fails in its plan, by torch's protocol."""
+
+    def create_local_plan(self) -> Any:
+        """Fails."""
+        raise Boom("in create_local_plan")
+
+
+class CommitLoadPlanner(dcp.DefaultLoadPlanner):
+    """Fails at a tensor that has been read."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """Fails."""
+        raise Boom("in commit_tensor")
+
+
+class QuietLoadPlanner(dcp.DefaultLoadPlanner):
+    """Overrides a step without changing it."""
+
+    def create_local_plan(self) -> Any:
+        """As it was."""
+        return super().create_local_plan()
+
+
+LOAD_PHASES = ("state_dict", "index", "plan", "read", "create_local_plan", "commit_tensor")
+
+
+def failing_load(rank: int, world_size: int, folder: Path, phase: str, who: int) -> Any:
+    """Rank ``who`` fails in ``phase``; then all load again."""
+    if rank == 0:
+        save_version(folder, OLD)
+    dist.barrier()
+    state: dict[str, Any] = version_state(0)
+    faults: list[Fault] = []
+    by_objects = phase in ("create_local_plan", "commit_tensor")
+    planner: Any = QuietLoadPlanner() if by_objects else None
+    if rank == who:
+        if phase == "state_dict":
+            state["stateful"] = Failing()
+        elif phase == "index":
+            faults = [Fault("read", error=StorageError("in index"))]
+        elif phase == "plan":
+            state["in plan"] = torch.zeros(3)
+        elif phase == "read":
+            faults = [Fault("preadv", name="*.distcp", error=StorageError("in read"))]
+        else:
+            planner = {"create_local_plan": LocalLoadPlanner, "commit_tensor": CommitLoadPlanner}[phase]()
+    store = FaultInjectingStore(PosixStore(folder), *faults)
+    reader = dcp.FileSystemReader(folder, open_store=lambda path: store)
+    raised = outcome(
+        lambda: dcp.load(state, storage_reader=reader, planner=planner, timeout_seconds=TIMEOUT_SECONDS)
+    )
+    fresh = version_state(0)
+    dcp.load(fresh, checkpoint_id=folder, timeout_seconds=TIMEOUT_SECONDS)
+    return raised, is_version(fresh, OLD)
+
+
+@pytest.mark.parametrize("phase", LOAD_PHASES)
+def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
+    """All three raise RankFailedError with rank and cause; the next load on the same ranks works."""
+    who = 0 if phase == "index" else 1
+    for raised, loads_again in run_ranks(3, failing_load, tmp_path / "x", phase, who):
+        assert raised is not None
+        assert "RankFailedError" in raised.names
+        assert raised.ranks == (who,)
+        assert f"in {phase}" in raised.message
+        if phase == "plan":
+            assert "MissingKeyError" in raised.names
+        if phase in ("index", "read"):
+            assert "StorageError" in raised.names
+        assert loads_again
