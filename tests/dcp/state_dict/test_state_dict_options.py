@@ -124,7 +124,7 @@ def full_state(rank: int, world: int, root: str, name: str) -> list[str]:
 def test_a_full_state_of_rank_0_is_saved_broadcast_and_resharded(
     name: str, world: int, tmp_path: Path
 ) -> None:
-    """full_state_dict and cpu_offload to save, broadcast_from_rank0 to set; and the full one loads sharded."""
+    """full_state_dict and cpu_offload to save, broadcast_from_rank0 to set; the full one loads sharded."""
     assert run_ranks(world, full_state, str(tmp_path), name) == [[]] * world
 
 
