@@ -22,7 +22,13 @@ import torch
 import torch.distributed as dist
 
 from dcp.failures import failure_of
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, error_from_wire, error_to_wire
+from dcp.storage.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    PlanError,
+    error_from_wire,
+    error_to_wire,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,7 +120,7 @@ class Ranks:
         replies: list[bytes] | None = None
         coordinator_error: BaseException | None = None
         if gathered is not None:
-            outcome, coordinator_error = self._reduce(gathered, lambda parts: list(reduce(parts)))
+            outcome, coordinator_error = self._reduce(gathered, lambda parts: self._counted(reduce(parts)))
             replies = (
                 [_OK + part for part in outcome]
                 if isinstance(outcome, list)
@@ -179,6 +185,11 @@ class Ranks:
             return reduce([part[1:] for part in gathered]), None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
             return _pack_failures({self.rank: _pack_failure(error)}), error
+
+    def _counted(self, replies: Sequence[bytes]) -> list[bytes]:
+        if len(replies) != self.world_size:
+            raise PlanError(f"the global plan has {len(replies)} parts for {self.world_size} ranks")
+        return list(replies)
 
     def _unwrap(self, step: str, reply: bytes, own_error: BaseException | None) -> bytes:
         if reply[:1] == _OK:
@@ -337,10 +348,15 @@ def _pack_failure(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     wire = error_to_wire(error, text[-8000:])
     try:
-        return bytes(msgpack.packb(wire))
+        return _packed(wire)
     except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
         wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
-        return bytes(msgpack.packb(wire))
+        return _packed(wire)
+
+
+def _packed(wire: dict[str, Any]) -> bytes:
+    # File names that are not UTF-8 have surrogates in their messages.
+    return bytes(msgpack.packb(wire, unicode_errors="surrogatepass"))
 
 
 def _pack_failures(failures: dict[int, bytes]) -> bytes:
@@ -348,7 +364,7 @@ def _pack_failures(failures: dict[int, bytes]) -> bytes:
 
 
 def _decode_failure(data: bytes) -> CheckpointError:
-    wire = msgpack.unpackb(data)
+    wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
     error = error_from_wire(wire)
     error.add_note(f"traceback of that rank:\n{wire['traceback']}")
     return error

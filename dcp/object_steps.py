@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp import plan_transport
+from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.report import LoadReport
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.formats.open import open_index
 from dcp.storage.reader import FileSystemReader
+from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -28,20 +32,21 @@ __all__ = ["load", "save"]
 
 
 def save(
-    state_dict: dict[str, Any],
+    state: Callable[[], dict[str, Any]],
     writer: StorageWriter,
     ranks: Ranks,
     planner: SavePlanner,
     *,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Save with any planner and any storage; returns the metadata that the planner made."""
+    """Save what ``state`` gives with any planner and any storage; returns the metadata that the planner
+    made."""
     made: list[Metadata] = []
 
     def local_plan() -> SavePlan:
         _call_with_optional(
             planner.set_up_planner,
-            (state_dict,),
+            (state(),),
             {"storage_meta": writer.storage_meta(), "is_coordinator": ranks.is_coordinator},
         )
         _call_with_optional(
@@ -63,7 +68,8 @@ def save(
 
     def finish(results: list[list[WriteResult]]) -> bytes:
         writer.finish(metadata=made[0], results=results)
-        return b""
+        # What our writer published can be read again; a foreign storage need not be readable at all.
+        return b"" if isinstance(writer, FileSystemWriter) else plan_transport.pack(made[0])
 
     try:
         if use_collectives:
@@ -75,53 +81,42 @@ def save(
                     for plan in global_plan([plan_transport.unpack(p) for p in parts])
                 ],
             )
-            ranks.reduce_broadcast(
+            published = ranks.reduce_broadcast(
                 "write",
                 lambda: plan_transport.pack(write(plan_transport.unpack(reply))),
                 lambda parts: finish([plan_transport.unpack(part) for part in parts]),
             )
         else:
             ranks.all_gather("save", lambda: finish([write(global_plan([local_plan()])[0])]))
-    except CheckpointError as error:
-        undone = not error.facts.get("committed") and (ranks.is_coordinator or not use_collectives)
-        if isinstance(writer, FileSystemWriter) and undone:
+    except BaseException:
+        if isinstance(writer, FileSystemWriter) and (ranks.is_coordinator or not use_collectives):
             writer.discard()
         raise
     if made:
         return made[0]
-    return _metadata_of(writer)
-
-
-def _metadata_of(writer: StorageWriter) -> Metadata:
-    """On ranks that did not plan: the metadata as it was published, read when it is looked at."""
-    from dcp.storage.formats.open import open_index
-    from dcp.storage.stores import Store, open_store
-    from dcp.storage.torch_metadata import LazyMetadata
-
-    def store() -> Store:
-        if isinstance(writer, FileSystemWriter):
-            return writer.store
-        return open_store(getattr(writer, "checkpoint_id", None) or "")
-
-    return LazyMetadata.of(lambda: open_index(store()), writer.storage_meta())
+    if isinstance(writer, FileSystemWriter):
+        store = writer.store
+        return LazyMetadata.of(lambda: open_index(store), writer.storage_meta())
+    metadata: Metadata = plan_transport.unpack(published)
+    return metadata
 
 
 def load(
-    state_dict: dict[str, Any],
+    state: Callable[[], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
     report: LoadReport,
 ) -> None:
-    """Load with any planner and any storage; fills ``report`` as far as the storage of ours knows the
-    figures."""
+    """Load into what ``state`` gives with any planner and any storage; fills ``report`` as far as planner and
+    storage are ours."""
     begun = time.perf_counter()
     together = True
 
     def local_plan() -> LoadPlan:
         nonlocal together
         metadata, together = _read_metadata(reader, ranks.rank)
-        planner.set_up_planner(state_dict, metadata, ranks.is_coordinator)
+        planner.set_up_planner(state(), metadata, ranks.is_coordinator)
         _call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),
@@ -148,6 +143,9 @@ def load(
 
     ranks.all_gather("read", read)
     report.seconds["read"] = time.perf_counter() - begun
+    if isinstance(planner, DefaultLoadPlanner):
+        report.missing, report.cast = list(planner.missing_keys), list(planner.cast_keys)
+        report.unexpected = list(planner.unexpected_keys)
     if isinstance(reader, FileSystemReader):
         report.bytes_needed, report.bytes_read = reader.stats.bytes_needed, reader.stats.bytes_read
         report.blocks_verified = reader.stats.blocks_verified

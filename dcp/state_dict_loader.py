@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -23,9 +25,10 @@ from dcp.report import LoadReport
 from dcp.stateful_values import is_stateful
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine, Verify
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.open import saved_by_rank
 from dcp.storage.formats.plain import decode_plain
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
@@ -75,16 +78,22 @@ def load(
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
     reader = choose_reader(storage_reader, checkpoint_id)
-    planner = _configured(planner, dtype, allow_partial_load, weights_only)
-    if verify is not None:
-        if not isinstance(reader, FileSystemReader):
-            raise CheckpointError(
-                f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
-            )
-        reader.verify = verify
+    planner = planner if planner is not None else DefaultLoadPlanner()
+    if verify is not None and not isinstance(reader, FileSystemReader):
+        raise CheckpointError(
+            f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
+        )
     keys = sorted(state_dict, key=str)  # all ranks in one order, because state_dict() may run collectives
-    plain = {key: value.state_dict() if is_stateful(value := state_dict[key]) else value for key in keys}
-    report = _load(plain, reader, ranks, planner, progress)
+    plain: dict[str, Any] = {}
+
+    def state() -> dict[str, Any]:
+        for key in keys:
+            plain[key] = value.state_dict() if is_stateful(value := state_dict[key]) else value
+        return plain
+
+    options = _planner_options(planner, dtype, allow_partial_load, weights_only)
+    with _set_for_now(planner, options), _set_for_now(reader, {"verify": verify} if verify else {}):
+        report = _load(state, reader, ranks, planner, progress)
     for key in keys:
         value = state_dict[key]
         if is_stateful(value):
@@ -107,45 +116,59 @@ def load_state_dict(
     storage_reader.reset()
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
-    _load(state_dict, storage_reader, ranks, planner if planner is not None else DefaultLoadPlanner())
+    planner = planner if planner is not None else DefaultLoadPlanner()
+    _load(lambda: state_dict, storage_reader, ranks, planner)
 
 
-def _configured(
-    planner: LoadPlanner | None,
+def _planner_options(
+    planner: LoadPlanner,
     dtype: Literal["exact", "cast"] | None,
     allow_partial_load: bool | None,
     weights_only: bool | None,
-) -> LoadPlanner:
+) -> dict[str, Any]:
+    if dtype not in ("exact", "cast", None):
+        raise PlanError(f'dtype must be "exact" or "cast", not {dtype!r}')
     wanted = {"dtype": dtype, "allow_partial_load": allow_partial_load, "weights_only": weights_only}
     given = {name: value for name, value in wanted.items() if value is not None}
-    planner = planner if planner is not None else DefaultLoadPlanner()
     if given and not isinstance(planner, DefaultLoadPlanner):
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"
         )
-    for name, value in given.items():
-        setattr(planner, name, value)
-    return planner
+    return given
+
+
+@contextmanager
+def _set_for_now(target: object, options: Mapping[str, Any]) -> Iterator[None]:
+    """Set attributes for one load: a planner or reader that is used again has its own settings then."""
+    before = {name: getattr(target, name) for name in options}
+    vars(target).update(options)
+    try:
+        yield
+    finally:
+        vars(target).update(before)
 
 
 def _load(
-    state_dict: dict[str, Any],
+    state: Callable[[], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
     progress: bool | ProgressCallback | None = None,
 ) -> LoadReport:
+    """Load into what ``state`` gives, which is asked in a step so that its failure reaches all ranks."""
     report = LoadReport()
+    if isinstance(planner, DefaultLoadPlanner):
+        planner.rank = ranks.rank
     if (
         isinstance(reader, FileSystemReader)
         and columnar.uses_columns(reader)
         and isinstance(planner, DefaultLoadPlanner)
         and load_planner.uses_columns(planner)
     ):
-        _ColumnarLoad(state_dict, reader, ranks, planner, report, progress).run()
+        _ColumnarLoad(state, reader, ranks, planner, report, progress).run()
     else:
-        object_steps.load(state_dict, reader, ranks, planner, report)
+        object_steps.load(state, reader, ranks, planner, report)
     return report
 
 
@@ -154,14 +177,14 @@ class _ColumnarLoad:
 
     def __init__(
         self,
-        state_dict: dict[str, Any],
+        state: Callable[[], dict[str, Any]],
         reader: FileSystemReader,
         ranks: Ranks,
         planner: DefaultLoadPlanner,
         report: LoadReport,
         progress: bool | ProgressCallback | None,
     ) -> None:
-        self._state_dict = state_dict
+        self._state = state
         self._reader = reader
         self._ranks = ranks
         self._planner = planner
@@ -170,31 +193,33 @@ class _ColumnarLoad:
 
     def run(self) -> None:
         """Index, plan, read."""
-        index = self._shared_index()
-        self._ranks.all_gather("read", lambda: self._plan_and_read(index))
-
-    def _shared_index(self) -> CheckpointIndex:
-        """One commit for all ranks: an overwrite while they start must not give them two."""
         begun = time.perf_counter()
-        reader, ranks = self._reader, self._ranks
-        if ranks.world_size == 1:
-            ranks.broadcast("index", self._read_index)
-        else:
-            data = ranks.broadcast("index", lambda: encode_manifest(reader.read_index()))
-            if not ranks.is_coordinator:
-                reader.use_index(decode_manifest(data))
+        self._reader.reset()  # it may have served another load, before somebody saved anew
+        shared = self._ranks.broadcast("index", self._read_index)
         self._report.seconds["index"] = time.perf_counter() - begun
-        return reader.read_index()
+        self._ranks.all_gather("read", lambda: self._plan_and_read(self._index(shared)))
 
     def _read_index(self) -> bytes:
-        self._reader.read_index()
-        return b""
+        """One commit for all ranks: an overwrite while they start must not give them two.
+
+        Empty where there is nobody to share it with, or each rank has an index of its own.
+        """
+        reader, alone = self._reader, self._ranks.world_size == 1
+        if not alone and saved_by_rank(reader.store):
+            return b""
+        index = reader.read_index()
+        return b"" if alone else encode_manifest(index)
+
+    def _index(self, shared: bytes) -> CheckpointIndex:
+        reader, ranks = self._reader, self._ranks
+        if shared and not ranks.is_coordinator:
+            reader.use_index(decode_manifest(shared))
+        return reader.read_index(own_rank=ranks.rank)
 
     def _plan_and_read(self, index: CheckpointIndex) -> bytes:
         begun = time.perf_counter()
         planner, report, ranks = self._planner, self._report, self._ranks
-        planner.rank = ranks.rank
-        planner.set_up_planner(self._state_dict, LazyMetadata.of(lambda: index), ranks.is_coordinator)
+        planner.set_up_planner(self._state(), LazyMetadata.of(lambda: index), ranks.is_coordinator)
         columns, dests = planner.create_load_columns(index)
         if isinstance(columns.extra, LoadFindings):
             report.missing = list(columns.extra.missing)

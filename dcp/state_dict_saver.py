@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,7 +95,7 @@ def save(
     """
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     return _save(
-        _stateful_to_plain(state_dict),
+        lambda: _stateful_to_plain(state_dict),
         choose_writer(storage_writer, checkpoint_id),
         Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save"),
         planner,
@@ -118,7 +118,7 @@ def save_state_dict(
     storage_writer.reset()
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="save")
-    return _save(state_dict, storage_writer, ranks, planner)
+    return _save(lambda: state_dict, storage_writer, ranks, planner)
 
 
 def _stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _save(
-    state_dict: dict[str, Any],
+    state: Callable[[], dict[str, Any]],
     writer: StorageWriter,
     ranks: Ranks,
     planner: SavePlanner | None,
@@ -135,7 +135,10 @@ def _save(
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
 ) -> Metadata:
+    """Save what ``state`` gives, which is asked in the first step so that its failure reaches all ranks."""
     planner = planner if planner is not None else DefaultSavePlanner()
+    if isinstance(planner, DefaultSavePlanner):
+        planner.rank = ranks.rank
     if isinstance(writer, FileSystemWriter):
         writer.user = dict(user_metadata or {})
         writer.provenance = _provenance(ranks)
@@ -149,8 +152,8 @@ def _save(
         and isinstance(planner, DefaultSavePlanner)
         and save_planner.uses_columns(planner)
     ):
-        return _ColumnarSave(state_dict, writer, ranks, planner, use_collectives, progress).run()
-    return object_steps.save(state_dict, writer, ranks, planner, use_collectives=use_collectives)
+        return _ColumnarSave(state, writer, ranks, planner, use_collectives, progress).run()
+    return object_steps.save(state, writer, ranks, planner, use_collectives=use_collectives)
 
 
 def _provenance(ranks: Ranks) -> dict[str, Any]:
@@ -168,14 +171,14 @@ class _ColumnarSave:
 
     def __init__(
         self,
-        state_dict: dict[str, Any],
+        state: Callable[[], dict[str, Any]],
         writer: FileSystemWriter,
         ranks: Ranks,
         planner: DefaultSavePlanner,
         use_collectives: bool,
         progress: bool | ProgressCallback | None,
     ) -> None:
-        self._state_dict = state_dict
+        self._state = state
         self._writer = writer
         self._ranks = ranks
         self._planner = planner
@@ -197,10 +200,13 @@ class _ColumnarSave:
         columns = decode_write_columns(reply[_SAVE_ID_BYTES:])
         try:
             ranks.reduce_broadcast("write", lambda: self._write(columns).encode(), self._commit)
-        except CheckpointError as error:
-            # Only the coordinator knows that nothing was published, and by now every rank has reported to it.
-            if ranks.is_coordinator and not error.facts.get("committed"):
+        except BaseException as error:  # an interrupt, too, must not leave files behind
+            # By the coordinator alone: by now every rank has reported to it, or was given up.
+            if ranks.is_coordinator:
                 writer.discard()
+                if writer.index is not None and isinstance(error, CheckpointError):
+                    error.facts["committed"] = True
+                    error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
             raise
         return self._metadata()
 
@@ -213,9 +219,8 @@ class _ColumnarSave:
                 reply = self._global_plan(parts)[0]
                 outcome = self._write(decode_write_columns(reply[_SAVE_ID_BYTES:]))
                 self._commit([outcome.encode()])
-            except CheckpointError as error:
-                if not error.facts.get("committed"):
-                    self._writer.discard()
+            except BaseException:
+                self._writer.discard()
                 raise
             return b""
 
@@ -240,9 +245,8 @@ class _ColumnarSave:
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=self._together)
         if ranks.is_coordinator or not self._together:
             writer.prepare()
-        self._planner.rank = ranks.rank
         self._planner.set_up_planner(
-            state_dict=self._state_dict,
+            state_dict=self._state(),
             storage_meta=writer.storage_meta(),
             is_coordinator=ranks.is_coordinator,
         )

@@ -24,7 +24,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest, encode_manifest
@@ -155,13 +160,14 @@ def commit(
                 store.publish(names.metadata, metadata_bytes, durable=durable)
             elif previous.metadata is not None:
                 store.delete(names.metadata)
-        except StorageError as error:
-            raise type(error)(
+        except Exception as error:
+            kind = type(error) if isinstance(error, StorageError) else StorageError
+            raise kind(
                 f"{store.url}: the checkpoint is committed and loads with dcp, but {names.metadata} for "
                 f"stock torch could not be written: {error}",
-                **(error.facts | {"path": store.url, "committed": True}),
+                **(getattr(error, "facts", {}) | {"path": store.url, "committed": True}),
             ) from error
-    _delete_all(store, {*previous.files, *previous.strays} - set(index.files))
+    _delete_all(store, {*previous.files, *previous.strays} - {*index.files, names.manifest, names.metadata})
     return index
 
 
@@ -185,17 +191,27 @@ def _holds(store: Store, name: str, data: bytes) -> bool:
         return False
 
 
-def discard(store: Store, save_id: str) -> None:
-    """Remove the data files of a save that did not commit, whichever rank wrote them.
+def discard(store: Store, save_id: str, names: Names) -> None:
+    """Remove the data files of a save that failed, whichever rank wrote them.
 
-    Never raises: the failure that led here is the one to report.
+    Those that the published manifest refers to stay: a save may also fail after its commit, when a rank is
+    lost or an error hid that publishing had succeeded. Never raises: the failure that led here is the one to
+    report.
     """
     try:
-        names = [info.name for info in store.list() if info.name.endswith(f".{save_id}.distcp")]
+        strays = {info.name for info in store.list() if info.name.endswith(f".{save_id}.distcp")}
+        strays -= _committed_files(store, names)
     except CheckpointError as error:
         logger.warning("%s: files of the failed save %s stay behind: %s", store.url, save_id, error)
         return
-    _delete_all(store, names)
+    _delete_all(store, strays)
+
+
+def _committed_files(store: Store, names: Names) -> set[str]:
+    try:
+        return set(decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES)).files)
+    except CheckpointNotFoundError:
+        return set()
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:
@@ -203,5 +219,5 @@ def _delete_all(store: Store, names: Iterable[str]) -> None:
     for name in sorted(names):
         try:
             store.delete(name)
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the save it follows has ended already
             logger.warning("%s: could not delete %s: %s", store.url, name, error)

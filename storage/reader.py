@@ -29,7 +29,14 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
-from dcp.storage.tensors import is_addressable, narrow, slab_boxes, torch_dtype
+from dcp.storage.tensors import (
+    as_copied,
+    finish_device_work,
+    is_addressable,
+    narrow,
+    slab_boxes,
+    torch_dtype,
+)
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import is_supported
 
@@ -109,10 +116,10 @@ class FileSystemReader(StorageReader):
             self._store = self.open_store(self.path)
         return self._store
 
-    def read_index(self, rank: int | None = None) -> CheckpointIndex:
-        """The checkpoint's index, read once a load."""
+    def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
+        """The checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self._index is None:
-            self._index = open_index(self.store, rank=rank)
+            self._index = open_index(self.store, rank=rank, own_rank=own_rank)
         return self._index
 
     def use_index(self, index: CheckpointIndex) -> None:
@@ -120,7 +127,9 @@ class FileSystemReader(StorageReader):
         self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata; objects are built when they are looked at."""
+        """The checkpoint's metadata, read anew: a load begins here. Objects are built when they are looked
+        at."""
+        self._index, self.stats = None, ReadStats()
         index = self.read_index(kwargs.get("rank"))
         return LazyMetadata.of(lambda: index, StorageMeta(checkpoint_id=self.path, load_id=self.load_id))
 
@@ -148,7 +157,7 @@ class FileSystemReader(StorageReader):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(self.read_object(engine, item.storage_index.fqn)))
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-            for batch in _batches(tensors, index):
+            for batch in _batches(tensors):
                 targets = [_target(planner, item) for item in batch]
                 self._read(
                     engine,
@@ -205,6 +214,8 @@ class FileSystemReader(StorageReader):
     def _read(self, engine: ReadEngine, request: ReadRequest) -> None:
         engine.payloads.resolve(request.chunks)
         runs, regions, units = _classify(engine, request)
+        if units:
+            finish_device_work(request.dests)
         before = ReadStats(**vars(engine.stats))
         engine.run(runs, regions, units)
         after = engine.stats
@@ -261,7 +272,7 @@ class _ChunkRows:
         return row
 
 
-def _batches(items: Sequence[ReadItem], index: CheckpointIndex) -> Iterator[list[ReadItem]]:
+def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
     batch: list[ReadItem] = []
     size = 0
     for item in items:
@@ -289,7 +300,8 @@ def _classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Regi
     """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request."""
     index = engine.index
     tensors = index.chunk_tensors
-    dtypes = [torch_dtype(int(code)) for code in index.dtype_codes] if request.chunks else []
+    dtypes = {code: torch_dtype(code) for code in np.unique(index.dtype_codes).tolist()}
+    codes: list[int] = index.dtype_codes.tolist()
     chunks: list[int] = []
     positions: list[int] = []
     sizes_bytes: list[int] = []
@@ -302,11 +314,19 @@ def _classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Regi
     columns = (request.chunks, request.dests, request.storage_offsets, request.dest_offsets, request.lengths)
     for chunk, dest, offsets, dest_offsets, lengths in zip(*columns, strict=True):
         target = dest if dest.shape == lengths else narrow(dest, dest_offsets, lengths)
-        if target.dtype != dtypes[tensor_of[chunk]] or not is_addressable(target):
+        contiguous = target.is_contiguous()
+        if not contiguous and torch._debug_has_internal_overlap(target) == 1:
+            fqn = index.fqns[tensor_of[chunk]]
+            raise PlanError(
+                f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "
+                "clone() of it",
+                fqn=fqn,
+            )
+        if target.dtype != dtypes[codes[tensor_of[chunk]]] or not is_addressable(target):
             units.append(_staged(engine, chunk, offsets, lengths, target))
             continue
         itemsize = target.element_size()
-        if target.is_contiguous() and not engine.payloads.is_permuted(chunk):
+        if contiguous and not engine.payloads.is_permuted(chunk):
             sizes = flat_sizes[boxes[chunk] : boxes[chunk + 1]]
             position = _contiguous_position(sizes, offsets, lengths)
             if position is not None:
@@ -337,12 +357,14 @@ def _contiguous_position(sizes: Sequence[int], offsets: Sequence[int], lengths: 
 _local = threading.local()
 
 
-def _staging_buffer() -> torch.Tensor:
+def _staging_buffer(*, for_device: bool) -> torch.Tensor:
     """This thread's buffer for reads that end elsewhere than in CPU memory of the stored dtype."""
-    buffer = getattr(_local, "buffer", None)
+    pinned = for_device and torch.accelerator.is_available()
+    name = "pinned" if pinned else "pageable"
+    buffer: torch.Tensor | None = getattr(_local, name, None)
     if buffer is None:
-        pinned = torch.accelerator.is_available()
-        buffer = _local.buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        setattr(_local, name, buffer)
     return buffer
 
 
@@ -353,12 +375,17 @@ def _staged(
     engine.stats.bytes_needed += math.prod(lengths) * engine.itemsize(chunk)
     saved = torch_dtype(int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])]))
     sizes = engine.index.box(chunk)[1]
+    if target.dtype == saved:
+        target = as_copied(target.detach())
+        saved = target.dtype
 
+    # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
+    @torch.inference_mode()
     def unit(worker: Worker) -> None:
         itemsize = engine.itemsize(chunk)
         for slab_offsets, slab_sizes in slab_boxes(lengths, itemsize, _STAGED_BYTES):
             slab_bytes = math.prod(slab_sizes) * itemsize
-            staged = _staging_buffer()[:slab_bytes].view(saved).view(slab_sizes)
+            staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(slab_sizes)
             begin = tuple(o + s for o, s in zip(offsets, slab_offsets, strict=True))
             position = _contiguous_position(sizes, begin, slab_sizes)
             if position is not None and not engine.payloads.is_permuted(chunk):

@@ -10,7 +10,16 @@ from dcp.storage.engine.memory import view
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 
-__all__ = ["byte_pieces", "dtype_code", "is_addressable", "narrow", "slab_boxes", "torch_dtype"]
+__all__ = [
+    "as_copied",
+    "byte_pieces",
+    "dtype_code",
+    "finish_device_work",
+    "is_addressable",
+    "narrow",
+    "slab_boxes",
+    "torch_dtype",
+]
 
 _SLAB_BYTES = 4 << 20
 _COPY_BELOW_BYTES = 128 << 10
@@ -57,13 +66,29 @@ def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
     return _slabs(tensor.detach())
 
 
+def as_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, as bytes where an element is one: torch has no strided copy of some such dtypes
+    (float4_e2m1fn_x2)."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what is still queued on the devices of ``tensors``, before other threads copy from or to them.
+
+    A thread copies on its own current stream, which is not ordered behind the one the caller computes on.
+    """
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        torch.accelerator.synchronize(device)
+
+
 def _own_bytes(tensor: torch.Tensor) -> bytes:
-    copy = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    copy = as_copied(tensor.detach().resolve_conj().resolve_neg()).to("cpu").contiguous()
     return bytes(view(copy.data_ptr(), copy.nbytes))
 
 
 def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:
-    pinned = tensor.device.type != "cpu" and torch.accelerator.is_available()
+    pinned = not tensor.is_cpu and torch.accelerator.is_available()
+    tensor = as_copied(tensor)
     buffer = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned)
     for box in slab_boxes(tensor.shape, tensor.element_size(), _SLAB_BYTES):
         slab = narrow(tensor, *box)

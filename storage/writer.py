@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanErr
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
-from dcp.storage.tensors import byte_pieces, dtype_code, narrow
+from dcp.storage.tensors import byte_pieces, dtype_code, finish_device_work, narrow
 
 __all__ = ["FileSystemWriter", "StoredChunk", "WriteRequest", "uses_columns"]
 
@@ -78,6 +77,13 @@ class _Lane:
 
     rows: list[int] = field(default_factory=list)
     with_objects: bool = False
+
+
+class _Written(NamedTuple):
+    """A lane's complete file, and where the objects are in it."""
+
+    file: DataFile
+    objects: list[tuple[int, int, int]]
 
 
 class FileSystemWriter(StorageWriter):
@@ -137,6 +143,7 @@ class FileSystemWriter(StorageWriter):
         self.provenance: dict[str, Any] = {}
         self.index: CheckpointIndex | None = None
         self.lanes = 2
+        self._begun = False
         self._files_written = 0
         self._previous: commit.Previous | None = None
         self._store: Store | None = None
@@ -151,6 +158,7 @@ class FileSystemWriter(StorageWriter):
         self._store = None
         self._previous = None
         self.index = None
+        self._begun = False
         self._files_written = 0
         self.save_id = _new_save_id()
 
@@ -171,7 +179,10 @@ class FileSystemWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this rank's role; ``rank`` and ``use_collectives`` come as keywords, as torch passes them."""
+        """Begin a save: learn this rank's role, from the keywords that torch passes."""
+        if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
+            self.reset()
+        self._begun = True
         self.rank = int(kwargs.get("rank") or 0)
         self.use_collectives = bool(kwargs.get("use_collectives", True))
         self.is_coordinator = is_coordinator
@@ -231,6 +242,12 @@ class FileSystemWriter(StorageWriter):
         """On the coordinator, before anything is written: make the folder, remember what is to be
         replaced."""
         self.store.make_root()
+        if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
+            raise CheckpointConflictError(
+                f"{self.store.url} holds a checkpoint that ranks saved together, which readers would go on "
+                "loading instead of what each rank saves on its own; save to another id",
+                path=self.store.url,
+            )
         self._previous = commit.previous_state(self.store, self.names)
         if self._previous.exists and not self.overwrite:
             raise CheckpointConflictError(
@@ -259,18 +276,23 @@ class FileSystemWriter(StorageWriter):
                 durable=self.sync_files,
                 torch_compatible=self.torch_compatible,
             )
-        except CheckpointError as error:
-            if not error.facts.get("committed"):
-                self.discard()
+        except BaseException:
+            self.discard()
             raise
 
     def discard(self) -> None:
-        """Remove the data files of the current save, of all ranks."""
-        commit.discard(self.store, self.save_id)
+        """Remove the data files of the current save, of all ranks, unless they are committed."""
+        commit.discard(self.store, self.save_id, self.names)
 
-    def new_file(self, expected_bytes: int | None = None) -> DataFile:
+    def new_file(self) -> DataFile:
         """The next data file of this rank."""
-        number, self._files_written = self._files_written, self._files_written + 1
+        return self._create(self._take_numbers(1)[0])
+
+    def _take_numbers(self, count: int) -> range:
+        first, self._files_written = self._files_written, self._files_written + count
+        return range(first, first + count)
+
+    def _create(self, number: int, expected_bytes: int | None = None) -> DataFile:
         return DataFile(
             self.store,
             data_file_name(self.rank, number, self.save_id),
@@ -294,20 +316,29 @@ class FileSystemWriter(StorageWriter):
         if not lanes:
             return _empty_outcome(len(request.shares))
         sizes = dict(zip(own, row_bytes, strict=True))
-        files = [self.new_file(sum(sizes[row] for row in lane.rows)) for lane in lanes]
+        files: list[DataFile] = []
+
+        def write(number: int, lane: _Lane) -> _Written:
+            # Created only now: with a file for each tensor there may be more than a process can have open.
+            file = self._create(number, sum(sizes[row] for row in lane.rows))
+            files.append(file)
+            return _Written(file, _write_lane(request, on_bytes, file, lane))
+
+        numbers = self._take_numbers(len(lanes))
         try:
             if len(lanes) == 1:
-                objects = [_write_lane(request, on_bytes, files[0], lanes[0])]
+                written = [write(numbers[0], lanes[0])]
             else:
+                finish_device_work(request.sources)
                 with ThreadPoolExecutor(min(len(lanes), max(2, self.thread_count))) as pool:
-                    objects = list(pool.map(partial(_write_lane, request, on_bytes), files, lanes))
+                    written = list(pool.map(write, numbers, lanes))
         except BaseException:
             for file in files:
                 file.abort()
             raise
         if self.sync_files:
             self.store.sync()
-        return _collect(request, files, lanes, next((found for found in objects if found), []))
+        return _collect(request, written, lanes)
 
     def _lanes(self, rows: list[int], row_bytes: list[int], has_objects: bool) -> list[_Lane]:
         if not rows and not has_objects:
@@ -392,12 +423,12 @@ def _empty_outcome(rows: int) -> WriteOutcome:
 
 def _collect(
     request: WriteRequest,
-    files: Sequence[DataFile],
+    written: Sequence[_Written],
     lanes: Sequence[_Lane],
-    objects: list[tuple[int, int, int]],
 ) -> WriteOutcome:
     """One outcome in request order from the lanes' files; shared rows get the place of the row they share."""
     rows = len(request.shares)
+    files = [lane.file for lane in written]
     outcome = WriteOutcome(files=[file.name for file in files])
     outcome.file_sizes = [file.size_bytes for file in files]
     order = np.array([row for lane in lanes for row in lane.rows], dtype=np.int64)
@@ -425,6 +456,7 @@ def _collect(
     all_crcs = np.array([crc for file in files for crc in file.rows.crcs], dtype=np.uint32)
     outcome.crcs = all_crcs[ragged_positions(crc_start[:-1][take], outcome.crc_counts)]
     lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
+    objects = written[lane_number].objects
     outcome.object_files = np.full(len(objects), lane_number, dtype=np.int64)
     places = np.array(objects, dtype=np.int64).reshape(-1, 3)
     outcome.object_offsets, outcome.object_lengths, outcome.object_crcs = places.T.copy()

@@ -127,11 +127,16 @@ class Payloads:
             self._block_crcs.setdefault(chunk, {})[block] = crc
         return True
 
-    def verify_whole(self) -> None:
-        """Compare the payloads of which all blocks were read with the one CRC-32 their records have."""
+    def verify_whole(self) -> int:
+        """Compare the payloads of which all blocks were read with the one CRC-32 their records have.
+
+        Returns the number of blocks that belong to others and could not be compared.
+        """
+        uncompared = 0
         for chunk, blocks in self._block_crcs.items():
             size = int(self._index.payload_lengths[chunk])
             if len(blocks) != -(-size // BLOCK_BYTES):
+                uncompared += len(blocks)
                 continue
             total = blocks[0]
             for block in range(1, len(blocks)):
@@ -147,6 +152,7 @@ class Payloads:
                     fqn=fqn,
                 )
         self._block_crcs.clear()
+        return uncompared
 
 
 def _dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

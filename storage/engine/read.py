@@ -11,17 +11,18 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.payloads import Payloads
-from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.stores.base import ReadHandle, Store
@@ -104,10 +105,12 @@ class Worker:
 
     # -- runs ------------------------------------------------------------------------------------------------
 
-    def read_span(self, file: int, rows: Sequence[tuple[int, int, int, int, int]]) -> None:
-        """Small neighbouring runs by one read: (file offset, size, address, chunk, payload position) each."""
-        begin = rows[0][0]
-        size = rows[-1][0] + rows[-1][1] - begin
+    def read_span(
+        self, file: int, begin: int, end: int, rows: Sequence[tuple[int, int, int, int, int]]
+    ) -> None:
+        """Small runs between file offsets ``begin`` and ``end`` by one read: (file offset, size, address,
+        chunk, payload position) each."""
+        size = end - begin
         scratch, engine = self.scratch[:size], self.engine
         engine.handle(file).preadv([scratch], begin)
         self.stats.bytes_read += size
@@ -283,33 +286,37 @@ Unit = Callable[[Worker], None]
 
 @dataclass
 class _Scratch:
-    """Scratch buffers of the process, reused: fresh memory costs more to touch than a checkpoint to read."""
+    """Scratch buffers of the process, reused: fresh memory costs more to touch than a checkpoint to read.
+
+    Without a lock, which a forked child could find held by a thread that it does not have.
+    """
 
     free: list[memoryview] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self) -> memoryview:
-        with self.lock:
-            if self.free:
-                return self.free.pop()
-        return memoryview(bytearray(_SCRATCH_BYTES))
+        try:
+            return self.free.pop()
+        except IndexError:
+            return memoryview(bytearray(_SCRATCH_BYTES))
 
     def put(self, buffer: memoryview) -> None:
-        with self.lock:
-            self.free.append(buffer)
+        self.free.append(buffer)
 
 
 _scratch = _Scratch()
 
 
 class ReadEngine:
-    """Reads from one checkpoint. Use as a context manager: files are opened once and closed at the end."""
+    """Reads from one checkpoint. Use as a context manager: files stay open, as many as the process can
+    afford, and are closed at the end."""
 
     def __init__(
         self, store: Store, index: CheckpointIndex, *, verify: Verify = "blocks", threads: int = 2
     ) -> None:
         self.store = store
         self.index = index
+        if verify not in get_args(Verify):
+            raise PlanError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
         self.verify = verify
         self.threads = max(1, threads)
         self.scratch = _scratch
@@ -321,6 +328,7 @@ class ReadEngine:
         self._crc_start: list[int] = index.crc_start.tolist()
         self._crcs: list[int] = index.crcs.tolist()
         self._handles: dict[int, ReadHandle] = {}
+        self._max_handles = _max_open_files()
         self._lock = threading.Lock()
 
     def __enter__(self) -> ReadEngine:
@@ -340,13 +348,23 @@ class ReadEngine:
         self.stats.bytes_needed += sum(math.prod(r.lengths) * self.itemsize(r.chunk) for r in regions)
         self._execute(units)
         if self.verify != "none":
-            self.payloads.verify_whole()
+            uncompared = self.payloads.verify_whole()
+            self.stats.blocks_verified -= uncompared
+            self.stats.blocks_unverified += uncompared
         return self.stats
 
     def read_blob(self, file: int, offset: int, length: int) -> bytes:
         """An object's stored bytes."""
+        handle = self.handle(file)
+        if offset + length > handle.size_bytes:  # before memory for them is taken
+            name = self.index.files[file]
+            raise CorruptCheckpointError(
+                f"{self.store.url}: an object ends at byte {offset + length} of {name}, which has "
+                f"{handle.size_bytes}; the file was truncated, or the metadata is damaged",
+                path=f"{self.store.url}/{name}",
+            )
         self.stats.bytes_read += length
-        return self.handle(file).pread(length, offset)
+        return handle.pread(length, offset)
 
     # -- what workers need -----------------------------------------------------------------------------------
 
@@ -357,6 +375,9 @@ class ReadEngine:
             with self._lock:
                 handle = self._handles.get(file)
                 if handle is None:
+                    if len(self._handles) >= self._max_handles:
+                        # Dropped, not closed: another thread may be reading it; the last to let go closes.
+                        del self._handles[next(iter(self._handles))]
                     handle = self._handles[file] = self._open(file)
         return handle
 
@@ -446,7 +467,7 @@ class ReadEngine:
                 or offset - span_end > _GAP_BYTES
                 or offset + size - span_begin > _SPAN_BYTES
             ):
-                yield _span_unit(span_file, span)
+                yield _span_unit(span_file, span_begin, span_end, span)
                 span = []
             if not span:
                 span_file, span_begin = file, offset
@@ -454,7 +475,7 @@ class ReadEngine:
             span.append((offset, size, address, chunk, position))
             span_end = max(span_end, offset + size)
         if span:
-            yield _span_unit(span_file, span)
+            yield _span_unit(span_file, span_begin, span_end, span)
         if large:
             yield _direct_unit(large)
 
@@ -526,6 +547,12 @@ class ReadEngine:
                     raise error
 
 
+def _max_open_files() -> int:
+    """A quarter of what the process may open: a checkpoint of many ranks has more files than that."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
+
+
 def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple[int, int, int, int]]:
     """Parts of a run that end at block boundaries, about a quarter of a unit each."""
     end = position + size
@@ -536,8 +563,8 @@ def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple
         position = stop
 
 
-def _span_unit(file: int, rows: list[tuple[int, int, int, int, int]]) -> Unit:
-    return lambda worker: worker.read_span(file, rows)
+def _span_unit(file: int, begin: int, end: int, rows: list[tuple[int, int, int, int, int]]) -> Unit:
+    return lambda worker: worker.read_span(file, begin, end, rows)
 
 
 def _direct_unit(parts: list[tuple[int, int, int, int]]) -> Unit:

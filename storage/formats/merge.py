@@ -16,22 +16,27 @@ __all__ = ["merge_rank_indexes"]
 _Chunk = tuple[int, int]  # position of the index, row of the chunk in it
 
 
-def merge_rank_indexes(indexes: Mapping[int, CheckpointIndex]) -> CheckpointIndex:
+def merge_rank_indexes(
+    indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None = None
+) -> CheckpointIndex:
     """The union of the indexes of ranks: tensors of one name are one tensor, with the chunks of all ranks.
 
     A box that several ranks saved is kept once, of the lowest rank; so is an object. Planner data are joined;
-    provenance and user metadata are those of the lowest rank.
+    provenance and user metadata are those of the lowest rank. ``own_rank``, if it is among them, comes before
+    all others, and its data may differ from theirs.
 
     Raises ReplicaMismatchError where checksums prove that the ranks' data differ, CheckpointFormatError where
-    dtypes or shapes do.
+    dtypes or shapes do, or the ranks' numbers of one save.
     """
-    ranks = sorted(indexes)
+    ranks = sorted(indexes, key=lambda rank: (rank != own_rank, rank))
+    own = 0 if own_rank in indexes else None
     parts = [indexes[rank] for rank in ranks]
     if len(parts) == 1:
         return parts[0]
+    _check_worlds(parts)
     names, file_maps, file_sizes = _merge_files(parts)
-    tensors = _merge_tensors(parts, ranks)
-    chosen = [_distinct_chunks(parts, ranks, owners) for owners in tensors.values()]
+    tensors = _merge_tensors(parts, ranks, own)
+    chosen = [_distinct_chunks(parts, ranks, owners, own) for owners in tensors.values()]
     heads = [(owners[0][0], owners[0][1]) for owners in tensors.values()]
     shapes = [parts[part].shape(row) for part, row in heads]
     merged = CheckpointIndex(
@@ -45,7 +50,7 @@ def merge_rank_indexes(indexes: Mapping[int, CheckpointIndex]) -> CheckpointInde
         **_gather_chunks(parts, file_maps, [chunk for chunks in chosen for chunk in chunks]),
         files=names,
         file_sizes=file_sizes,
-        objects=_merge_objects(parts, ranks, file_maps),
+        objects=_merge_objects(parts, ranks, own, file_maps),
         stride_orders={
             merged_row: parts[part].stride_orders[row]
             for merged_row, (part, row) in enumerate(heads)
@@ -57,6 +62,15 @@ def merge_rank_indexes(indexes: Mapping[int, CheckpointIndex]) -> CheckpointInde
     )
     merged.check()
     return merged
+
+
+def _check_worlds(parts: Sequence[CheckpointIndex]) -> None:
+    worlds = {part.provenance.get("world_size") for part in parts} - {None}
+    if len(worlds) > 1:
+        raise CheckpointFormatError(
+            f"the ranks' parts are of saves by {' and by '.join(sorted(map(str, worlds)))} ranks: an older "
+            "save left its own behind; remove those, and give each save its own id"
+        )
 
 
 def _merge_files(parts: Sequence[CheckpointIndex]) -> tuple[list[str], list[Int64], Int64]:
@@ -77,31 +91,36 @@ def _merge_files(parts: Sequence[CheckpointIndex]) -> tuple[list[str], list[Int6
 
 
 def _merge_tensors(
-    parts: Sequence[CheckpointIndex], ranks: Sequence[int]
+    parts: Sequence[CheckpointIndex], ranks: Sequence[int], own: int | None
 ) -> dict[str, list[tuple[int, int]]]:
-    """Where each tensor is described: (position of the index, row in it), lowest rank first."""
+    """Where each tensor is described: (position of the index, row in it), in the order of ``parts``."""
     tensors: dict[str, list[tuple[int, int]]] = {}
     for position, part in enumerate(parts):
         for row, fqn in enumerate(part.fqns):
             owners = tensors.setdefault(fqn, [])
-            owners.append((position, row))
-            first = parts[owners[0][0]]
-            first_row = owners[0][1]
+            first_position, first_row = owners[0] if owners else (position, row)
+            first = parts[first_position]
             if first.dtype_codes[first_row] != part.dtype_codes[row] or first.shape(first_row) != part.shape(
                 row
             ):
+                if first_position == own:
+                    continue
                 raise CheckpointFormatError(
                     f"{fqn} is {first.dtype(first_row).name} {first.shape(first_row)} in what rank "
-                    f"{ranks[owners[0][0]]} saved, and {part.dtype(row).name} {part.shape(row)} in rank "
-                    f"{ranks[position]}'s: they are not one checkpoint; load each rank's own with rank=",
+                    f"{ranks[first_position]} saved, and {part.dtype(row).name} {part.shape(row)} in rank "
+                    f"{ranks[position]}'s: they are not one checkpoint; load with as many ranks as saved",
                     fqn=fqn,
                     rank=ranks[position],
                 )
+            owners.append((position, row))
     return tensors
 
 
 def _distinct_chunks(
-    parts: Sequence[CheckpointIndex], ranks: Sequence[int], owners: Sequence[tuple[int, int]]
+    parts: Sequence[CheckpointIndex],
+    ranks: Sequence[int],
+    owners: Sequence[tuple[int, int]],
+    own: int | None,
 ) -> list[_Chunk]:
     kept: dict[Any, _Chunk] = {}
     for position, row in owners:
@@ -109,7 +128,7 @@ def _distinct_chunks(
         for chunk in part.chunks(row):
             first = kept.setdefault(part.box(chunk), (position, chunk))
             mine, other = part.block_crcs(chunk), parts[first[0]].block_crcs(first[1])
-            if len(mine) and len(other) and not np.array_equal(mine, other):
+            if first[0] != own and len(mine) and len(other) and not np.array_equal(mine, other):
                 raise _mismatch(part.fqns[row], ranks[first[0]], ranks[position])
     return list(kept.values())
 
@@ -117,7 +136,7 @@ def _distinct_chunks(
 def _mismatch(fqn: str, first_rank: int, rank: int) -> ReplicaMismatchError:
     return ReplicaMismatchError(
         f"ranks {first_rank} and {rank} each saved {fqn} on their own, with different data: one state dict "
-        "has room for one of them; load each rank's own with rank=",
+        "has room for one of them; load with as many ranks as saved",
         fqn=fqn,
         rank=rank,
     )
@@ -157,7 +176,7 @@ def _ragged(
 
 
 def _merge_objects(
-    parts: Sequence[CheckpointIndex], ranks: Sequence[int], file_maps: Sequence[Int64]
+    parts: Sequence[CheckpointIndex], ranks: Sequence[int], own: int | None, file_maps: Sequence[Int64]
 ) -> ObjectColumns:
     owners: dict[str, tuple[int, int]] = {}
     values: dict[bytes, int] = {}
@@ -167,7 +186,7 @@ def _merge_objects(
         for row, fqn in enumerate(objects.fqns):
             first = owners.setdefault(fqn, (position, row))
             if first != (position, row):
-                if _objects_differ(parts[first[0]].objects, first[1], objects, row):
+                if first[0] != own and _objects_differ(parts[first[0]].objects, first[1], objects, row):
                     raise _mismatch(fqn, ranks[first[0]], ranks[position])
                 continue
             file, value = int(objects.files[row]), int(objects.plain[row])

@@ -24,7 +24,7 @@ from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import Store
 
-__all__ = ["MAX_TORCH_METADATA_BYTES", "has_checkpoint", "open_index"]
+__all__ = ["MAX_TORCH_METADATA_BYTES", "has_checkpoint", "open_index", "saved_by_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ _RANK_LOCAL: Final = re.compile(
 )
 
 
-def open_index(store: Store, *, rank: int | None = None) -> CheckpointIndex:
+def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
     """The index of the checkpoint that is committed in ``store``.
 
     It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without one
     it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
-    and there, or all of them merged.
+    and there, or all of them merged, where ``own_rank`` saved something else than others its own.
 
     Raises CheckpointNotFoundError if nothing is committed, and the decoders' errors with ``path`` added: a
     damaged manifest is never papered over with another file.
@@ -63,7 +63,7 @@ def open_index(store: Store, *, rank: int | None = None) -> CheckpointIndex:
     if not indexes:
         raise _not_found(store)
     with _located(store.url):
-        return merge_rank_indexes(indexes)
+        return merge_rank_indexes(indexes, own_rank=own_rank)
 
 
 def has_checkpoint(store: Store) -> bool:
@@ -71,6 +71,12 @@ def has_checkpoint(store: Store) -> bool:
     if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
         return True
     return bool(_local_ranks(store))
+
+
+def saved_by_rank(store: Store) -> bool:
+    """Whether all that ``store`` holds is what ranks saved on their own (``use_collectives=False``)."""
+    together = store.stat(MANIFEST_NAME) or store.stat(METADATA_NAME)
+    return together is None and bool(_local_ranks(store))
 
 
 def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> CheckpointIndex | None:
