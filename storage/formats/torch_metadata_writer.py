@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import accumulate, chain, count, pairwise
 from typing import Any
 
 import numpy as np
@@ -329,26 +329,25 @@ def _planner_data(memo: _Memo, data: Any) -> bytes:
 
 def _paths(memo: _Memo, data: Mapping[str, tuple[Any, ...]]) -> bytes | None:
     """Opcodes of a mapping from names to paths, each distinct part encoded once; None if it is not one."""
+    parts = list(chain.from_iterable(data.values()))
+    are_texts = [type(part) is str for part in parts]
+    positions = [part for part, is_text in zip(parts, are_texts, strict=True) if not is_text]
+    if not all(type(part) is int and 0 <= part < 1 << 31 for part in positions):
+        return None
     if not all(type(fqn) is str for fqn in data):
         return None
-    keys: dict[str, bytes] = {}
-    positions: dict[int, bytes] = {}
+    # Both kinds of part are an opcode with four bytes: a row of fixed width.
+    of_text = np.array(are_texts, dtype=bool)
+    arguments = np.zeros(len(parts), dtype=_UINT32)
+    arguments[of_text] = memo.strings([part for part in parts if type(part) is str])
+    arguments[~of_text] = positions
+    opcodes = np.where(of_text, np.uint8(b"j"[0]), np.uint8(b"J"[0]))
+    heads = b"".join(_rows(len(data), b"j", memo.strings(list(data)), b"("))
+    tails = b"".join(_rows(len(parts), opcodes, arguments))
+    bounds = [0, *accumulate(5 * len(path) for path in data.values())]
     result = [b"}("]
-    for number, path in zip(memo.strings(list(data)).tolist(), data.values(), strict=True):
-        result += (_get(number), b"(")
-        for part in path:
-            if type(part) is str:
-                piece = keys.get(part)
-                if piece is None:
-                    piece = keys[part] = memo.string(part)
-            elif type(part) is int:
-                piece = positions.get(part)
-                if piece is None:
-                    piece = positions[part] = _int(part)
-            else:
-                return None
-            result.append(piece)
-        result.append(b"t")
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        result += (heads[6 * number : 6 * number + 6], tails[begin:end], b"t")
     result.append(b"u")
     return b"".join(result)
 
