@@ -24,7 +24,8 @@ from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
 from dcp.stateful_values import is_stateful
 from dcp.storage import reader as columnar
-from dcp.storage.engine.read import ReadEngine, Verify
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.read_requests import Verify
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest

@@ -22,11 +22,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.engine.read import ReadEngine, ReadStats, Region, Runs, Unit, Verify, Worker
-from dcp.storage.errors import CorruptCheckpointError, PlanError, ShapeMismatchError
+from dcp.storage.engine.read import ReadEngine, Unit
+from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
+from dcp.storage.engine.read_worker import Worker
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError, ShapeMismatchError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index
+from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.tensors import (
@@ -201,11 +204,10 @@ class FileSystemReader(StorageReader):
         blob = engine.read_blob(
             int(index.objects.files[row]), int(index.objects.offsets[row]), int(index.objects.lengths[row])
         )
-        expected = int(index.objects.crcs[row])
-        if self.verify != "none" and expected not in (UNKNOWN, crc32(blob)):
+        fault = _blob_fault(blob, int(index.objects.crcs[row])) if self.verify != "none" else None
+        if fault is not None:
             raise CorruptCheckpointError(
-                f"{self.store.url}: object {fqn!r} is damaged: CRC-32 {crc32(blob):08x}, committed was "
-                f"{expected:08x}. Resume from another checkpoint.",
+                f"{self.store.url}: object {fqn!r} is damaged: {fault}. Resume from another checkpoint.",
                 path=f"{self.store.url}/{index.files[int(index.objects.files[row])]}",
                 fqn=fqn,
             )
@@ -241,6 +243,19 @@ def uses_columns(reader: StorageReader) -> bool:
         "read_data",
     )
     return all(getattr(type(reader), step) is getattr(FileSystemReader, step) for step in steps)
+
+
+def _blob_fault(blob: bytes, expected: int) -> str | None:
+    """What is wrong with an object's bytes; without a committed CRC-32 the torch.save zip has its own."""
+    if expected == UNKNOWN:
+        if blob.startswith(LOCAL_SIGNATURE):
+            try:
+                check_entries(blob)
+            except (CorruptCheckpointError, CheckpointFormatError) as error:
+                return str(error)
+    elif crc32(blob) != expected:
+        return f"CRC-32 {crc32(blob):08x}, committed was {expected:08x}"
+    return None
 
 
 def _default_threads() -> int:

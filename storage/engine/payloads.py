@@ -20,7 +20,7 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.record_reader import locate_payload
 
 if TYPE_CHECKING:
-    from dcp.storage.engine.read import Region
+    from dcp.storage.engine.read_requests import Region
     from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["Payloads"]

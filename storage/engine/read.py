@@ -8,302 +8,33 @@ wanted stride is copied out. Torch-free: destinations are addresses.
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import math
 import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
-from dcp.storage.engine.memory import view
 from dcp.storage.engine.payloads import Payloads
+from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
+from dcp.storage.engine.read_worker import SCRATCH, Worker
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
+from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.stores.base import ReadHandle, Store
 
-__all__ = ["ReadEngine", "ReadStats", "Region", "Runs", "Unit", "Verify"]
-
-Verify = Literal["blocks", "full", "none"]
-"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
-only in part, and check them. ``none``: check nothing."""
+__all__ = ["ReadEngine", "Unit"]
 
 _SMALL_RUN_BYTES = 64 << 10
 _SPAN_BYTES = 4 << 20
 _GAP_BYTES = 16 << 10
 """Bytes read for nothing to join two small runs; a record's own header and trailer are well below."""
 
-_STEP_BYTES = 1 << 20
-"""Bytes read before they are checksummed, so that the checksum finds them in the cache."""
-
 _UNIT_BYTES = 16 << 20
-_SCRATCH_BYTES = 2 * BLOCK_BYTES
-_ROW_BYTES = 2 << 20
-"""Rows up to this are read through a window; longer ones are split along the next dimension."""
-
-_SPARSE_GAP_BYTES = 512 << 10
-"""Between runs farther apart than this, skipping is cheaper than reading on."""
-
-_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to
-    ``addresses``."""
-
-    chunks: Int64
-    payload_positions: Int64
-    sizes_bytes: Int64
-    addresses: Int64
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) to memory at ``address``.
-
-    ``strides`` are the destination's, in bytes.
-    """
-
-    chunk: int
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    address: int
-    strides: tuple[int, ...]
-
-
-@dataclass
-class ReadStats:
-    """What a read cost: bytes asked for, bytes fetched from storage, blocks checked and not checked."""
-
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    blocks_verified: int = 0
-    blocks_unverified: int = 0
-
-    def add(self, other: ReadStats) -> None:
-        """Sum up another thread's figures."""
-        self.bytes_needed += other.bytes_needed
-        self.bytes_read += other.bytes_read
-        self.blocks_verified += other.blocks_verified
-        self.blocks_unverified += other.blocks_unverified
-
-
-class Worker:
-    """One thread's tools: scratch memory that is reused, and its own figures."""
-
-    def __init__(self, engine: ReadEngine) -> None:
-        self.engine = engine
-        self.scratch = engine.scratch.get()
-        self.scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(self.scratch))
-        self.stats = ReadStats()
-
-    # -- runs ------------------------------------------------------------------------------------------------
-
-    def read_span(
-        self, file: int, begin: int, end: int, rows: Sequence[tuple[int, int, int, int, int]]
-    ) -> None:
-        """Small runs between file offsets ``begin`` and ``end`` by one read: (file offset, size, address,
-        chunk, payload position) each."""
-        size = end - begin
-        scratch, engine = self.scratch[:size], self.engine
-        engine.handle(file).preadv([scratch], begin)
-        self.stats.bytes_read += size
-        verify, lengths, memmove = engine.verify != "none", engine.payload_lengths, ctypes.memmove
-        base = self.scratch_address - begin
-        for offset, count, address, chunk, _ in rows:
-            if verify:
-                if count == lengths[chunk]:
-                    start = offset - begin
-                    engine.check_block(self.stats, chunk, 0, crc32(scratch[start : start + count]))
-                else:
-                    self.stats.blocks_unverified += 1
-            memmove(address, base + offset, count)
-
-    def read_direct(self, chunk: int, position: int, size: int, address: int) -> None:
-        """A run straight into its destination, block by block."""
-        engine = self.engine
-        handle, origin = engine.locate(chunk)
-        if engine.verify == "none":
-            handle.preadv([view(address, size)], origin + position)
-            self.stats.bytes_read += size
-            return
-        payload_bytes = int(engine.index.payload_lengths[chunk])
-        end = position + size
-        while position < end:
-            block = position // BLOCK_BYTES
-            block_begin = block * BLOCK_BYTES
-            block_end = min(block_begin + BLOCK_BYTES, payload_bytes)
-            stop = min(end, block_end)
-            whole = position == block_begin and stop == block_end
-            if not whole and engine.verify == "full":
-                self._read_block_part(handle, origin, chunk, block, position, stop, address)
-            else:
-                crc = self._read_steps(handle, origin + position, view(address, stop - position))
-                if whole:
-                    engine.check_block(self.stats, chunk, block, crc)
-                else:
-                    self.stats.blocks_unverified += 1
-            address += stop - position
-            position = stop
-
-    def _read_steps(self, handle: ReadHandle, offset: int, target: memoryview) -> int:
-        crc = done = 0
-        size = len(target)
-        while done < size:
-            step = target[done : done + _STEP_BYTES]
-            handle.preadv([step], offset + done)
-            crc = crc32(step, crc)
-            done += len(step)
-        self.stats.bytes_read += size
-        return crc
-
-    def _read_block_part(
-        self, handle: ReadHandle, origin: int, chunk: int, block: int, begin: int, end: int, address: int
-    ) -> None:
-        block_begin = block * BLOCK_BYTES
-        block_bytes = min(BLOCK_BYTES, int(self.engine.index.payload_lengths[chunk]) - block_begin)
-        crc = self._read_steps(handle, origin + block_begin, self.scratch[:block_bytes])
-        self.engine.check_block(self.stats, chunk, block, crc)
-        ctypes.memmove(address, self.scratch_address + begin - block_begin, end - begin)
-
-    # -- regions ---------------------------------------------------------------------------------------------
-
-    def read_region(self, region: Region) -> None:
-        """A box whose rows lie apart, in the file or in memory."""
-        if math.prod(region.lengths) == 0:
-            return
-        sizes = self.engine.payloads.stored_sizes(region.chunk)
-        region = self.engine.payloads.as_stored(region)
-        itemsize = self.engine.itemsize(region.chunk)
-        strides = _c_strides(sizes, itemsize)
-        split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(sizes) - 1)
-        if not sizes:
-            self._read_rows(region.chunk, 0, 1, itemsize, (), (), region.address, 0, ())
-            return
-        for outer in itertools.product(*(range(n) for n in region.lengths[:split])):
-            position = sum((o + i) * s for o, i, s in zip(region.offsets, outer, strides, strict=False))
-            position += sum(o * s for o, s in zip(region.offsets[split:], strides[split:], strict=True))
-            address = region.address + sum(i * s for i, s in zip(outer, region.strides, strict=False))
-            self._read_rows(
-                region.chunk,
-                position,
-                region.lengths[split],
-                strides[split],
-                region.lengths[split + 1 :],
-                strides[split + 1 :],
-                address,
-                region.strides[split],
-                region.strides[split + 1 :],
-            )
-
-    def _read_rows(
-        self,
-        chunk: int,
-        position: int,
-        rows: int,
-        row_stride: int,
-        inner: tuple[int, ...],
-        inner_strides: tuple[int, ...],
-        address: int,
-        dest_row_stride: int,
-        dest_strides: tuple[int, ...],
-    ) -> None:
-        itemsize = self.engine.itemsize(chunk)
-        extent = itemsize + sum((n - 1) * s for n, s in zip(inner, inner_strides, strict=True))
-        sparse = row_stride - extent > _SPARSE_GAP_BYTES and self.engine.verify != "full"
-        window = _Window(self, chunk, verify=self.engine.verify != "none" and not sparse)
-        row = 0
-        while row < rows:
-            first = position + row * row_stride
-            count = 1 if sparse else min(rows - row, window.rows_that_fit(first, row_stride, extent))
-            at = window.load(first, first + (count - 1) * row_stride + extent)
-            dtype = np.dtype(_UINTS[itemsize])
-            source = np.ndarray((count, *inner), dtype, self.scratch, at, (row_stride, *inner_strides))
-            target = _array_at(
-                address + row * dest_row_stride, dtype, (count, *inner), (dest_row_stride, *dest_strides)
-            )
-            np.copyto(target, source)
-            row += count
-
-
-class _Window:
-    """Scratch that slides over a chunk's payload in whole blocks, so that each block is read and checked
-    once."""
-
-    def __init__(self, worker: Worker, chunk: int, *, verify: bool) -> None:
-        self._worker = worker
-        self._chunk = chunk
-        self._verify = verify
-        self._handle, self._origin = worker.engine.locate(chunk)
-        self._payload_bytes = int(worker.engine.index.payload_lengths[chunk])
-        self._begin = self._end = 0
-
-    def rows_that_fit(self, first: int, row_stride: int, extent: int) -> int:
-        """How many rows from payload position ``first`` on lie whole in one window."""
-        begin = first // BLOCK_BYTES * BLOCK_BYTES if self._verify else first
-        return (begin + _SCRATCH_BYTES - first - extent) // row_stride + 1
-
-    def load(self, begin: int, end: int) -> int:
-        """Have payload bytes ``begin`` to ``end`` in scratch; returns where ``begin`` is."""
-        worker = self._worker
-        if self._verify:
-            window_begin = begin // BLOCK_BYTES * BLOCK_BYTES
-            window_end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self._payload_bytes)
-        else:
-            window_begin, window_end = begin, end
-        kept = 0
-        if self._begin <= window_begin < self._end:
-            kept = min(self._end, window_end) - window_begin
-            source = window_begin - self._begin
-            if source:
-                ctypes.memmove(worker.scratch_address, worker.scratch_address + source, kept)
-        self._begin, self._end = window_begin, window_end
-        position = window_begin + kept
-        while position < window_end:
-            stop = (
-                min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, window_end) if self._verify else window_end
-            )
-            target = worker.scratch[position - window_begin : stop - window_begin]
-            if self._verify:
-                crc = worker._read_steps(self._handle, self._origin + position, target)
-                worker.engine.check_block(worker.stats, self._chunk, position // BLOCK_BYTES, crc)
-            else:
-                self._handle.preadv([target], self._origin + position)
-                worker.stats.bytes_read += len(target)
-                worker.stats.blocks_unverified += self._worker.engine.verify != "none"
-            position = stop
-        return begin - window_begin
-
 
 Unit = Callable[[Worker], None]
-
-
-@dataclass
-class _Scratch:
-    """Scratch buffers of the process, reused: fresh memory costs more to touch than a checkpoint to read.
-
-    Without a lock, which a forked child could find held by a thread that it does not have.
-    """
-
-    free: list[memoryview] = field(default_factory=list)
-
-    def get(self) -> memoryview:
-        try:
-            return self.free.pop()
-        except IndexError:
-            return memoryview(bytearray(_SCRATCH_BYTES))
-
-    def put(self, buffer: memoryview) -> None:
-        self.free.append(buffer)
-
-
-_scratch = _Scratch()
 
 
 class ReadEngine:
@@ -319,7 +50,6 @@ class ReadEngine:
             raise PlanError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
         self.verify = verify
         self.threads = max(1, threads)
-        self.scratch = _scratch
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], None] | None = None
         self.payload_lengths: list[int] = index.payload_lengths.tolist()
@@ -530,7 +260,7 @@ class ReadEngine:
             finally:
                 with lock:
                     self.stats.add(worker.stats)
-                self.scratch.put(worker.scratch)
+                SCRATCH.put(worker.scratch)
 
         threads = min(self.threads, len(units))
         if threads <= 1:
@@ -581,18 +311,3 @@ def _region_unit(regions: list[Region]) -> Unit:
             worker.read_region(region)
 
     return unit
-
-
-def _c_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
-def _array_at(
-    address: int, dtype: np.dtype[np.generic], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    extent = dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return np.ndarray(shape, dtype, view(address, extent), 0, strides)

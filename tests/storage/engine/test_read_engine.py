@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.engine import read
-from dcp.storage.engine.read import ReadEngine, Region, Runs
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.read_requests import Region, Runs, Verify
 from dcp.storage.engine.write import DataFile
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -75,7 +76,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 @settings(max_examples=150, deadline=None)
 @given(box=boxes(), transposed=st.booleans(), verify=st.sampled_from(["blocks", "full", "none"]))
 def test_any_region_arrives_as_numpy_would_slice_it(
-    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], transposed: bool, verify: read.Verify
+    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], transposed: bool, verify: Verify
 ) -> None:
     """Any box of any chunk lands in memory of any stride as slicing the whole would put it."""
     shape, offsets, lengths, itemsize = box
@@ -146,7 +147,7 @@ def test_small_runs_are_read_together_and_verified(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("verify", "caught"), [("blocks", False), ("full", True), ("none", False)])
 def test_partly_needed_blocks_are_verified_only_on_request(
-    tmp_path: Path, verify: read.Verify, caught: bool
+    tmp_path: Path, verify: Verify, caught: bool
 ) -> None:
     """The policy "full" fetches and checks the rest of a block wanted in part; the default does not."""
     array = np.random.default_rng(4).integers(0, 255, (BLOCK_BYTES + 1000,), dtype=np.uint8)

@@ -1,0 +1,56 @@
+"""What can be asked of the read engine, and what it tells of its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dcp.storage.formats.index import Int64
+
+__all__ = ["ReadStats", "Region", "Runs", "Verify"]
+
+Verify = Literal["blocks", "full", "none"]
+"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
+only in part, and check them. ``none``: check nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to
+    ``addresses``."""
+
+    chunks: Int64
+    payload_positions: Int64
+    sizes_bytes: Int64
+    addresses: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) to memory at ``address``.
+
+    ``strides`` are the destination's, in bytes.
+    """
+
+    chunk: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    address: int
+    strides: tuple[int, ...]
+
+
+@dataclass
+class ReadStats:
+    """What a read cost: bytes asked for, bytes fetched from storage, blocks checked and not checked."""
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+
+    def add(self, other: ReadStats) -> None:
+        """Sum up another thread's figures."""
+        self.bytes_needed += other.bytes_needed
+        self.bytes_read += other.bytes_read
+        self.blocks_verified += other.blocks_verified
+        self.blocks_unverified += other.blocks_unverified
