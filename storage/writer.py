@@ -196,6 +196,9 @@ class FileSystemWriter(StorageWriter):
         """Write the plan's items, each as the planner resolves it; values are where and with which CRCs."""
         if plan.storage_data is not None:
             self.rank, self.save_id = plan.storage_data
+            if self.store.stat(data_file_name(self.rank, 0, self.save_id)) is not None:
+                # torch's plan cache repeats the storage_data of an earlier save to the same id
+                self.save_id = _new_save_id()
         future: Future[list[WriteResult]] = Future()
         future.set_result(ItemWriter(self, planner).write(plan.items))
         return future

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -76,6 +76,46 @@ def every_save(rank: int, world: int, root: str) -> list[str]:
 def test_engines_planners_and_storages_combine_freely(world: int, tmp_path: Path) -> None:
     """Eight ways to save times eight to load, of ours and stock's parts: equal bytes and values in all."""
     assert run_ranks(world, every_save, str(tmp_path)) == [[]] * world
+
+
+def planner_options(rank: int, world: int, root: str) -> list[str]:
+    """Options of the default planners, of each package with the other's engine and storage; what is wrong."""
+    wrong: list[str] = []
+    options: dict[str, dict[str, Any]] = {
+        "nested": {"flatten_state_dict": False, "flatten_sharded_tensors": False},
+        "lowest": {"dedup_save_to_lowest_rank": True},
+        "cached": {"enable_plan_caching": True},
+    }
+    for engine, base, storage, name in product(PACKAGES, PACKAGES, PACKAGES, options):
+        planner = PACKAGES[base].DefaultSavePlanner(**options[name])
+        for cache in (c for n, c in vars(SavePlanner).items() if n.startswith("_cached_")):
+            cache.clear()  # torch's planners of a process share them, by class name: whatever the storage
+        for number in (0, 1, 1):  # the later saves of one planner may use what it kept of the first
+            folder = f"{root}/{engine}-{base}-{storage}-{name}-{number}"
+            writer = PACKAGES[storage].FileSystemWriter(folder)
+            PACKAGES[engine].save(fill(flat_state(world)), storage_writer=writer, planner=planner)
+            for load_base, load_storage in (("ours", "stock"), ("stock", "ours")):
+                # flatten_sharded_tensors alone makes torch's planner load values into a copy of the state
+                as_saved = options[name] if name == "nested" else {}
+                loader = PACKAGES[load_base].DefaultLoadPlanner(**as_saved)
+                target = scrub(flat_state(world)) | {"lr": None}
+                reader = PACKAGES[load_storage].FileSystemReader(folder)
+                PACKAGES[engine].load(target, storage_reader=reader, planner=loader)
+                wrong += [f"{folder} {load_base} {load_storage} {item}" for item in differences(target)]
+                wrong += [f"{folder} lr {target['lr']}"] if target["lr"] != 0.5 else []
+        extra = torch.full((2,), 7.0)
+        partial = PACKAGES[base].DefaultLoadPlanner(allow_partial_load=True)
+        target = scrub(flat_state(world)) | {"lr": None, "absent": extra}
+        reader = PACKAGES[storage].FileSystemReader(folder)
+        PACKAGES[engine].load(target, storage_reader=reader, planner=partial)
+        wrong += [f"{folder} partial {item}" for item in differences(target) if item != "absent"]
+        wrong += [f"{folder} absent changed"] if not extra.eq(7).all() else []
+    return wrong
+
+
+def test_options_of_the_default_planners_mean_the_same(tmp_path: Path) -> None:
+    """Not flattened, deduplicated to the lowest rank, plans cached, partial: on every engine and storage."""
+    assert run_ranks(2, planner_options, str(tmp_path)) == [[], []]
 
 
 # -- the planners of torch's documentation ----------------------------------------------------------------

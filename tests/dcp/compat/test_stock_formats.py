@@ -17,8 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp
+from dcp.storage.formats import dtypes
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, scrub
+
+SAFETENSORS_OF_TORCH = {
+    *("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"),
+    *("U16", "U32", "U64", "F8_E4M3", "F8_E5M2", "C64"),
+}
+"""What the safetensors library writes for torch tensors."""
 
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
 ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
@@ -100,6 +107,26 @@ def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
     assert stored(small) < stored(large) - 1000
     with pytest.raises(stock.CheckpointException):
         stock.load(plain_state(), checkpoint_id=small)
+
+
+def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
+    """What stock stores as safetensors, of every dtype that format has, 0-d and empty."""
+
+    def state() -> State:
+        made: State = {}
+        for dtype in dtypes.BY_CODE.values():
+            if dtype.safetensors in SAFETENSORS_OF_TORCH:
+                kind = getattr(torch, dtype.name)
+                shapes: dict[str, tuple[int, ...]] = {"some": (3, 700), "scalar": (), "empty": (0, 2)}
+                made |= {f"{n}.{dtype.name}": torch.empty(shape, dtype=kind) for n, shape in shapes.items()}
+        return made
+
+    writer = stock.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    stock.save(fill(state()), storage_writer=writer)
+    target = scrub(state())
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert len(target) > 30
+    assert differences(target) == []
 
 
 # -- without collectives, without ranks, with some of the ranks -------------------------------------------
