@@ -18,7 +18,13 @@ __all__ = ["has_meta_tensor", "materialise"]
 
 def has_meta_tensor(values: Iterable[Any]) -> bool:
     """True where a tensor among ``values`` has no memory yet."""
-    return any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+    return any(isinstance(value, torch.Tensor) and _is_meta(value) for value in values)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
+        return any(shard.tensor.is_meta for shard in tensor.local_shards())
+    return tensor.is_meta
 
 
 def _default_device() -> torch.device:

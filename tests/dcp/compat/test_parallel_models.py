@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,21 @@ def test_stock_loads_ours_into_every_other(
     ours = [source for source in sources if source.endswith("-ours")]
     results = run_ranks(world, load_all, root, targets, ours, ["stock"])
     assert_none_differ(results, cases=len(targets) * len(ours))
+
+
+def warnings_of_ours(rank: int, world: int, root: str) -> list[str]:
+    """The warnings that dcp itself raises while saving and loading FSDP1's ShardedTensors."""
+    state = state_of(RECIPES["fsdp1"][0](world))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcp.save(state, checkpoint_id=root)
+        dcp.load(state, checkpoint_id=root)
+    return [f"{warning.filename}:{warning.lineno}: {warning.message}" for warning in caught]
+
+
+def test_sharded_tensors_are_handled_without_warnings(tmp_path: Path) -> None:
+    """Users of FSDP1 know that ShardedTensor is deprecated; dcp does not repeat it for each tensor."""
+    assert run_ranks(2, warnings_of_ours, str(tmp_path)) == [[], []]
 
 
 def save_pipeline_by_groups(rank: int, world: int, root: str) -> None:
