@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.read import ReadEngine, Unit
 from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
 from dcp.storage.engine.read_worker import Worker
@@ -314,18 +315,16 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
 def _classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Region], list[Unit]]:
     """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request."""
     index = engine.index
-    tensors = index.chunk_tensors
     dtypes = {code: torch_dtype(code) for code in np.unique(index.dtype_codes).tolist()}
-    codes: list[int] = index.dtype_codes.tolist()
+    codes = item_view(index.dtype_codes)
     chunks: list[int] = []
     positions: list[int] = []
     sizes_bytes: list[int] = []
     addresses: list[int] = []
     regions: list[Region] = []
     units: list[Unit] = []
-    tensor_of: list[int] = tensors.tolist()
-    boxes = index.box_start.tolist()
-    flat_sizes = index.chunk_sizes.tolist()
+    tensor_of, boxes = item_view(index.chunk_tensors), item_view(index.box_start)
+    flat_sizes = item_view(index.chunk_sizes)
     columns = (request.chunks, request.dests, request.storage_offsets, request.dest_offsets, request.lengths)
     for chunk, dest, offsets, dest_offsets, lengths in zip(*columns, strict=True):
         target = dest if dest.shape == lengths else narrow(dest, dest_offsets, lengths)
@@ -342,7 +341,7 @@ def _classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Regi
             continue
         itemsize = target.element_size()
         if contiguous and not engine.payloads.is_permuted(chunk):
-            sizes = flat_sizes[boxes[chunk] : boxes[chunk + 1]]
+            sizes = flat_sizes[boxes[chunk] : boxes[chunk + 1]].tolist()
             position = _contiguous_position(sizes, offsets, lengths)
             if position is not None:
                 chunks.append(chunk)

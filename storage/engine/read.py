@@ -17,6 +17,7 @@ from typing import get_args
 
 import numpy as np
 
+from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.payloads import Payloads
 from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
 from dcp.storage.engine.read_worker import SCRATCH, Worker
@@ -52,11 +53,13 @@ class ReadEngine:
         self.threads = max(1, threads)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], None] | None = None
-        self.payload_lengths: list[int] = index.payload_lengths.tolist()
+        # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
+        self.payload_lengths = item_view(index.payload_lengths)
         self.payloads = Payloads(index, self.handle)
-        self._itemsizes: list[int] = index.itemsizes[index.chunk_tensors].tolist()
-        self._crc_start: list[int] = index.crc_start.tolist()
-        self._crcs: list[int] = index.crcs.tolist()
+        self._itemsizes = item_view(index.itemsizes)
+        self._chunk_tensors = item_view(index.chunk_tensors)
+        self._crc_start = item_view(index.crc_start)
+        self._crcs = item_view(index.crcs)
         self._handles: dict[int, ReadHandle] = {}
         self._max_handles = _max_open_files()
         self._lock = threading.Lock()
@@ -137,7 +140,7 @@ class ReadEngine:
 
     def itemsize(self, chunk: int) -> int:
         """Bytes per element of a chunk."""
-        return self._itemsizes[chunk]
+        return self._itemsizes[self._chunk_tensors[chunk]]
 
     def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
         """Compare a block's checksum with the recorded one, or keep it for the whole payload's."""
