@@ -203,9 +203,10 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
         return torch.load(buffer, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise _refused(fqn, str(error), weights_only=weights_only) from error
-    except (EOFError, RuntimeError) as error:
+    except Exception as error:
         if not weights_only:  # code of the checkpoint's own classes ran, and it is their error
             raise
+        # Damaged bytes make torch's unpickler raise whatever its steps do: ValueError, IndexError, KeyError.
         raise CheckpointFormatError(f"object {fqn!r} is damaged: {_first_line(error)}", fqn=fqn) from error
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.formats.checksums import crc32
 
-__all__ = ["LOCAL_SIGNATURE", "Entry", "Window", "entry_start", "read_directory"]
+__all__ = ["LOCAL_SIGNATURE", "Entry", "Window", "check_entries", "entry_start", "read_directory"]
 
 MAX_DIRECTORY_BYTES: Final = 1 << 20
 """A record of one tensor has some 500 bytes of directory."""
@@ -160,3 +161,18 @@ def entry_start(window: Window, entry: Entry) -> int:
     if start + entry.size > window.length:
         raise CheckpointFormatError("an entry of the record's zip reaches outside the record")
     return start
+
+
+def check_entries(data: bytes) -> None:
+    """Compare the entries of a zip in memory with their checksums, which torch can leave out.
+
+    Raises CorruptCheckpointError for bytes that differ, CheckpointFormatError for what is no zip of torch's.
+    """
+    window = Window(lambda at, count: data[at : at + count], 0, len(data))
+    for name, entry in read_directory(window).items():
+        start = entry_start(window, entry)
+        found = crc32(memoryview(data)[start : start + entry.size])
+        if entry.crc32 not in (0, found):
+            raise CorruptCheckpointError(
+                f"entry {name!r} has CRC-32 {found:08x}, its zip says {entry.crc32:08x}"
+            )
