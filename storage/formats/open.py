@@ -109,8 +109,9 @@ def _belongs(index: CheckpointIndex, metadata: bytes, path: str) -> bool:
     crc = crc32(metadata)
     if crc in (index.torch_metadata_crc, index.replaced_torch_metadata_crc):
         return True
-    # Stock never refers to our uniquely named files, so a .metadata that does is ours, with damage.
+    # Stock knows neither our uniquely named files nor our save id, so a .metadata that does is ours, damaged.
     ours = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
+    ours += [save_id] if isinstance(save_id := index.provenance.get("save_id"), str) and save_id else []
     if any(name.encode("utf-8", "surrogatepass") in metadata for name in ours):
         logger.warning(
             "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads the "
