@@ -30,4 +30,4 @@ def item_view(column: npt.NDArray[Any]) -> memoryview[int]:
 
     No copy is made of a contiguous column, and later changes of it show.
     """
-    return cast("memoryview[int]", np.ascontiguousarray(column).data)
+    return np.ascontiguousarray(column).data
