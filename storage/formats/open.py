@@ -111,7 +111,9 @@ def _belongs(index: CheckpointIndex, metadata: bytes, path: str) -> bool:
         return True
     # Stock knows neither our uniquely named files nor our save id, so a .metadata that does is ours, damaged.
     ours = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
-    ours += [save_id] if isinstance(save_id := index.provenance.get("save_id"), str) and save_id else []
+    save_id = index.provenance.get("save_id")
+    if isinstance(save_id, str) and save_id:
+        ours.append(save_id)
     if any(name.encode("utf-8", "surrogatepass") in metadata for name in ours):
         logger.warning(
             "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads the "
