@@ -212,17 +212,16 @@ class Story:
         self._dcp("verify", *folders, status=0, claim="every byte of four checkpoints verifies")
         self.narrator.say(
             f"""The resumed job saved step {self.killed_step} into the folder where the killed one left its
-            halves. It is a whole checkpoint now. The halves are still there, nothing refers to them, and
-            verify says so:"""
+            halves. It is a whole checkpoint now, and the save has cleared the halves away:"""
         )
         self._dcp("verify", f"run/{half}")
-        kinds = {finding.kind for finding in verify(self.run_folder / half).findings}
         committed = open_index(open_store(self.run_folder / half))
         strays = [p.name for p in self._data_files("run", self.killed_step) if p.name not in committed.files]
+        findings = verify(self.run_folder / half).findings
         self.narrator.check(
-            f"{half} is a checkpoint; the {len(strays)} files of the killed save are all verify reports",
-            kinds == {"stray-file"} and len(strays) == 2,
-            f"{kinds}, {strays}",
+            f"{half} is a checkpoint, and nothing of the killed save is left in it",
+            not findings and not strays,
+            f"{findings}, {strays}",
         )
 
     def flip_a_bit(self) -> Path:
