@@ -33,6 +33,7 @@ MAX_TORCH_METADATA_BYTES: Final = 8 << 30
 _ATTEMPTS: Final = 8
 _PROBED_NAMES: Final = 16
 _DATA_SUFFIXES: Final = (".distcp", ".safetensors")
+_OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 _RANK_LOCAL: Final = re.compile(
     rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"
@@ -91,37 +92,44 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 return decode_torch_metadata(metadata)
         with _located(store.path_of(manifest_name)):
             index = decode_manifest(manifest)
-        if metadata is None or _belongs(index, metadata, store.path_of(metadata_name)):
+        if metadata is None or _belongs(index, metadata):
             return index
         # A save of ours replaces two files, one after the other: only if the manifest is still the same was
-        # it somebody else who wrote .metadata.
-        if _read(store, manifest_name, MAX_MANIFEST_BYTES) == manifest:
-            with _located(store.path_of(metadata_name)):
-                return decode_torch_metadata(metadata)
+        # it somebody else who wrote .metadata, or damage.
+        if _read(store, manifest_name, MAX_MANIFEST_BYTES) != manifest:
+            continue
+        if _is_ours(index, metadata):
+            logger.warning(
+                "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads "
+                "the manifest; stock torch would read the damaged file. Save again, or restore it.",
+                store.path_of(metadata_name),
+            )
+            return index
+        with _located(store.path_of(metadata_name)):
+            return decode_torch_metadata(metadata)
     raise CheckpointConflictError(
         f"{store.url} was replaced {_ATTEMPTS} times while it was being opened; give each save its own id",
         path=store.url,
     )
 
 
-def _belongs(index: CheckpointIndex, metadata: bytes, path: str) -> bool:
+def _belongs(index: CheckpointIndex, metadata: bytes) -> bool:
     """Whether ``metadata`` is the one published with the manifest, or the one that this was to replace."""
-    crc = crc32(metadata)
-    if crc in (index.torch_metadata_crc, index.replaced_torch_metadata_crc):
-        return True
-    # Stock knows neither our uniquely named files nor our save id, so a .metadata that does is ours, damaged.
-    ours = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
+    return crc32(metadata) in (index.torch_metadata_crc, index.replaced_torch_metadata_crc)
+
+
+def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
+    """Whether ``metadata``, though it differs from every one committed, was written by this package.
+
+    Stock knows neither our save id nor files that are named as only ours are. After a crash in the middle of
+    a commit they are those of the save before.
+    """
+    marks = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
     save_id = index.provenance.get("save_id")
     if isinstance(save_id, str) and save_id:
-        ours.append(save_id)
-    if any(name.encode("utf-8", "surrogatepass") in metadata for name in ours):
-        logger.warning(
-            "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads the "
-            "manifest; stock torch would read the damaged file. Save again, or restore it.",
-            path,
-        )
-        return True
-    return False
+        marks.append(save_id)
+    named = any(mark.encode("utf-8", "surrogatepass") in metadata for mark in marks)
+    return named or _OUR_DATA_FILE.search(metadata) is not None
 
 
 def _read(store: Store, name: str, limit_bytes: int) -> bytes | None:
