@@ -58,6 +58,7 @@ def version_state(version: int, *, large: int = 0) -> dict[str, Any]:
         "step": version,
         "lr": [0.1 * version, "warm"],
         "schedule": OrderedDict(version=version),
+        "shape": torch.Size((version, 2)),
     }
     if large:
         state["large"] = torch.full((large,), version, dtype=torch.int32)

@@ -1,0 +1,335 @@
+"""Damage to the files of a checkpoint: a load gives the right bytes or a typed error, never other bytes."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
+from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.verification import verify
+from tests.support.ranks import run_ranks
+from tests.support.values import leaves, raw
+from tests.support.versions import listing, save_version, seen_by_dcp
+
+TYPED = (CorruptCheckpointError, CheckpointFormatError, PlanError)
+
+
+def contents(factor: int = 1) -> dict[str, Any]:
+    """A small state dict with each kind of entry."""
+    return {
+        "w": torch.arange(15.0).reshape(3, 5) * factor + factor,
+        "half": torch.full((7,), factor, dtype=torch.bfloat16),
+        "step": 11 * factor,
+        "lr": [0.1 * factor, "warm" * factor],
+        "schedule": OrderedDict(at=12 * factor),
+        "shape": torch.Size((13 * factor, 2)),
+        "nested": {"count": torch.tensor(5 * factor)},
+    }
+
+
+def differs(state: dict[str, Any]) -> bool:
+    """Whether ``state`` is not `contents` in every bit."""
+    got, wanted = dict(leaves(state)), dict(leaves(contents()))
+    return any(
+        raw(got[name]) != raw(value) if isinstance(value, torch.Tensor) else got[name] != value
+        for name, value in wanted.items()
+    )
+
+
+def save_ours(folder: Path, **options: Any) -> None:
+    """A checkpoint of ours."""
+    writer = dcp.FileSystemWriter(folder, **options)
+    dcp.save(contents(), storage_writer=writer, no_dist=True)
+
+
+def save_ours_without_manifest(folder: Path) -> None:
+    """What stock torch would read of ours: the index is `.metadata`."""
+    save_ours(folder)
+    (folder / "manifest.msgpack").unlink()
+
+
+SAVES: dict[str, Callable[[Path], None]] = {
+    "ours": save_ours,
+    "bare": lambda folder: save_ours(folder, torch_compatible=False),
+    "file per tensor": lambda folder: save_ours(folder, single_file_per_rank=False),
+    "without manifest": save_ours_without_manifest,
+    "stock": lambda folder: stock_save(contents(), checkpoint_id=folder, no_dist=True),
+}
+
+
+@dataclass
+class Tally:
+    """What loads of damaged checkpoints gave, and what `verify` said where a load gave an error."""
+
+    loads: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    untyped: list[str] = field(default_factory=list)
+    unnoticed: list[str] = field(default_factory=list)
+
+    def look(self, folder: Path, what: str) -> None:
+        """Load and verify."""
+        state = contents(0)
+        try:
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+        except dcp.CheckpointError as error:
+            self.loads[type(error).__name__] += 1
+            if not isinstance(error, TYPED):
+                self.untyped.append(f"{what}: {error!r}")
+            if passes(folder):
+                self.unnoticed.append(f"{what}: {error}")
+        else:
+            self.loads["loaded"] += 1
+            if differs(state):
+                self.wrong.append(what)
+
+
+def passes(folder: Path) -> bool:
+    """Whether `dcp verify` finds nothing."""
+    try:
+        return verify(folder, threads=1).ok
+    except dcp.CheckpointError:
+        return False
+
+
+def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
+    """Flip one random bit in every ``step``-th byte of each file; tallies by kind of file."""
+    generator = random.Random(seed)
+    tallies: dict[str, Tally] = {"data": Tally(), "manifest.msgpack": Tally(), ".metadata": Tally()}
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        tally = tallies.get(path.name, tallies["data"])
+        for offset in range(generator.randrange(step), len(whole), step):
+            damaged = bytearray(whole)
+            damaged[offset] ^= 1 << generator.randrange(8)
+            path.write_bytes(damaged)
+            tally.look(folder, f"{path.name} at {offset}")
+        path.write_bytes(whole)
+    return tallies
+
+
+def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
+    """Nothing wrong, nothing untyped; and what our checksums cover is noticed by `verify` as well."""
+    for tally in tallies.values():
+        assert tally.wrong == []
+        assert tally.untyped == []
+    manifest, metadata, data = tallies["manifest.msgpack"], tallies[".metadata"], tallies["data"]
+    assert set(manifest.loads) <= {"CorruptCheckpointError"}
+    assert data.loads["CorruptCheckpointError"] > 0
+    if kind in ("ours", "file per tensor"):
+        assert set(metadata.loads) == {"loaded"}
+    if kind in ("ours", "bare", "file per tensor"):
+        assert data.unnoticed == manifest.unnoticed == metadata.unnoticed == []
+    else:
+        # Foreign formats have no checksum over names and zip headers. What torch's zip reader refuses there
+        # is an error of the load that says so; payloads and values are checked by both.
+        assert all("object" in what for what in data.unnoticed)
+        assert len(data.unnoticed) < 0.2 * sum(data.loads.values())
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_flipped_bit_never_gives_other_bytes(tmp_path: Path, kind: str) -> None:
+    """One bit anywhere in any file: the load gives the same bytes or a typed error, and verify finds it."""
+    SAVES[kind](tmp_path / "x")
+    check_tallies(kind, flip_everywhere(tmp_path / "x", 11 if kind == "stock" else 5, 1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_flipped_bit_in_each_byte_never_gives_other_bytes(tmp_path: Path, kind: str) -> None:
+    """As above, in every single byte."""
+    SAVES[kind](tmp_path / "x")
+    check_tallies(kind, flip_everywhere(tmp_path / "x", 1, 2))
+
+
+def regions(folder: Path) -> Iterator[tuple[str, str, int]]:
+    """(what, file, offset) of the first, a middle and the last byte of each region of each record."""
+    index = dcp.open_index(folder)
+    for chunk in range(index.chunk_count):
+        name = index.files[int(index.chunk_files[chunk])]
+        fqn = index.fqns[int(index.chunk_tensors[chunk])]
+        begin, payload = int(index.record_offsets[chunk]), int(index.payload_offsets[chunk])
+        end = begin + int(index.record_lengths[chunk])
+        payload_end = payload + int(index.payload_lengths[chunk])
+        for region, first, last in (
+            ("prefix", begin, payload),
+            ("payload", payload, payload_end),
+            ("suffix", payload_end, end),
+        ):
+            for offset in sorted({first, (first + last) // 2, last - 1}) if last > first else []:
+                yield f"{region} of {fqn}", name, offset
+    for row, fqn in enumerate(index.objects.fqns):
+        if int(index.objects.plain[row]) < 0:
+            begin, length = int(index.objects.offsets[row]), int(index.objects.lengths[row])
+            for offset in (begin, begin + length // 2, begin + length - 1):
+                yield f"object {fqn}", index.files[int(index.objects.files[row])], offset
+
+
+def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
+    """A flip in a payload or value is refused by the load; one in a zip header, which dcp does not need, by
+    verify."""
+    folder = tmp_path / "x"
+    save_version(folder, 1, large=3 * BLOCK_BYTES // 4)
+    seen: Counter[str] = Counter()
+    for what, name, offset in regions(folder):
+        with (folder / name).open("r+b") as file:
+            file.seek(offset)
+            before = file.read(1)
+            file.seek(offset)
+            file.write(bytes([before[0] ^ 0x10]))
+        region = what.split()[0]
+        seen[region] += 1
+        got = seen_by_dcp(folder, large=3 * BLOCK_BYTES // 4)
+        assert got == ("CorruptCheckpointError" if region in ("payload", "object") else 1), what
+        assert not passes(folder), what
+        with (folder / name).open("r+b") as file:
+            file.seek(offset)
+            file.write(before)
+    assert min(seen[region] for region in ("prefix", "payload", "suffix", "object")) >= 3
+    assert passes(folder)
+
+
+def interesting_sizes(folder: Path, path: Path) -> list[int]:
+    """Sizes at and around the boundaries of records and payloads, and some between."""
+    size = path.stat().st_size
+    marks = {0, 1, size // 2, size - 1}
+    if path.name.endswith(".distcp"):
+        for _, name, offset in regions(folder):
+            if name == path.name:
+                marks |= {offset, offset + 1}
+    else:
+        marks |= set(range(0, size, 37))
+    return sorted(mark for mark in marks if 0 <= mark < size)
+
+
+@pytest.mark.parametrize("kind", ["ours", "bare", "file per tensor"])
+def test_a_file_of_another_size_is_refused(tmp_path: Path, kind: str) -> None:
+    """Truncated at any interesting place, or extended: a typed error, and verify finds it."""
+    folder = tmp_path / "x"
+    SAVES[kind](folder)
+    tally = Tally()
+    cut = 0
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for size in interesting_sizes(folder, path):
+            path.write_bytes(whole[:size])
+            tally.look(folder, f"{path.name} cut at {size}")
+            cut += path.name != ".metadata"
+        for extra in (b"\0", b"x" * 5000, whole):
+            path.write_bytes(whole + extra)
+            tally.look(folder, f"{path.name} extended by {len(extra)}")
+            cut += path.name != ".metadata"
+        path.write_bytes(whole)
+    assert (tally.wrong, tally.untyped, tally.unnoticed) == ([], [], [])
+    assert tally.loads["CorruptCheckpointError"] == cut
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_missing_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """Each data file in turn: CorruptCheckpointError with its path, and verify lists it."""
+    folder = tmp_path / "x"
+    SAVES[kind](folder)
+    for path in sorted(folder.glob("*.distcp")):
+        path.rename(tmp_path / "away")
+        with pytest.raises(CorruptCheckpointError) as caught:
+            dcp.load(contents(0), checkpoint_id=folder, no_dist=True)
+        assert path.name in str(caught.value)
+        assert caught.value.path == str(path)
+        assert [finding.file for finding in verify(folder).findings if finding.kind == "missing-file"] == [
+            path.name
+        ]
+        (tmp_path / "away").rename(path)
+    assert passes(folder)
+
+
+def test_a_file_of_another_save_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    """Same names, shapes and sizes, other values: as after a careless copy."""
+    save_version(tmp_path / "one", 1)
+    save_version(tmp_path / "two", 2)
+    (one,) = (tmp_path / "one").glob("*.distcp")
+    (two,) = (tmp_path / "two").glob("*.distcp")
+    assert one.stat().st_size == two.stat().st_size
+    shutil.copyfile(two, one)
+    assert seen_by_dcp(tmp_path / "one") == "CorruptCheckpointError"
+    assert not passes(tmp_path / "one")
+
+
+def save_shards(rank: int, world_size: int, folder: Path) -> None:
+    """Shards of one tensor: the files of the ranks have the same layout."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    shard = torch.full((4, 6), float(rank + 1))
+    state = {"w": DTensor.from_local(shard, mesh, [Shard(0)])}
+    dcp.save(state, checkpoint_id=folder)
+    dist.barrier()
+
+
+def load_shards(folder: Path) -> torch.Tensor:
+    """The whole tensor."""
+    state = {"w": torch.zeros(8, 6)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state["w"]
+
+
+def test_swapped_files_of_two_ranks_are_refused(tmp_path: Path) -> None:
+    """Each file is whole and of the right size, but stands under the other one's name."""
+    run_ranks(2, save_shards, tmp_path / "x")
+    first, second = sorted((tmp_path / "x").glob("*.distcp"))
+    assert torch.equal(load_shards(tmp_path / "x")[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4))
+    assert first.stat().st_size == second.stat().st_size
+    first.rename(tmp_path / "away")
+    second.rename(first)
+    (tmp_path / "away").rename(second)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load_shards(tmp_path / "x")
+    assert caught.value.fqn == "w"
+    assert len({finding.file for finding in verify(tmp_path / "x").findings}) == 2
+
+
+def test_a_part_of_a_block_is_verified_if_asked(tmp_path: Path) -> None:
+    """``verify="full"`` reads the rest of a block of which only rows are wanted, and finds damage there."""
+    folder = tmp_path / "x"
+    dcp.save({"w": torch.arange(4000.0).reshape(100, 40)}, checkpoint_id=folder, no_dist=True)
+    index = dcp.open_index(folder)
+    (path,) = folder.glob("*.distcp")
+    with path.open("r+b") as file:
+        file.seek(int(index.payload_offsets[0]) + 80 * 160)
+        file.write(b"\xff" * 8)
+    for policy in ("blocks", "full"):
+        with pytest.raises(CorruptCheckpointError):
+            dcp.load({"w": torch.zeros(100, 40)}, checkpoint_id=folder, no_dist=True, verify=policy)
+    state = {"w": torch.zeros(100, 40)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True, verify="none")
+    assert torch.equal(state["w"][:80].flatten(), torch.arange(3200.0))
+
+
+def test_damage_behind_a_half_published_save_does_not_bring_the_old_one_back(tmp_path: Path) -> None:
+    """A crash between manifest and `.metadata` leaves the old `.metadata`; damaged, it is not the truth."""
+    folder = tmp_path / "x"
+    save_version(folder, 1)
+    old = (folder / ".metadata").read_bytes()
+    old_data = {path: path.read_bytes() for path in folder.glob("*.distcp")}
+    save_version(folder, 2)
+    (folder / ".metadata").write_bytes(old)
+    for path, data in old_data.items():
+        path.write_bytes(data)
+    assert seen_by_dcp(folder) == 2
+    for offset in range(0, len(old), 13):
+        damaged = bytearray(old)
+        damaged[offset] ^= 0x04
+        (folder / ".metadata").write_bytes(damaged)
+        seen = seen_by_dcp(folder)
+        assert seen == 2 or isinstance(seen, str), (offset, seen)
+    assert listing(folder) == {"manifest": 1, "metadata": 1, "data": 2}
