@@ -44,6 +44,9 @@ class _Suite:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
+        from benchmarks.report import environment
+
+        self._facts = environment(folder)
         self._begun = time.monotonic()
         self.rows: list[Any] = []
         self.measured: list[Any] = []
@@ -57,6 +60,23 @@ class _Suite:
                 self._memory()
             else:
                 self._save_and_load(workload)
+            self._write(partial=workload != self._options.only[-1])
+
+    def _write(self, *, partial: bool) -> None:
+        """After every workload, so that an interrupted run keeps what it has."""
+        from benchmarks.report import markdown, to_json
+
+        options, out = self._options, self._options.out
+        chosen = {"rounds": options.rounds, "scale": options.scale, "only": ",".join(options.only)}
+        chosen["seconds"] = round(time.monotonic() - self._begun, 1)
+        chosen["complete"] = "no" if partial else "yes"
+        out.mkdir(parents=True, exist_ok=True)
+        text = markdown(self.rows, self._facts, chosen)
+        (out / "benchmarks.md").write_text(text)
+        (out / "benchmarks.json").write_text(to_json(self.rows, self._facts, chosen, self.measured))
+        if not partial:
+            print(text)
+            print(f"written to {out}/benchmarks.md and benchmarks.json", file=sys.stderr)
 
     def _say(self, what: str) -> Progress:
         def progress(text: str) -> None:
@@ -126,29 +146,12 @@ def _needed_bytes(options: argparse.Namespace) -> int:
     return int(3.2 * largest * options.scale) + (64 << 20)
 
 
-def _write(options: argparse.Namespace, suite: _Suite, facts: dict[str, Any]) -> None:
-    from benchmarks.report import markdown, to_json
-
-    chosen = {"rounds": options.rounds, "scale": options.scale, "only": options.only}
-    chosen["seconds"] = round(time.monotonic() - suite._begun, 1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = markdown(suite.rows, facts, chosen)
-    (options.out / "benchmarks.md").write_text(text)
-    (options.out / "benchmarks.json").write_text(to_json(suite.rows, facts, chosen, suite.measured))
-    print(text)
-    print(
-        f"written to {options.out / 'benchmarks.md'} and {options.out / 'benchmarks.json'}", file=sys.stderr
-    )
-
-
 def _terminated(signal_number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 wrong options or no space, 3 a rank failed, 130 interrupted."""
-    from benchmarks.report import environment
-
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -162,10 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file=sys.stderr,
                 )
                 return 2
-            facts = environment(folder)
-            suite = _Suite(options, folder)
-            suite.run()
-            _write(options, suite, facts)
+            _Suite(options, folder).run()
     except BenchmarkError as error:
         print(error, file=sys.stderr)
         return 3

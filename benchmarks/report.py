@@ -28,6 +28,7 @@ _HEAD = (
     "ratio, 2 threads",
     "limit",
     "of limit",
+    "others' cores",
     "target: measured",
     "met",
 )
@@ -109,6 +110,7 @@ def _cells(row: Row) -> list[str]:
         _ratio(row.ratio_2_threads),
         f"{row.limit_name} {_seconds(row.limit)}".strip(),
         "" if row.of_limit is None else f"{row.of_limit:.0%}",
+        "" if row.others is None else f"{row.others:.1f}",
         "; ".join(f"{verdict.text}: {_value(verdict.text, verdict.value)}" for verdict in row.verdicts),
         "" if not row.verdicts else "yes" if all(verdict.met for verdict in row.verdicts) else "no",
     ]

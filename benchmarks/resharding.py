@@ -28,6 +28,7 @@ class Resharding:
     dim: int
     size_bytes: int
     samples: dict[str, list[float]] = field(default_factory=dict)
+    others: dict[str, list[float]] = field(default_factory=dict)
     bytes_read: dict[str, int] = field(default_factory=dict)
     """Over all ranks, as the kernel counts them (rchar), metadata included."""
 
@@ -57,9 +58,10 @@ def load_resharded(
         for name in rotated(list(sides), number):
             _warm(rank, folder / name)
             before = _bytes_read_so_far()
-            seconds = timed(partial(sides[name].load, state.state_dict, folder / name))
+            sample = timed(partial(sides[name].load, state.state_dict, folder / name))
             result.bytes_read[name] = int(sum_over_ranks(_bytes_read_so_far() - before))
-            result.samples.setdefault(name, []).append(seconds)
+            result.samples.setdefault(name, []).append(sample.seconds)
+            result.others.setdefault(name, []).append(sample.others)
         ours, stock = (result.samples[name][-1] for name in ("ours", "stock"))
         progress(f"round {number + 1}/{rounds}: ours {ours:.3f} s, stock {stock:.3f} s")
     return result

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,17 @@ from benchmarks.processes import Progress
 from benchmarks.sides import OURS, SAVERS, STOCK
 from benchmarks.workloads import State, build_state
 
-__all__ = ["Measurement", "Spec", "max_over_ranks", "measure", "rotated", "synchronize", "timed"]
+__all__ = [
+    "OPERATIONS",
+    "Measurement",
+    "Sample",
+    "Spec",
+    "measure",
+    "rotated",
+    "sum_over_ranks",
+    "synchronize",
+    "timed",
+]
 
 OPERATIONS = ("save durable", "save", "load warm", "load cold")
 _COLD_ENOUGH = 0.02
@@ -38,7 +48,10 @@ class Spec:
 
 @dataclass
 class Measurement:
-    """Seconds by contender, one a round; sample r of all contenders was taken in round r."""
+    """Seconds by contender, one a round; sample r of all contenders was taken in round r.
+
+    ``others`` are the cores that other processes kept busy meanwhile.
+    """
 
     workload: str
     ranks: int
@@ -46,6 +59,7 @@ class Measurement:
     size_bytes: int
     tensors: int
     samples: dict[str, list[float]] = field(default_factory=dict)
+    others: dict[str, list[float]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,13 +87,31 @@ def sum_over_ranks(value: float) -> float:
     return total.item()
 
 
-def timed(operation: Callable[[], object]) -> float:
+class Sample(NamedTuple):
+    """One timing: seconds, and the cores that processes other than ours (the kernel's too) kept busy."""
+
+    seconds: float
+    others: float
+
+
+def timed(operation: Callable[[], object]) -> Sample:
     """Seconds of the slowest rank, begun together with no garbage waiting."""
     gc.collect()
     synchronize()
-    begun = time.perf_counter()
+    busy, own, begun = _busy_seconds(), time.process_time(), time.perf_counter()
     operation()
-    return max_over_ranks(time.perf_counter() - begun)
+    elapsed, own = time.perf_counter() - begun, time.process_time() - own
+    seconds = max_over_ranks(elapsed)
+    busy = _busy_seconds() - busy
+    return Sample(seconds, max(0.0, busy - sum_over_ranks(own)) / seconds)
+
+
+def _busy_seconds() -> float:
+    """Of all cores since the machine started: all but idle, waiting for the disk, and stolen time."""
+    user, nice, system, _, _, interrupt, soft, *_ = map(
+        int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    )
+    return (user + nice + system + interrupt + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
@@ -128,7 +160,9 @@ class _Job:
             for operation, result in results.items():
                 contenders = self._contenders(operation)
                 for name in rotated(list(contenders), number):
-                    result.samples.setdefault(name, []).append(contenders[name]())
+                    sample = contenders[name]()
+                    result.samples.setdefault(name, []).append(sample.seconds)
+                    result.others.setdefault(name, []).append(sample.others)
                 ours = result.samples["ours"][-1]
                 self._progress(f"round {number + 1}/{spec.rounds}, {operation}: ours {ours:.3f} s")
         for operation in ("load cold",):
@@ -160,15 +194,15 @@ class _Job:
             offsets[fqn] = by_address.get(tensor.data_ptr(), ())
         self._raw = limits.RawReads(self._kept["ours"], self._state.by_fqn, offsets)
 
-    def _contenders(self, operation: str) -> dict[str, Callable[[], float]]:
+    def _contenders(self, operation: str) -> dict[str, Callable[[], Sample]]:
         if operation in ("save durable", "save"):
             return self._savers(durable=operation == "save durable")
         return self._loaders(cold=operation == "load cold")
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def _savers(self, *, durable: bool) -> dict[str, Callable[[], float]]:
-        def saver(name: str) -> Callable[[], float]:
+    def _savers(self, *, durable: bool) -> dict[str, Callable[[], Sample]]:
+        def saver(name: str) -> Callable[[], Sample]:
             return lambda: self._timed_save(
                 lambda folder: SAVERS[name](self._state.state_dict, folder, durable)
             )
@@ -196,20 +230,20 @@ class _Job:
         self._saves += 1
         return self._spec.folder / f"save-{self._saves}"
 
-    def _timed_save(self, save: Callable[[Path], None]) -> float:
+    def _timed_save(self, save: Callable[[Path], None]) -> Sample:
         folder = self._fresh_folder()
-        seconds = timed(lambda: save(folder))
+        sample = timed(lambda: save(folder))
         self._remove(folder)
-        return seconds
+        return sample
 
-    def _timed_raw_write(self, write: Callable[[list[Path]], float]) -> float:
+    def _timed_raw_write(self, write: Callable[[list[Path]], float]) -> Sample:
         folder = self._fresh_folder()
         if self._rank == 0:
             folder.mkdir()
         paths = [folder / f"{self._rank}-{number}" for number in range(2)]
-        seconds = timed(lambda: write(paths))
+        sample = timed(lambda: write(paths))
         self._remove(folder)
-        return seconds
+        return sample
 
     def _remove(self, folder: Path) -> None:
         """Outside the timing, and on the disk before the next one begins."""
@@ -225,17 +259,17 @@ class _Job:
 
     # -- loads -----------------------------------------------------------------------------------------------
 
-    def _loaders(self, *, cold: bool) -> dict[str, Callable[[], float]]:
-        def loader(side: Any) -> Callable[[], float]:
-            def load() -> float:
+    def _loaders(self, *, cold: bool) -> dict[str, Callable[[], Sample]]:
+        def loader(side: Any) -> Callable[[], Sample]:
+            def load() -> Sample:
                 folder = self._kept[side.name]
                 self._prepare_cache(folder, cold=cold)
                 return timed(lambda: side.load(self._state.state_dict, folder))
 
             return load
 
-        def raw(threads: int) -> Callable[[], float]:
-            def read() -> float:
+        def raw(threads: int) -> Callable[[], Sample]:
+            def read() -> Sample:
                 reads = self._raw
                 if reads is None:
                     raise RuntimeError("raw reads come after the warm-up")

@@ -50,7 +50,10 @@ class Spread:
 
 @dataclass
 class Row:
-    """One line of the table. Times in seconds; ratios above 1 mean that ours is faster."""
+    """One line of the table. Times in seconds; ratios above 1 mean that ours is faster.
+
+    ``others`` is the median of the cores that other processes kept busy: above 0.2 or so, measure again.
+    """
 
     workload: str
     ranks: int
@@ -68,6 +71,7 @@ class Row:
     read_per_needed: float | None = None
     stock_read_per_needed: float | None = None
     mebibytes: float | None = None
+    others: float | None = None
     stock_mebibytes: float | None = None
     verdicts: tuple[Verdict, ...] = ()
 
@@ -119,6 +123,11 @@ def _ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(over, under, strict=True)])
 
 
+def _others(others: dict[str, list[float]]) -> float | None:
+    values = [value for samples in others.values() for value in samples]
+    return statistics.median(values) if values else None
+
+
 def save_load_row(measured: Measurement) -> Row:
     """The row of one operation of one workload."""
     samples = measured.samples
@@ -135,6 +144,7 @@ def save_load_row(measured: Measurement) -> Row:
         limit_name=limit,
         limit=Spread.of(samples[limit]),
         of_limit=_ratios(samples[limit], ours).median,
+        others=_others(measured.others),
     )
     if "stock_2_threads" in samples:
         row.stock_2_threads = Spread.of(samples["stock_2_threads"])
@@ -157,6 +167,7 @@ def reshard_row(measured: Resharding) -> Row:
         ratio=_ratios(samples["stock"], samples["ours"]),
         read_per_needed=measured.bytes_read["ours"] / measured.size_bytes,
         stock_read_per_needed=measured.bytes_read["stock"] / measured.size_bytes,
+        others=_others(measured.others),
     )
     if measured.dim == 0:
         return row.judge((Target("ratio", 1), Target("read_per_needed", 1.02)))
