@@ -1,0 +1,180 @@
+"""Two jobs that save to one id by mistake, and somebody who loads it meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import dcp
+from dcp.storage.errors import CheckpointConflictError
+from dcp.verification import verify
+from tests.support.crashes import Child, in_lab
+from tests.support.versions import (
+    ABSENT,
+    MIXED,
+    listing,
+    save_version,
+    seen_by_dcp,
+    seen_by_stock,
+)
+
+CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
+ROUNDS = 30
+
+
+def write_often(folder: Path, first: int, start: float, bare: bool) -> list[tuple[int, bool]]:
+    """(version, committed) of some saves in a row; any error but a conflict ends the test."""
+    outcomes = []
+    time.sleep(max(0.0, start - time.monotonic()))
+    for version in range(first, first + ROUNDS):
+        try:
+            save_version(folder, version, torch_compatible=not (bare and version % 2))
+        except CheckpointConflictError:
+            outcomes.append((version, False))
+        else:
+            outcomes.append((version, True))
+    return outcomes
+
+
+def read_often(folder: Path, until: float) -> list[int | str]:
+    """What loads see until then."""
+    seen = []
+    while time.monotonic() < until:
+        seen.append(seen_by_dcp(folder))
+    return seen
+
+
+def overwriting_race(root: Path, bare: bool) -> Any:
+    """Two writers and a reader on one id."""
+    folder = root / "x"
+    start = time.monotonic() + 0.3
+    writers = [Child(write_often, folder, first, start, bare) for first in (100, 500)]
+    reader = Child(read_often, folder, start + 1.5)
+    endings = [child.wait() for child in [*writers, reader]]
+    for ending in endings:
+        if ending.raised is not None:
+            raise AssertionError(ending.raised.traceback_text)
+    at_end = seen_by_dcp(folder), seen_by_stock(folder), listing(folder), len(verify(folder).findings)
+    return [ending.value for ending in endings], at_end
+
+
+def test_two_writers_overwrite_one_id(tmp_path: Path) -> None:
+    """Each save commits whole or raises CheckpointConflictError; a reader sees committed states only."""
+    (first, second, seen), (last, stock, files, findings) = in_lab(overwriting_race, tmp_path, False)
+    committed = {version for version, done in first + second if done}
+    lost = [version for version, done in first + second if not done]
+    assert len(committed) >= ROUNDS / 2
+    assert lost, "the writers never met"
+    finals = [[version for version, done in outcomes if done][-1] for outcomes in (first, second)]
+    assert last in finals
+    assert (stock, files, findings) == (last, CLEAN, 0)
+    counts = Counter(seen)
+    versions = {version for version in counts if isinstance(version, int)}
+    assert versions
+    assert versions <= committed
+    assert counts[MIXED] == 0
+    # A file that was replaced between opening the manifest and reading is gone, and named as missing.
+    assert set(counts) - versions <= {ABSENT, "CorruptCheckpointError", "CheckpointConflictError"}
+
+
+def test_two_writers_with_and_without_torchs_metadata(tmp_path: Path) -> None:
+    """Also when they leave `.metadata` out now and then, it is never that of another save in the end."""
+    (first, second, seen), (last, stock, files, findings) = in_lab(overwriting_race, tmp_path, True)
+    committed = {version for version, done in first + second if done}
+    assert last in committed
+    assert stock in (last, ABSENT)
+    assert findings == 0
+    assert files["data"] == files["manifest"] == 1
+    assert {version for version in seen if isinstance(version, int)} <= committed
+    assert MIXED not in seen
+
+
+def creating_race(root: Path) -> list[Any]:
+    """Both writers make the first save, many times over."""
+    rounds = []
+    for number in range(20):
+        folder = root / str(number)
+        start = time.monotonic() + 0.05
+        writers = [Child(write_once, folder, version, start) for version in (1, 2)]
+        endings = [writer.wait() for writer in writers]
+        for ending in endings:
+            if ending.raised is not None:
+                raise AssertionError(ending.raised.traceback_text)
+        rounds.append(
+            (
+                [ending.value for ending in endings],
+                seen_by_dcp(folder),
+                seen_by_stock(folder),
+                listing(folder),
+            )
+        )
+    return rounds
+
+
+def write_once(folder: Path, version: int, start: float) -> bool:
+    """Whether the save committed."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    try:
+        save_version(folder, version)
+    except CheckpointConflictError:
+        return False
+    return True
+
+
+def test_two_writers_create_one_id(tmp_path: Path) -> None:
+    """One of them wins and the other knows that it lost, or it came so late that it overwrote."""
+    rounds = in_lab(creating_race, tmp_path)
+    for outcomes, seen, stock, files in rounds:
+        assert any(outcomes)
+        assert seen in [version for version, done in zip((1, 2), outcomes, strict=True) if done]
+        assert (stock, files) == (seen, CLEAN)
+    assert any(not all(outcomes) for outcomes, *_ in rounds)
+
+
+def refusing_race(root: Path) -> list[Any]:
+    """As `creating_race`, by writers that refuse to overwrite."""
+    rounds = []
+    for number in range(10):
+        folder = root / str(number)
+        start = time.monotonic() + 0.05
+        writers = [Child(write_only_new, folder, version, start) for version in (1, 2, 3)]
+        rounds.append(([writer.wait().value for writer in writers], seen_by_dcp(folder), listing(folder)))
+    return rounds
+
+
+def write_only_new(folder: Path, version: int, start: float) -> bool:
+    """Whether the save with ``overwrite=False`` committed."""
+    time.sleep(max(0.0, start - time.monotonic()))
+    try:
+        save_version(folder, version, overwrite=False)
+    except CheckpointConflictError:
+        return False
+    return True
+
+
+def test_writers_that_refuse_to_overwrite_have_one_winner(tmp_path: Path) -> None:
+    """With ``overwrite=False`` exactly one of three commits, whoever comes when."""
+    for outcomes, seen, files in in_lab(refusing_race, tmp_path):
+        assert sorted(outcomes) == [False, False, True]
+        assert seen == 1 + outcomes.index(True)
+        assert files == CLEAN
+
+
+def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path) -> None:
+    """A writer that is overtaken between its start and its commit leaves the other's checkpoint alone."""
+    folder = tmp_path / "x"
+    save_version(folder, 1)
+    writer = dcp.FileSystemWriter(folder)
+    writer.prepare()
+    save_version(folder, 2)
+    index = dcp.open_index(folder)
+    try:
+        writer.publish(index)
+    except CheckpointConflictError as error:
+        assert str(folder) in str(error)
+        assert error.path == str(folder)
+    else:
+        raise AssertionError("the overtaken writer published")
+    assert (seen_by_dcp(folder), seen_by_stock(folder), listing(folder)) == (2, 2, CLEAN)
