@@ -1,0 +1,339 @@
+"""Checkpoints made to harm who loads them: nothing of theirs runs, no other file is read, memory is bounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import resource
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+import dcp
+from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from dcp.verification import verify
+from tests.support.crashes import Child, in_lab
+
+
+class Payload:
+    """Pickled, it makes a file when it is loaded."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
+
+
+class Innocent:
+    """A class of the user's, that no allow-list knows."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+def target() -> dict[str, Any]:
+    """A state dict to load into."""
+    return {"w": torch.zeros(4, 4), "config": None}
+
+
+def save_stock(folder: Path, config: Any) -> Path:
+    """A checkpoint of stock torch with one tensor and one object."""
+    stock_save({"w": torch.ones(4, 4), "config": config}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def save_ours(folder: Path, config: Any = 1) -> Path:
+    """The same of ours."""
+    dcp.save({"w": torch.ones(4, 4), "config": config}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def load_refused(folder: Path, error: type[CheckpointError], **options: Any) -> CheckpointError:
+    """The error of a load, which leaves tensors' memory alone where it is told before reading."""
+    with pytest.raises(error) as caught:
+        dcp.load(target(), checkpoint_id=folder, no_dist=True, **options)
+    return caught.value
+
+
+def inject(data: bytes, canary: Path) -> bytes:
+    """A pickle that calls os.system, and then is ``data``: stock torch would load it and not notice."""
+    call = b"cposix\nsystem\n(" + b"X" + len(f"touch {canary}").to_bytes(4, "little")
+    call += f"touch {canary}".encode() + b"tR0"
+    return data[:2] + call + data[2:]
+
+
+def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
+    """A `.metadata` that calls os.system is refused by load, verify and the index, which name the function."""
+    folder, canary = save_stock(tmp_path / "x", 1), tmp_path / "canary"
+    path = folder / ".metadata"
+    original = pickle.loads(path.read_bytes())
+    path.write_bytes(inject(pickle.dumps(original, protocol=2), canary))
+    pickle.loads(path.read_bytes())
+    assert canary.exists(), "the attack must work on whoever unpickles it"
+    canary.unlink()
+    error = load_refused(folder, UnsafeObjectError)
+    assert "system" in str(error)
+    load_refused(folder, UnsafeObjectError, weights_only=False)
+    assert not verify(folder).ok
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("save", [save_stock, save_ours])
+def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, Any], Path]) -> None:
+    """Refused with the name of the entry; ``weights_only=False`` by the caller is what allows it."""
+    canary = tmp_path / "canary"
+    folder = save(tmp_path / "x", Payload(canary))
+    assert not canary.exists()
+    error = load_refused(folder, UnsafeObjectError)
+    assert error.fqn == "config"
+    assert "weights_only=False" in str(error)
+    assert verify(folder).ok
+    assert not canary.exists()
+    dcp.load(target(), checkpoint_id=folder, no_dist=True, weights_only=False)
+    assert canary.exists()
+
+
+@pytest.mark.parametrize("save", [save_stock, save_ours])
+def test_a_class_of_the_users_is_loaded_only_if_asked(
+    tmp_path: Path, save: Callable[[Path, Any], Path]
+) -> None:
+    """No automatic fallback to unpickling: the error says what to do, and doing it works."""
+    folder = save(tmp_path / "x", Innocent())
+    error = load_refused(folder, UnsafeObjectError)
+    assert "Innocent" in str(error)
+    state = target()
+    dcp.load(state, checkpoint_id=folder, no_dist=True, weights_only=False)
+    assert state["config"].value == 3
+    assert torch.equal(state["w"], torch.ones(4, 4))
+
+
+def test_code_in_a_tensors_record_does_not_run(tmp_path: Path) -> None:
+    """The pickle beside a foreign tensor's bytes is decoded by the allow-list, whatever the caller allows."""
+    canary, folder = tmp_path / "canary", tmp_path / "x"
+    save_stock(folder, 1)
+    (path,) = folder.glob("*.distcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    buffer = io.BytesIO()
+    torch.save(torch.ones(4, 4), buffer)
+    evil = io.BytesIO()
+    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(evil, "w") as made:
+        for name in source.namelist():
+            data = source.read(name)
+            made.writestr(name, inject(data, canary) if name.endswith("data.pkl") else data)
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "w":
+            place.offset, place.length = path.stat().st_size, len(evil.getvalue())
+    with path.open("ab") as file:
+        file.write(evil.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    load_refused(folder, CheckpointError)
+    load_refused(folder, CheckpointError, weights_only=False)
+    assert not verify(folder).ok
+    assert not canary.exists()
+
+
+TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b", "sub/file"]
+
+
+class Unchecked(CheckpointIndex):
+    """An index that an attacker's encoder writes as it is."""
+
+    def check(self) -> None:
+        """Everything is fine."""
+
+
+def rewrite(folder: Path, change: Callable[[CheckpointIndex], CheckpointIndex]) -> None:
+    """Give the checkpoint a manifest with a change, and a checksum that fits."""
+    path = folder / "manifest.msgpack"
+    index = change(decode_manifest(path.read_bytes()))
+    path.write_bytes(
+        encode_manifest(
+            Unchecked(**{field.name: getattr(index, field.name) for field in dataclasses.fields(index)})
+        )
+    )
+
+
+@pytest.mark.parametrize("name", TRAVERSALS)
+def test_names_in_a_manifest_do_not_leave_the_folder(tmp_path: Path, name: str) -> None:
+    """A data file by any other than a plain name is refused before anything is opened."""
+    folder = save_ours(tmp_path / "x")
+    (data,) = folder.glob("*.distcp")
+    (tmp_path / "secret").write_bytes(data.read_bytes())
+    (folder / "sub").mkdir()
+    (folder / "sub" / "file").write_bytes(data.read_bytes())
+    rewrite(folder, lambda index: dataclasses.replace(index, files=[name]))
+    load_refused(folder, CheckpointFormatError)
+    assert not verify(folder).ok
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "sub/file"])
+def test_names_in_metadata_do_not_leave_the_folder(tmp_path: Path, name: str) -> None:
+    """The same for the paths of stock's `.metadata`."""
+    folder = save_stock(tmp_path / "x", 1)
+    (data,) = folder.glob("*.distcp")
+    (tmp_path / "secret").write_bytes(data.read_bytes())
+    (folder / "sub").mkdir()
+    (folder / "sub" / "file").write_bytes(data.read_bytes())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    load_refused(folder, CheckpointFormatError)
+    assert not verify(folder).ok
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """A data file that is a link to a file of the user's is refused, and so is a linked manifest."""
+    folder = save_ours(tmp_path / "x")
+    (data,) = folder.glob("*.distcp")
+    for path in (data, folder / "manifest.msgpack"):
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        load_refused(folder, CheckpointError)
+        path.unlink()
+        (tmp_path / "elsewhere").rename(path)
+    dcp.load(target(), checkpoint_id=folder, no_dist=True)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    """Opening a FIFO would wait for ever."""
+    folder = save_ours(tmp_path / "x")
+    (data,) = folder.glob("*.distcp")
+    for path in (data, folder / "manifest.msgpack"):
+        path.rename(tmp_path / "elsewhere")
+        os.mkfifo(path)
+        load_refused(folder, CheckpointError)
+        path.unlink()
+        (tmp_path / "elsewhere").rename(path)
+
+
+HUGE = 1 << 40
+
+LIES: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
+    "payload beyond the file": lambda index: dataclasses.replace(
+        index, payload_offsets=index.payload_offsets + 100_000
+    ),
+    "record before the payload": lambda index: dataclasses.replace(
+        index, payload_offsets=index.payload_offsets - 1
+    ),
+    "payload of another place": lambda index: dataclasses.replace(
+        index, payload_offsets=index.record_offsets.copy()
+    ),
+    "file of another size": lambda index: dataclasses.replace(index, file_sizes=index.file_sizes + 1),
+    "huge file": lambda index: dataclasses.replace(index, file_sizes=index.file_sizes * 0 + HUGE),
+    "huge object": lambda index: dataclasses.replace(
+        index,
+        file_sizes=index.file_sizes * 0 + HUGE,
+        objects=dataclasses.replace(
+            index.objects, lengths=index.objects.lengths * 0 + HUGE // 2, plain=index.objects.plain * 0 - 1
+        ),
+    ),
+    "huge tensor": lambda index: dataclasses.replace(
+        index,
+        shape_values=index.shape_values * 0 + (1 << 18),
+        chunk_sizes=index.chunk_sizes * 0 + (1 << 18),
+        payload_lengths=index.payload_lengths * 0 + (4 << 36),
+        file_sizes=index.file_sizes * 0 + HUGE,
+    ),
+}
+
+
+def loads_in_little_memory(folder: Path, limit_bytes: int) -> tuple[str, bool, int]:
+    """(error's class or "", right contents, growth of the peak in bytes) of a load with a limit on memory."""
+    state = target()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + limit_bytes, resource.RLIM_INFINITY))
+    try:
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        error = ""
+    except CheckpointError as caught:
+        error = type(caught).__name__
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return error, torch.equal(state["w"], torch.ones(4, 4)), grown * 1024
+
+
+def every_lie(root: Path) -> dict[str, Any]:
+    """What loads of lying manifests do, each in a process of its own."""
+    results: dict[str, Any] = {}
+    for number, (name, lie) in enumerate(LIES.items()):
+        folder = save_ours(root / str(number))
+        rewrite(folder, lie)
+        ending = Child(loads_in_little_memory, folder, 256 << 20).wait()
+        results[name] = ending.value if ending.raised is None else ending.raised.traceback_text
+    return results
+
+
+def test_a_manifest_that_lies_is_refused_in_little_memory(tmp_path: Path) -> None:
+    """Offsets, sizes and lengths that are not so, under a checksum that fits: typed errors, no allocation."""
+    results = in_lab(every_lie, tmp_path)
+    for name, result in results.items():
+        assert isinstance(result, tuple), (name, result)
+        error, right, grown_bytes = result
+        assert error, name
+        assert not right, name
+        assert grown_bytes < 64 << 20, name
+
+
+def every_metadata_lie(root: Path) -> dict[str, Any]:
+    """The same with stock's `.metadata`."""
+    results: dict[str, Any] = {}
+    for number, (offset, length) in enumerate([(HUGE, 100), (0, HUGE), (-5, 100), (3, 100), (0, 0), (0, -1)]):
+        folder = save_stock(root / str(number), 1)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        for place in metadata.storage_data.values():
+            place.offset, place.length = offset, length
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        ending = Child(loads_in_little_memory, folder, 256 << 20).wait()
+        results[f"{offset}, {length}"] = (
+            ending.value if ending.raised is None else ending.raised.traceback_text
+        )
+    return results
+
+
+def test_metadata_that_lies_is_refused_in_little_memory(tmp_path: Path) -> None:
+    """Records at places that do not exist: typed errors, no allocation."""
+    for name, result in in_lab(every_metadata_lie, tmp_path).items():
+        assert isinstance(result, tuple), (name, result)
+        error, right, grown_bytes = result
+        assert error, name
+        assert not right, name
+        assert grown_bytes < 64 << 20, name
+
+
+def bomb(root: Path) -> Any:
+    """An object whose small pickle asks for a lot of memory, loaded with little."""
+    folder = save_stock(root / "x", 1)
+    (path,) = folder.glob("*.distcp")
+    doubling = b"\x80\x02]q\0(" + b"".join(b"h\0h\0" for _ in range(10)) + b"e."
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("archive/data.pkl", doubling)
+        archive.writestr("archive/version", "3\n")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for index, place in metadata.storage_data.items():
+        if index.fqn == "config":
+            place.offset, place.length = path.stat().st_size, len(made.getvalue())
+    with path.open("ab") as file:
+        file.write(made.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    ending = Child(loads_in_little_memory, folder, 256 << 20).wait(60)
+    return ending.hung, ending.signal, ending.value
+
+
+def test_a_pickle_that_refers_to_itself_does_no_harm(tmp_path: Path) -> None:
+    """A recursive list neither hangs nor kills the load."""
+    hung, killed, value = in_lab(bomb, tmp_path)
+    assert not hung
+    assert killed == 0
+    assert value is not None
