@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _INDEX_LIMIT_BYTES = 16 << 30
 _LOCK_TIMEOUT_SECONDS = 60.0
 _OURS = re.compile(rf"__[0-9]+_[0-9]+\.[0-9a-f]+\.distcp|{re.escape(TEMPORARY_PREFIX)}.+")
+_DELETABLE = re.compile(rf"__.*\.distcp|.*\.safetensors|{re.escape(TEMPORARY_PREFIX)}.+")
 _CONFLICT = (
     "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
     "its own id, or let one job write to an id."
@@ -95,6 +96,7 @@ def previous_state(store: Store, names: Names) -> Previous:
             index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
             files.update(index.files)
             committed_crc = index.torch_metadata_crc
+            files.update({*_replaced_files(index)} & {*listing})
     if metadata is not None:
         data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
         metadata_crc = crc32(data)
@@ -103,6 +105,12 @@ def previous_state(store: Store, names: Names) -> Previous:
                 files.update(decode_torch_metadata(data).files)
     strays = _strays(listing) if names == Names() else ()
     return Previous(manifest, metadata, metadata_crc, tuple(sorted(files)), strays)
+
+
+def _replaced_files(index: CheckpointIndex) -> list[str]:
+    """What the commit of ``index`` was about to delete and could not name as ours; a crash left it behind."""
+    names = index.provenance.get("replaced_files", [])
+    return [name for name in names if type(name) is str] if isinstance(names, list) else []
 
 
 def _strays(listing: list[str]) -> tuple[str, ...]:
@@ -145,8 +153,10 @@ def commit(
     metadata_bytes = (
         encode_torch_metadata(index, checkpoint_id=store.url, save_id=save_id) if torch_compatible else None
     )
+    foreign = [name for name in previous.files if not _OURS.fullmatch(name)]
     index = dataclasses.replace(
         index,
+        provenance={**index.provenance, **({"replaced_files": foreign} if foreign else {})},
         torch_metadata_crc=None if metadata_bytes is None else crc32(metadata_bytes),
         replaced_torch_metadata_crc=previous.metadata_crc,
     )
@@ -167,7 +177,9 @@ def commit(
                 f"stock torch could not be written: {error}",
                 **(getattr(error, "facts", {}) | {"path": store.url, "committed": True}),
             ) from error
-    _delete_all(store, {*previous.files, *previous.strays} - {*index.files, names.manifest, names.metadata})
+    superseded = {*previous.files, *previous.strays} - {*index.files}
+    # Whatever a hostile predecessor lists: only what can be data of a checkpoint is deleted.
+    _delete_all(store, [name for name in superseded if _DELETABLE.fullmatch(name)])
     return index
 
 
