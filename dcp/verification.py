@@ -24,7 +24,13 @@ from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
 from dcp.storage.formats.record import begin_record
 from dcp.storage.formats.record_reader import StoredTensor, locate_payload
-from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, Window, entry_start, read_directory
+from dcp.storage.formats.torch_zip import (
+    LOCAL_SIGNATURE,
+    Window,
+    check_names,
+    entry_start,
+    read_directory,
+)
 from dcp.storage.stores import open_store
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, ReadHandle, Store
 from dcp.version import __version__
@@ -39,6 +45,9 @@ _SPAN_BYTES: Final = 8 << 20
 
 _GAP_BYTES: Final = 64 << 10
 """Reading over a gap of this size is cheaper than a second request."""
+
+_PICKLE_PROTOCOL: Final = b"\x80"
+"""What a pickle begins with where torch was told not to write a zip."""
 
 _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
 
@@ -368,14 +377,19 @@ class _Reader:
 
     def _check_blob(self, handle: ReadHandle, fqn: str, offset: int, length: int) -> None:
         """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
-        if handle.pread(min(length, len(LOCAL_SIGNATURE)), offset) != LOCAL_SIGNATURE:
+        head = handle.pread(min(length, len(LOCAL_SIGNATURE)), offset)
+        if head[:1] == _PICKLE_PROTOCOL:
             self._read_crc(handle, offset, length)
             self._count(length, checked=False)
             return
         checked = True
         try:
+            if head != LOCAL_SIGNATURE:
+                raise CheckpointFormatError("it is neither a zip nor a pickle")
             window = Window(lambda at, count: handle.pread(count, at), offset, length)
-            for entry in read_directory(window).values():
+            entries = read_directory(window)
+            check_names(entries)
+            for entry in entries.values():
                 begin = entry_start(window, entry)
                 if begin + entry.size > length:
                     raise CheckpointFormatError("an entry of the object's zip reaches outside of it")

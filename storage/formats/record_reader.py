@@ -12,6 +12,7 @@ from typing import Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.safetensors import parse_header
 from dcp.storage.formats.tensor_pickle import MAX_TENSOR_PICKLE_BYTES, TensorPickle, decode_tensor_pickle
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, Entry, Window, entry_start, read_directory
@@ -88,7 +89,10 @@ def _content(window: Window, entries: dict[bytes, Entry], name: bytes, limit_byt
     entry = entries.get(name)
     if entry is None or entry.size > limit_bytes:
         raise CheckpointFormatError(f"its zip has no {name!r}, or more than {limit_bytes} bytes of it")
-    return window.get(entry_start(window, entry), entry.size)
+    data = window.get(entry_start(window, entry), entry.size)
+    if entry.crc32 not in (0, crc32(data)):  # a flipped bit in the strides would be another tensor
+        raise CheckpointFormatError(f"the entry {name!r} of its zip differs from the zip's checksum")
+    return data
 
 
 def _check_byte_order(order: bytes) -> None:

@@ -15,7 +15,15 @@ from typing import Final
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import crc32
 
-__all__ = ["LOCAL_SIGNATURE", "Entry", "Window", "check_entries", "entry_start", "read_directory"]
+__all__ = [
+    "LOCAL_SIGNATURE",
+    "Entry",
+    "Window",
+    "check_entries",
+    "check_names",
+    "entry_start",
+    "read_directory",
+]
 
 MAX_DIRECTORY_BYTES: Final = 1 << 20
 """A record of one tensor has some 500 bytes of directory."""
@@ -27,7 +35,7 @@ _WHOLE_BYTES: Final = 4096
 _LOCAL_BYTES: Final = 30
 _CENTRAL: Final = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _CENTRAL_BYTES: Final = _CENTRAL.size
-_END: Final = struct.Struct("<4s6xHIIH")
+_END: Final = struct.Struct("<4sHHHHIIH")
 _END64: Final = struct.Struct("<4s28xQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _NAME_LENGTHS: Final = struct.Struct("<HH")
@@ -114,10 +122,11 @@ def read_directory(window: Window) -> dict[bytes, Entry]:
 def _find_directory(window: Window) -> tuple[int, int, int]:
     """Number of entries, size and position of the directory, from the record at the zip's end."""
     end_at = window.length - _END.size
-    signature, count, directory_bytes, directory_at, comment_bytes = _END.unpack(
-        window.get(end_at, _END.size)
+    signature, disk, directory_disk, disk_count, count, directory_bytes, directory_at, comment_bytes = (
+        _END.unpack(window.get(end_at, _END.size))
     )
-    if signature != b"PK\5\6" or comment_bytes:
+    one_disk = {disk, directory_disk} <= {0, _UNSET_16} and disk_count == count
+    if signature != b"PK\5\6" or comment_bytes or not one_disk:
         raise CheckpointFormatError("the record does not end as a zip does: it is truncated or damaged")
     if count == _UNSET_16 or _UNSET_32 in (directory_bytes, directory_at):
         locator = window.get(end_at - _END64_LOCATOR.size, _END64_LOCATOR.size)
@@ -163,13 +172,24 @@ def entry_start(window: Window, entry: Entry) -> int:
     return start
 
 
+def check_names(entries: dict[bytes, Entry]) -> None:
+    """Raise CheckpointFormatError unless the names are torch.save's: one folder with a pickle in it."""
+    folders = {name.partition(b"/")[0] for name in entries}
+    folder = folders.pop() if len(folders) == 1 else b""
+    needed = {folder + b"/data.pkl", folder + b"/version"}
+    if not folder or not needed <= entries.keys() or not all(name.isascii() for name in entries):
+        raise CheckpointFormatError("the record's zip lacks what torch.save writes: its directory is damaged")
+
+
 def check_entries(data: bytes) -> None:
     """Compare the entries of a zip in memory with their checksums, which torch can leave out.
 
     Raises CorruptCheckpointError for bytes that differ, CheckpointFormatError for what is no zip of torch's.
     """
     window = Window(lambda at, count: data[at : at + count], 0, len(data))
-    for name, entry in read_directory(window).items():
+    entries = read_directory(window)
+    check_names(entries)
+    for name, entry in entries.items():
         start = entry_start(window, entry)
         found = crc32(memoryview(data)[start : start + entry.size])
         if entry.crc32 not in (0, found):
