@@ -1,4 +1,4 @@
-"""Checkpoints made to harm who loads them: nothing of theirs runs, no other file is read, memory is bounded."""
+"""Checkpoints made to do harm: nothing of theirs runs, no other file is read, memory is bounded."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def inject(data: bytes, canary: Path) -> bytes:
 
 
 def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
-    """A `.metadata` that calls os.system is refused by load, verify and the index, which name the function."""
+    """A `.metadata` that calls os.system is refused by load and verify, and the error names the function."""
     folder, canary = save_stock(tmp_path / "x", 1), tmp_path / "canary"
     path = folder / ".metadata"
     original = pickle.loads(path.read_bytes())

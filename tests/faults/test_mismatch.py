@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_every_kind_of_problem_is_told_in_one_error(checkpoint: Path) -> None:
         assert name in str(caught.value)
 
 
-# -- between ranks -----------------------------------------------------------------------------------------------
+# -- between ranks ------------------------------------------------------------------------------------------
 
 
 def outcome(act: Callable[[], Any]) -> Any:
@@ -185,18 +186,18 @@ KINDS = {
 
 def save_differing(rank: int, world_size: int, root: Path) -> Any:
     """What each kind of difference raises, and whether anything was left."""
-    results = {}
+    results: dict[Any, Any] = {}
     for number, kind in enumerate(KINDS):
         folder = root / str(number)
         state = differing_state(rank, kind)
-        results[kind] = outcome(lambda state=state, folder=folder: dcp.save(state, checkpoint_id=folder))
+        results[kind] = outcome(partial(dcp.save, state, checkpoint_id=folder))
         dist.barrier()
         results[kind, "left"] = sorted(path.name for path in folder.iterdir())
     return results
 
 
 def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_path: Path) -> None:
-    """One of the values would be lost: all ranks raise, naming the entry and who holds what; nothing is saved."""
+    """One of the values would be lost: all ranks raise, naming the entry and who holds what."""
     for results in run_ranks(3, save_differing, tmp_path):
         for kind, (class_name, fqn) in KINDS.items():
             assert results[kind] is not None, kind
