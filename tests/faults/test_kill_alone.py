@@ -212,3 +212,35 @@ def test_the_save_after_a_killed_one_works_and_cleans_up(killed: Killed) -> None
     for crash in crashes:
         assert crash.next_seen == (NEXT, NEXT), crash
         assert (crash.next_listing, crash.next_findings) == (CLEAN, 0), crash
+
+
+def every_crash_without_collectives(root: Path, overwrite: bool) -> list[tuple[bool, int | str, int | str]]:
+    """(killed, what dcp sees, what it sees after one more save) for each step of a rank that saves alone."""
+    before = root / "before"
+    if overwrite:
+        save(before, "no collectives", OLD, 0)
+    steps: list[str] = []
+    copy_folder(before, root / "count")
+    save(root / "count", "no collectives", NEW, 0, lambda op, file: steps.append(op))
+    rows = []
+    for number in range(1, len(steps) + 2):
+        folder = root / str(number)
+        copy_folder(before, folder)
+        killed = Child(save, folder, "no collectives", NEW, 0, kill_at(number)).wait().killed
+        seen = seen_by_dcp(folder)
+        save(folder, "no collectives", NEXT, 0)
+        rows.append((killed, seen, seen_by_dcp(folder)))
+    return rows
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rank_that_saves_without_the_others_is_killed(tmp_path: Path, overwrite: bool) -> None:
+    """With ``use_collectives=False`` each rank commits its own part, by the same rules."""
+    rows = in_lab(every_crash_without_collectives, tmp_path, overwrite)
+    assert [killed for killed, _, _ in rows] == [True] * (len(rows) - 1) + [False]
+    assert len(rows) > 14
+    seen = [version for _, version, _ in rows]
+    old = OLD if overwrite else ABSENT
+    turn = seen.index(NEW)
+    assert seen == [old] * turn + [NEW] * (len(seen) - turn)
+    assert {after for _, _, after in rows} == {NEXT}

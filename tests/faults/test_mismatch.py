@@ -212,6 +212,32 @@ def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_pat
             assert results[kind, "left"] == []
 
 
+def save_with_a_difference_between_samples(rank: int, world_size: int, root: Path) -> Any:
+    """One element in the middle of a large tensor differs; what the default and the full check raise."""
+    state = {"w": torch.zeros(1 << 20)}
+    state["w"][123_457] = float(rank)
+    return [
+        outcome(
+            partial(
+                dcp.save,
+                state,
+                checkpoint_id=root / check,
+                planner=dcp.DefaultSavePlanner(replica_check=check),
+            )
+        )
+        for check in ("sampled", "full", "off")
+    ]
+
+
+def test_the_full_check_finds_what_samples_miss(tmp_path: Path) -> None:
+    """``replica_check="full"`` reads all bytes; "off" stores one of the replicas, as stock torch does."""
+    for sampled, full, off in run_ranks(2, save_with_a_difference_between_samples, tmp_path):
+        assert sampled is None
+        assert "ReplicaMismatchError" in full[0]
+        assert full[1] == ["w"]
+        assert off is None
+
+
 def per_rank_round_trip(rank: int, world_size: int, folder: Path) -> Any:
     """State that differs by rank on purpose."""
     state = {
