@@ -1,0 +1,21 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_python_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's Python blocks, one after the other, with nothing but a model given."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"model": torch.nn.Linear(3, 4)}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), names)
+    assert (tmp_path / "checkpoints" / "step-00001000" / "manifest.msgpack").exists()
+    report = names["report"]
+    assert getattr(report, "unexpected") == ["rng.rank-0"]  # noqa: B009 - names are objects to mypy
+    assert names["state"]["step"] == 1000  # type: ignore[index]
