@@ -57,7 +57,7 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
         b"}(",
         memo.string("state_dict_metadata"),
         b"}(",
-        *_tensor_entries(memo, index, names, shapes, offsets, sizes),
+        b"".join(_tensor_entries(memo, index, names, shapes, offsets, sizes)),
         *_object_entries(memo, object_names),
         b"u",
         memo.string("planner_data"),
@@ -73,8 +73,10 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
         memo.string(TORCH_METADATA_VERSION),
         b"ub.",
     ]
-    content = b"".join((*memo.definitions, *body))
-    return b"".join((b"\x80\x04\x95", len(content).to_bytes(8, "little"), content))
+    # Joined once, because for many tensors a second copy is the peak of a save's memory.
+    content_bytes = sum(map(len, memo.definitions)) + sum(map(len, body))
+    frame = b"\x80\x04\x95" + content_bytes.to_bytes(8, "little")
+    return b"".join((frame, *memo.definitions, *body))
 
 
 class _Memo:
@@ -345,11 +347,11 @@ def _paths(memo: _Memo, data: Mapping[str, tuple[Any, ...]]) -> bytes | None:
     heads = b"".join(_rows(len(data), b"j", memo.strings(list(data)), b"("))
     tails = b"".join(_rows(len(parts), opcodes, arguments))
     bounds = [0, *accumulate(5 * len(path) for path in data.values())]
-    result = [b"}("]
-    for number, (begin, end) in enumerate(pairwise(bounds)):
-        result += (heads[6 * number : 6 * number + 6], tails[begin:end], b"t")
-    result.append(b"u")
-    return b"".join(result)
+    rows = (
+        heads[6 * number : 6 * number + 6] + tails[begin:end]
+        for number, (begin, end) in enumerate(pairwise(bounds))
+    )
+    return b"}(" + b"t".join([*rows, b"u"])
 
 
 def _plain(value: Any) -> bytes:
