@@ -253,21 +253,26 @@ class _ColumnarSave:
         self._local, self._sources, self._objects = self._planner.create_local_columns(
             digests=self._together and ranks.world_size > 1
         )
-        encoded = encode_save_columns(self._local)
+        alone = not self._together or ranks.world_size == 1
+        encoded = b"" if alone else encode_save_columns(self._local)
         self._seconds["local_plan"] = time.perf_counter() - begun
         return encoded
 
     def _global_plan(self, parts: list[bytes]) -> list[bytes]:
         begun = time.perf_counter()
         sections: SectionCache = {}  # names and paths are the same on most ranks, and then decoded once
+        if len(parts) == 1 and self._local is not None:
+            columns = [self._local]
+        else:
+            columns = [decode_save_columns(part, sections) for part in parts]
         self._plan = plan_save(
-            [decode_save_columns(part, sections) for part in parts],
+            columns,
             dedup_to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
             split_bytes=self._planner.split_bytes,
             check_replicas=self._planner.replica_check != "off",
         )
         save_id = self._writer.save_id.encode("ascii")
-        replies = [save_id + encode_write_columns(columns) for columns in self._plan.writes]
+        replies = [save_id + encode_write_columns(writes) for writes in self._plan.writes]
         self._seconds["global_plan"] = time.perf_counter() - begun
         return replies
 
