@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _INDEX_LIMIT_BYTES = 16 << 30
 _LOCK_TIMEOUT_SECONDS = 60.0
+_LOOKS = 3
 _OURS = re.compile(rf"__[0-9]+_[0-9]+\.[0-9a-f]+\.distcp|{re.escape(TEMPORARY_PREFIX)}.+")
 _DELETABLE = re.compile(rf"__.*\.distcp|.*\.safetensors|{re.escape(TEMPORARY_PREFIX)}.+")
 _CONFLICT = (
@@ -85,7 +86,17 @@ class Previous:
 
 
 def previous_state(store: Store, names: Names) -> Previous:
-    """Look at what is published under the id now; a damaged predecessor is no obstacle to replacing it."""
+    """Look at what is published under the id now; a damaged predecessor is no obstacle to replacing it.
+
+    Raises CheckpointConflictError if other writers remove what they replace faster than it can be looked at.
+    """
+    for _ in range(_LOOKS):
+        with contextlib.suppress(CheckpointNotFoundError):  # listed a moment ago: another writer committed
+            return _look(store, names)
+    raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
+
+
+def _look(store: Store, names: Names) -> Previous:
     listing = [info.name for info in store.list()]
     manifest, metadata = store.version(names.manifest), store.version(names.metadata)
     files: set[str] = set()
@@ -124,6 +135,8 @@ def _strays(listing: list[str]) -> tuple[str, ...]:
 def _tolerate(what: str, store: Store) -> Iterator[None]:
     try:
         yield
+    except CheckpointNotFoundError:
+        raise
     except CheckpointError as error:
         logger.warning(
             "the %s being replaced in %s cannot be read (%s); its data files stay behind for `dcp gc`",
