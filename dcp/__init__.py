@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from dcp.errors import PlanError as PlanError
     from dcp.errors import RemoteError as RemoteError
     from dcp.errors import ReplicaMismatchError as ReplicaMismatchError
+    from dcp.errors import SaveAbortedError as SaveAbortedError
     from dcp.errors import ShapeMismatchError as ShapeMismatchError
+    from dcp.errors import StagingError as StagingError
     from dcp.errors import StorageError as StorageError
     from dcp.errors import StorageFullError as StorageFullError
     from dcp.errors import UnsafeObjectError as UnsafeObjectError
     from dcp.errors import UnsupportedFormatError as UnsupportedFormatError
+    from dcp.errors import WriterProcessError as WriterProcessError
     from dcp.failures import RankFailedError as RankFailedError
     from dcp.filesystem import FileSystemReader as FileSystemReader
     from dcp.filesystem import FileSystemWriter as FileSystemWriter
@@ -76,11 +79,15 @@ _NAMES = {
         "PlanError",
         "RemoteError",
         "ReplicaMismatchError",
+        "SaveAbortedError",
         "ShapeMismatchError",
+        "StagingError",
         "StorageError",
         "StorageFullError",
         "UnsafeObjectError",
         "UnsupportedFormatError",
+        "WriterProcessError",
+        "WriterProcessError",
     ),
     "dcp.failures": ("RankFailedError",),
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),

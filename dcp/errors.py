@@ -12,11 +12,14 @@ from dcp.storage.errors import (
     PlanError,
     RemoteError,
     ReplicaMismatchError,
+    SaveAbortedError,
     ShapeMismatchError,
+    StagingError,
     StorageError,
     StorageFullError,
     UnsafeObjectError,
     UnsupportedFormatError,
+    WriterProcessError,
 )
 
 __all__ = [
@@ -31,9 +34,12 @@ __all__ = [
     "PlanError",
     "RemoteError",
     "ReplicaMismatchError",
+    "SaveAbortedError",
     "ShapeMismatchError",
+    "StagingError",
     "StorageError",
     "StorageFullError",
     "UnsafeObjectError",
     "UnsupportedFormatError",
+    "WriterProcessError",
 ]

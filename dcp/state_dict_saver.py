@@ -7,10 +7,9 @@ them, by torch's protocol (`dcp.object_steps`).
 
 from __future__ import annotations
 
-import itertools
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,28 +26,15 @@ from typing_extensions import deprecated
 
 from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
-from dcp.objects import encode_object
+from dcp.columnar_save import ColumnarSave
+from dcp.local_state import LocalState, PlanOptions
 from dcp.planners import save_planner
-from dcp.planners.codec import (
-    SectionCache,
-    decode_save_columns,
-    decode_write_columns,
-    encode_save_columns,
-    encode_write_columns,
-)
-from dcp.planners.columns import SaveColumns, WriteColumns
-from dcp.planners.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save_planner import DefaultSavePlanner
-from dcp.progress import ProgressCallback, reporting
+from dcp.progress import ProgressCallback
 from dcp.stateful_values import is_stateful
 from dcp.storage import writer as columnar
-from dcp.storage.engine.assemble import assemble_index
-from dcp.storage.engine.write import WriteOutcome
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.open import open_index
-from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import FileSystemWriter, WriteRequest
+from dcp.storage.writer import FileSystemWriter
 from dcp.storages import choose_writer
 
 if TYPE_CHECKING:
@@ -56,8 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
-
-_SAVE_ID_BYTES = 8
 
 
 @_api_bc_check  # type: ignore[untyped-decorator]  # torch does not annotate it
@@ -152,8 +136,25 @@ def _save(
         and isinstance(planner, DefaultSavePlanner)
         and save_planner.uses_columns(planner)
     ):
-        return _ColumnarSave(state, writer, ranks, planner, use_collectives, progress).run()
+        local = partial(_collect, state, writer, ranks, planner, use_collectives)
+        options = PlanOptions.of(planner)
+        return ColumnarSave(
+            local, writer, ranks, options, use_collectives=use_collectives, progress=progress
+        ).run()
     return object_steps.save(state, writer, ranks, planner, use_collectives=use_collectives)
+
+
+def _collect(
+    state: Callable[[], dict[str, Any]],
+    writer: FileSystemWriter,
+    ranks: Ranks,
+    planner: DefaultSavePlanner,
+    use_collectives: bool,
+) -> LocalState:
+    planner.set_up_planner(
+        state_dict=state(), storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
+    )
+    return LocalState.collect(planner, digests=use_collectives and ranks.world_size > 1)
 
 
 def _provenance(ranks: Ranks) -> dict[str, Any]:
@@ -164,158 +165,3 @@ def _provenance(ranks: Ranks) -> dict[str, Any]:
         "torch_version": str(torch.__version__),
         "dcphub_version": __version__,
     }
-
-
-class _ColumnarSave:
-    """One save on columns: no plan object per tensor is made on any rank."""
-
-    def __init__(
-        self,
-        state: Callable[[], dict[str, Any]],
-        writer: FileSystemWriter,
-        ranks: Ranks,
-        planner: DefaultSavePlanner,
-        use_collectives: bool,
-        progress: bool | ProgressCallback | None,
-    ) -> None:
-        self._state = state
-        self._writer = writer
-        self._ranks = ranks
-        self._planner = planner
-        self._together = use_collectives
-        self._progress = progress
-        self._seconds: dict[str, float] = {}
-        self._local: SaveColumns | None = None
-        self._sources: Sequence[torch.Tensor] = ()
-        self._objects: Sequence[Any] = ()
-        self._plan: GlobalSavePlan | None = None
-
-    def run(self) -> Metadata:
-        """Plan, write, commit."""
-        if not self._together:
-            return self._run_alone()
-        writer, ranks = self._writer, self._ranks
-        reply = ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
-        writer.save_id = reply[:_SAVE_ID_BYTES].decode("ascii")
-        columns = decode_write_columns(reply[_SAVE_ID_BYTES:])
-        try:
-            ranks.reduce_broadcast("write", lambda: self._write(columns).encode(), self._commit)
-        except BaseException as error:  # an interrupt, too, must not leave files behind
-            # By the coordinator alone: by now every rank has reported to it, or was given up.
-            if ranks.is_coordinator:
-                writer.discard()
-                if writer.index is not None and isinstance(error, CheckpointError):
-                    error.facts["committed"] = True
-                    error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
-            raise
-        return self._metadata()
-
-    def _run_alone(self) -> Metadata:
-        """Each rank by itself, then a barrier: no plan is exchanged, no rank sees another's failure."""
-
-        def everything() -> bytes:
-            parts = [self._local_plan()]
-            try:
-                reply = self._global_plan(parts)[0]
-                outcome = self._write(decode_write_columns(reply[_SAVE_ID_BYTES:]))
-                self._commit([outcome.encode()])
-            except BaseException:
-                self._writer.discard()
-                raise
-            return b""
-
-        self._ranks.all_gather("save", everything)
-        return self._metadata()
-
-    def _metadata(self) -> Metadata:
-        writer = self._writer
-        index = writer.index
-        store = writer.store
-        meta = writer.storage_meta()
-        if index is not None:
-            return LazyMetadata.of(lambda: index, meta)
-        rank = None if self._together else self._ranks.rank
-        return LazyMetadata.of(lambda: open_index(store, rank=rank), meta)
-
-    # -- the steps -------------------------------------------------------------------------------------------
-
-    def _local_plan(self) -> bytes:
-        begun = time.perf_counter()
-        writer, ranks = self._writer, self._ranks
-        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=self._together)
-        if ranks.is_coordinator or not self._together:
-            writer.prepare()
-        self._planner.set_up_planner(
-            state_dict=self._state(),
-            storage_meta=writer.storage_meta(),
-            is_coordinator=ranks.is_coordinator,
-        )
-        self._local, self._sources, self._objects = self._planner.create_local_columns(
-            digests=self._together and ranks.world_size > 1
-        )
-        alone = not self._together or ranks.world_size == 1
-        encoded = b"" if alone else encode_save_columns(self._local)
-        self._seconds["local_plan"] = time.perf_counter() - begun
-        return encoded
-
-    def _global_plan(self, parts: list[bytes]) -> list[bytes]:
-        begun = time.perf_counter()
-        sections: SectionCache = {}  # names and paths are the same on most ranks, and then decoded once
-        if len(parts) == 1 and self._local is not None:
-            columns = [self._local]
-        else:
-            columns = [decode_save_columns(part, sections) for part in parts]
-        self._plan = plan_save(
-            columns,
-            dedup_to_lowest_rank=self._planner.dedup_save_to_lowest_rank,
-            split_bytes=self._planner.split_bytes,
-            check_replicas=self._planner.replica_check != "off",
-        )
-        save_id = self._writer.save_id.encode("ascii")
-        replies = [save_id + encode_write_columns(writes) for writes in self._plan.writes]
-        self._seconds["global_plan"] = time.perf_counter() - begun
-        return replies
-
-    def _write(self, columns: WriteColumns) -> WriteOutcome:
-        begun = time.perf_counter()
-        request = self._request(columns)
-        total = sum(source.nbytes for source in request.sources)
-        with reporting(self._progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
-            outcome = self._writer.write_request(request, on_bytes)
-        self._seconds["write"] = time.perf_counter() - begun
-        outcome.seconds = dict(self._seconds)
-        return outcome
-
-    def _request(self, columns: WriteColumns) -> WriteRequest:
-        local = self._local
-        if local is None:
-            raise CheckpointError("the save was not planned")
-        codes = local.dtype_codes[local.item_tensors[columns.items]].tolist()
-        starts = columns.box_start.tolist()
-        sizes, offsets = columns.sizes.tolist(), columns.local_offsets.tolist()
-        bounds = list(itertools.pairwise(starts))
-        cache: dict[bytes, bytes] = {}
-        objects = [encode_object(self._objects[row], cache) for row in columns.objects.tolist()]
-        sources = self._sources
-        return WriteRequest(
-            sources=[sources[number] for number in local.item_sources[columns.items].tolist()],
-            dtype_codes=codes,
-            sizes=[tuple(sizes[begin:end]) for begin, end in bounds],
-            local_offsets=[tuple(offsets[begin:end]) for begin, end in bounds],
-            shares=columns.shares.tolist(),
-            blobs=[blob for blob, _ in objects],
-            values=[plain for _, plain in objects],
-        )
-
-    def _commit(self, parts: list[bytes]) -> bytes:
-        if self._plan is None:
-            raise CheckpointError("the save was not planned")
-        begun = time.perf_counter()
-        outcomes = [WriteOutcome.decode(part) for part in parts]
-        chunks = [columns.chunks for columns in self._plan.writes]
-        objects = [columns.object_rows for columns in self._plan.writes]
-        index: CheckpointIndex = assemble_index(self._plan.index, chunks, objects, outcomes)
-        self._writer.provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
-        self._writer.provenance["assemble_seconds"] = time.perf_counter() - begun
-        self._writer.publish(index)
-        return b""

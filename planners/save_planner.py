@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from dcp.planners.torch_plans import columns_from_plan, metadata_from_plans, pla
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["DefaultSavePlanner", "uses_columns"]
+__all__ = ["DefaultSavePlanner", "item_digests", "uses_columns"]
 
 OPAQUE_OBJECT_BYTES = 4 << 10
 """What an object that is no plain data is taken to need, for balancing."""
@@ -76,6 +78,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.replica_check = replica_check
         self.split_bytes = split_bytes
         self.rank: int | None = None
+        self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
 
@@ -119,11 +122,15 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             item_local_offsets=local.item_local_offsets,
             item_sources=local.item_sources,
             item_sharded=local.item_sharded,
-            item_digests=_item_digests(local, check),
+            item_digests=np.zeros(len(local.item_tensors), np.uint64),
             item_ties=_item_ties(local),
             objects=_objects(local.objects, check),
             planner_data=self.mappings if self.flatten_state_dict else None,
             stride_orders=local.stride_orders,
+        )
+        self.item_replicated = local.item_replicated
+        columns = replace(
+            columns, item_digests=item_digests(columns, local.item_replicated, local.sources, check)
         )
         return columns, local.sources, list(local.objects.values())
 
@@ -198,26 +205,35 @@ def uses_columns(planner: SavePlanner) -> bool:
     )
 
 
-def _item_digests(local: LocalTensors, check: ReplicaCheck) -> npt.NDArray[np.uint64]:
-    digests = np.zeros(len(local.item_tensors), np.uint64)
-    rows = np.flatnonzero(local.item_replicated) if check != "off" else np.zeros(0, np.int64)
+def item_digests(
+    columns: SaveColumns,
+    replicated: npt.NDArray[np.uint8],
+    sources: Sequence[torch.Tensor],
+    check: ReplicaCheck,
+) -> npt.NDArray[np.uint64]:
+    """Digests of the boxes that other ranks may hold as well (``replicated`` by item); 0 for all others."""
+    digests = np.zeros(len(columns.item_tensors), np.uint64)
+    rows = np.flatnonzero(replicated) if check != "off" else np.zeros(0, np.int64)
     if len(rows):
-        boxes_of = np.bincount(local.item_sources, minlength=len(local.sources))
+        boxes_of = np.bincount(columns.item_sources, minlength=len(sources))
         views = [
-            _item_view(local, row, whole=boxes_of[local.item_sources[row]] == 1) for row in rows.tolist()
+            _item_view(columns, sources, row, whole=boxes_of[columns.item_sources[row]] == 1)
+            for row in rows.tolist()
         ]
         digests[rows] = digest_tensors(views, check)
     return digests
 
 
-def _item_view(local: LocalTensors, row: int, *, whole: bool) -> torch.Tensor:
-    source = local.sources[int(local.item_sources[row])]
+def _item_view(
+    columns: SaveColumns, sources: Sequence[torch.Tensor], row: int, *, whole: bool
+) -> torch.Tensor:
+    source = sources[int(columns.item_sources[row])]
     if whole:
         return source
-    begin = int(local.box_start[row])
+    begin = int(columns.box_start[row])
     for dim in range(source.ndim):
-        place = int(local.item_local_offsets[begin + dim])
-        source = source.narrow(dim, place, int(local.item_sizes[begin + dim]))
+        place = int(columns.item_local_offsets[begin + dim])
+        source = source.narrow(dim, place, int(columns.item_sizes[begin + dim]))
     return source
 
 

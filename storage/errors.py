@@ -14,7 +14,10 @@ CheckpointError (Exception)
 │   └── ReplicaMismatchError     one name, different data on different ranks
 ├── StorageError                 an operation of a store failed
 │   └── StorageFullError         no space or quota left
-└── CollectiveTimeoutError       ranks did not answer in time
+├── CollectiveTimeoutError       ranks did not answer in time
+├── StagingError                 a staged copy is not what the state was when it was taken
+├── SaveAbortedError             the save was called off
+└── WriterProcessError           the process that writes in the background died or cannot be started
 
 Errors carry data: keyword arguments become attributes (`fqn`, `path`, `rank`, ...), and travel between ranks
 as plain data (`to_wire`, `from_wire`), so no pickle is needed to report a failure of another rank.
@@ -37,11 +40,14 @@ __all__ = [
     "PlanError",
     "RemoteError",
     "ReplicaMismatchError",
+    "SaveAbortedError",
     "ShapeMismatchError",
+    "StagingError",
     "StorageError",
     "StorageFullError",
     "UnsafeObjectError",
     "UnsupportedFormatError",
+    "WriterProcessError",
     "error_from_wire",
     "error_to_wire",
 ]
@@ -142,6 +148,22 @@ class CollectiveTimeoutError(CheckpointError, TimeoutError):
         return Exception.__str__(self)
 
 
+class StagingError(CheckpointError):
+    """A staged copy differs from its source: the state changed while it was being copied, or a stale copy was
+    about to be saved; ``fqns`` names the tensors."""
+
+
+class SaveAbortedError(CheckpointError):
+    """The save was called off before it committed; nothing of it remains."""
+
+
+class WriterProcessError(CheckpointError):
+    """The process that writes in the background died, did not start, or cannot take what it was given.
+
+    Unless ``committed`` says so, it is not known whether its save committed: look at the id.
+    """
+
+
 class RemoteError(CheckpointError):
     """An exception of another rank that is not one of ours: `type_name`, and `traceback_text` from there."""
 
@@ -164,6 +186,9 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         StorageError,
         StorageFullError,
         CollectiveTimeoutError,
+        StagingError,
+        SaveAbortedError,
+        WriterProcessError,
         RemoteError,
     )
 }
