@@ -1,0 +1,1 @@
+"""`CheckpointManager`: when to save, what to keep, where to resume."""
