@@ -1,1 +1,1 @@
-"""Saving behind the training loop: sessions, futures, and the writers in a thread or a process of their own."""
+"""Saving behind the training loop: sessions, futures, and writers in a thread or a process of their own."""
