@@ -8,24 +8,25 @@ store on who is missing, and raise an error that names it.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
+import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
-import torch
 import torch.distributed as dist
 
+from dcp.channel import Channel
 from dcp.failures import failure_of
 from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
     PlanError,
+    SaveAbortedError,
     error_from_wire,
     error_to_wire,
 )
@@ -33,7 +34,7 @@ from dcp.storage.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Ranks"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Channel", "Ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,6 @@ _GRACE_SECONDS = 3.0
 _POLL_STORE_SECONDS = 0.5
 _OK, _FAILED = b"\x00", b"\x01"
 
-_group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Numbers the operations of each process group, equal on all ranks because all run the same program."""
-
 
 class _LostRanksError(Exception):
     """Internal: a collective broke; `ranks` gave no sign of life."""
@@ -64,9 +62,10 @@ class _LostRanksError(Exception):
 class Ranks:
     """The ranks that take part in one save or load, and the steps they take together.
 
-    ``group`` None with ``use_dist`` means the default group; without ``use_dist`` there is one rank and
-    every step is local. ``coordinator`` is a rank of the group. Steps raise on all ranks alike (see
-    `dcp.failures`): the failing rank's own exception there, its description elsewhere.
+    ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
+    ``use_dist`` there is one rank and every step is local. ``coordinator`` is a rank of the group. Once
+    ``abort`` is set, the next part of a step on this rank fails, and so the step on all. Steps raise on all
+    ranks alike (see `dcp.failures`): the failing rank's own exception there, its description elsewhere.
     """
 
     def __init__(
@@ -77,6 +76,8 @@ class Ranks:
         coordinator: int = 0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         operation: str = "save",
+        channel: Channel | None = None,
+        abort: threading.Event | None = None,
     ) -> None:
         self.use_dist = use_dist
         self.coordinator = coordinator if use_dist else 0
@@ -84,7 +85,12 @@ class Ranks:
         self.operation = operation
         self.group: ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
+        self._abort = abort
+        self._channel: Channel | None = None
         if not use_dist:
+            return
+        if channel is not None:
+            self._use(channel)
             return
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None:
@@ -97,12 +103,13 @@ class Ranks:
                 f"this process is not a member of the process group given to {operation}; "
                 "only the group's members may call it"
             )
-        self.world_size = dist.get_world_size(self.group)
-        self._device = torch.device(_collective_device(self.group))
-        self._global_coordinator = dist.get_global_rank(self.group, coordinator)
-        self._store = self.group.get_group_store()
-        serial = next(_group_serial.setdefault(self.group, itertools.count()))
-        self._key = f"dcp/{operation}/{serial}"
+        self._use(Channel.of_group(self.group))
+
+    def _use(self, channel: Channel) -> None:
+        self._channel = channel
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._store = channel.store
+        self._key = f"dcp/{self.operation}/{channel.next_serial()}"
 
     @property
     def is_coordinator(self) -> bool:
@@ -144,7 +151,7 @@ class Ranks:
 
     def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
         """Run ``local`` everywhere; every rank gets every rank's result."""
-        message, own_error = _attempt(local)
+        message, own_error = self._attempt(local)
         messages = self._guard(step, lambda: self._all_gather(message))
         failures = {rank: part[1:] for rank, part in enumerate(messages) if part[:1] == _FAILED}
         if failures:
@@ -156,7 +163,7 @@ class Ranks:
         message: bytes | None = None
         error: BaseException | None = None
         if self.is_coordinator:
-            message, error = _attempt(local)
+            message, error = self._attempt(local)
             if error is not None:
                 message = _FAILED + _pack_failures({self.rank: message[1:]})
         received = self._guard(step, lambda: self._broadcast(message))
@@ -171,7 +178,7 @@ class Ranks:
     def _gather_outcomes(
         self, step: str, local: Callable[[], bytes]
     ) -> tuple[list[bytes] | None, BaseException | None]:
-        message, own_error = _attempt(local)
+        message, own_error = self._attempt(local)
         return self._guard(step, lambda: self._gather(message)), own_error
 
     def _reduce(
@@ -182,6 +189,7 @@ class Ranks:
         if failed:
             return _pack_failures(failed), None
         try:
+            self._check_abort()
             return reduce([part[1:] for part in gathered]), None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
             return _pack_failures({self.rank: _pack_failure(error)}), error
@@ -199,6 +207,37 @@ class Ranks:
             for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
         }
         raise failure_of(step, failures, self.rank, own_error)
+
+    def _attempt(self, local: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
+        try:
+            self._check_abort()
+            return _OK + local(), None
+        except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
+            return _FAILED + _pack_failure(error), error
+
+    def _check_abort(self) -> None:
+        if self._abort is not None and self._abort.is_set():
+            raise SaveAbortedError(f"the {self.operation} was called off on rank {self.rank}", rank=self.rank)
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def _gather(self, data: bytes) -> list[bytes] | None:
+        if self._channel is None:
+            return [data]
+        return self._channel.gather(data, self.coordinator, self._wait)
+
+    def _all_gather(self, data: bytes) -> list[bytes]:
+        return [data] if self._channel is None else self._channel.all_gather(data, self._wait)
+
+    def _scatter(self, data: list[bytes] | None) -> bytes:
+        if self._channel is None:
+            return data[0] if data is not None else b""
+        return self._channel.scatter(data, self.coordinator, self._wait)
+
+    def _broadcast(self, data: bytes | None) -> bytes:
+        if self._channel is None:
+            return data or b""
+        return self._channel.broadcast(data, self.coordinator, self._wait)
 
     # -- bounded waits ---------------------------------------------------------------------------------------
 
@@ -219,6 +258,19 @@ class Ranks:
         raise failure_of(step, failures, self.rank, None)
 
     def _wait(self, work: Any) -> None:
+        try:
+            self._poll(work)
+        except (KeyboardInterrupt, SystemExit):  # else the others would learn of it by their timeout
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._key}/abort", "1")
+            raise
+        try:
+            work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
+        except RuntimeError as error:
+            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise self._lost_error(f"connection lost: {first_line}") from error
+
+    def _poll(self, work: Any) -> None:
         begun = time.monotonic()
         pause, next_look = 0.0, begun + _POLL_STORE_SECONDS
         while not work.is_completed():
@@ -228,14 +280,9 @@ class Ranks:
             if now >= next_look:
                 next_look = now + _POLL_STORE_SECONDS
                 if self._store_says_aborted():
-                    self._lost("another rank reported a broken connection")
+                    self._lost("another rank reported a broken connection, or was interrupted")
             time.sleep(pause)
             pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
-        try:
-            work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
-        except RuntimeError as error:
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise self._lost_error(f"connection lost: {first_line}") from error
 
     def _lost(self, reason: str) -> None:
         raise self._lost_error(reason)
@@ -259,89 +306,6 @@ class Ranks:
             return bool(self._store.check([f"{self._key}/abort"]))
         except RuntimeError:
             return True
-
-    # -- primitives ------------------------------------------------------------------------------------------
-
-    def _gather(self, data: bytes) -> list[bytes] | None:
-        if not self.use_dist:
-            return [data]
-        sizes = self._all_sizes(len(data))
-        own = self._padded(data, max(sizes))
-        parts = None
-        if self.is_coordinator:
-            parts = [torch.empty_like(own) for _ in sizes]
-        self._wait(dist.gather(own, parts, dst=self._global_coordinator, group=self.group, async_op=True))
-        if parts is None:
-            return None
-        return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
-
-    def _all_gather(self, data: bytes) -> list[bytes]:
-        if not self.use_dist:
-            return [data]
-        sizes = self._all_sizes(len(data))
-        own = self._padded(data, max(sizes))
-        parts = [torch.empty_like(own) for _ in sizes]
-        self._wait(dist.all_gather(parts, own, group=self.group, async_op=True))
-        return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
-
-    def _scatter(self, data: list[bytes] | None) -> bytes:
-        if not self.use_dist:
-            return data[0] if data is not None else b""
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
-        if data is not None:
-            sizes = torch.tensor([len(part) for part in data], dtype=torch.int64, device=self._device)
-        self._wait(dist.broadcast(sizes, src=self._global_coordinator, group=self.group, async_op=True))
-        lengths = [int(size) for size in sizes.tolist()]
-        own = torch.empty(max(lengths), dtype=torch.uint8, device=self._device)
-        parts = [self._padded(part, max(lengths)) for part in data] if data is not None else None
-        self._wait(dist.scatter(own, parts, src=self._global_coordinator, group=self.group, async_op=True))
-        return _to_bytes(own, lengths[self.rank])
-
-    def _broadcast(self, data: bytes | None) -> bytes:
-        if not self.use_dist:
-            return data or b""
-        size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self._device)
-        self._wait(dist.broadcast(size, src=self._global_coordinator, group=self.group, async_op=True))
-        length = int(size.item())
-        tensor = (
-            self._padded(data, length)
-            if data is not None
-            else torch.empty(length, dtype=torch.uint8, device=self._device)
-        )
-        self._wait(dist.broadcast(tensor, src=self._global_coordinator, group=self.group, async_op=True))
-        return data if data is not None else _to_bytes(tensor, length)
-
-    def _all_sizes(self, size: int) -> list[int]:
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self._device)
-        sizes[self.rank] = size
-        self._wait(dist.all_reduce(sizes, group=self.group, async_op=True))
-        return [int(value) for value in sizes.tolist()]
-
-    def _padded(self, data: bytes, size: int) -> torch.Tensor:
-        tensor = torch.zeros(size, dtype=torch.uint8)
-        if data:
-            tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return tensor.to(self._device)
-
-
-def _collective_device(group: ProcessGroup) -> torch.device:
-    """CPU where the group has a CPU backend, else the accelerator that the group's backend works on."""
-    devices = [torch.device(device) for device in group._device_types]
-    for device in devices:
-        if device.type == "cpu":
-            return device
-    return torch.device(devices[0].type, torch.accelerator.current_device_index())
-
-
-def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
-    return tensor[:size].cpu().numpy().tobytes()
-
-
-def _attempt(local: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
-    try:
-        return _OK + local(), None
-    except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
-        return _FAILED + _pack_failure(error), error
 
 
 def _pack_failure(error: BaseException) -> bytes:

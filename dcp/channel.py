@@ -1,0 +1,144 @@
+"""Byte strings between the ranks of one process group: gather, all-gather, scatter, broadcast.
+
+Payloads are uint8 tensors on the group's device: nothing is pickled. Waiting is the caller's: each exchange
+is given a function that waits for the work, so that waits can be bounded and watched in one place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Channel", "Wait"]
+
+Wait = Callable[[Any], None]
+"""Returns when a collective's work is complete, or raises."""
+
+_FRAME_BYTES = 512
+"""A broadcast of less is one collective: its length travels in the same frame."""
+
+_LENGTH_BYTES = 8
+
+_group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Numbers the operations of each process group, equal on all ranks because all run the same program."""
+
+
+class Channel:
+    """A process group and its key-value store, and what a rank can send over it.
+
+    ``group`` is a torch ProcessGroup or a backend such as ProcessGroupGloo by itself; ranks are those of the
+    group. ``store`` is the group's, for what must work when collectives do not.
+    """
+
+    def __init__(self, group: Any, store: Any, rank: int, world_size: int, device: torch.device) -> None:
+        self.group = group
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> Channel:
+        """The channel of a process group that this process belongs to."""
+        device = _collective_device(group)
+        return cls(group, group.get_group_store(), group.rank(), group.size(), device)
+
+    @classmethod
+    def own_gloo(cls, store: Any, rank: int, world_size: int, *, timeout_seconds: float) -> Channel:
+        """A gloo group of its own over ``store``, which no other collective can get into.
+
+        Collective: returns when all ranks have come. It is not among `torch.distributed`'s groups, so
+        ``destroy_process_group()`` leaves it alone, and threads may use it beside the training's groups.
+        """
+        timeout = timedelta(seconds=timeout_seconds)
+        group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        return cls(group, store, rank, world_size, torch.device("cpu"))
+
+    def next_serial(self) -> int:
+        """Number of the next operation, the same on all ranks that do the same operations in order."""
+        return next(_group_serial.setdefault(self.group, itertools.count()))
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
+        """Every rank's ``data`` on ``root``, None elsewhere."""
+        sizes = self._all_sizes(len(data), wait)
+        own = self._padded(data, max(sizes))
+        parts = [torch.empty_like(own) for _ in sizes] if self.rank == root else None
+        options = dist.GatherOptions()
+        options.rootRank = root
+        wait(self.group.gather([] if parts is None else [parts], [own], options))
+        return None if parts is None else [_to_bytes(p, size) for p, size in zip(parts, sizes, strict=True)]
+
+    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
+        """Every rank's ``data`` on every rank."""
+        sizes = self._all_sizes(len(data), wait)
+        own = self._padded(data, max(sizes))
+        parts = [torch.empty_like(own) for _ in sizes]
+        wait(self.group.allgather([parts], [own]))
+        return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
+        """``data[rank]`` of ``root`` on each rank."""
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        if data is not None:
+            sizes = torch.tensor([len(part) for part in data], dtype=torch.int64, device=self.device)
+        self._broadcast_tensor(sizes, root, wait)
+        lengths = [int(size) for size in sizes.tolist()]
+        own = torch.empty(max(lengths), dtype=torch.uint8, device=self.device)
+        parts = [] if data is None else [[self._padded(part, max(lengths)) for part in data]]
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        wait(self.group.scatter([own], parts, options))
+        return _to_bytes(own, lengths[self.rank])
+
+    def broadcast(self, data: bytes | None, root: int, wait: Wait) -> bytes:
+        """``data`` of ``root`` on every rank."""
+        inline = _FRAME_BYTES - _LENGTH_BYTES
+        head = b"" if data is None else len(data).to_bytes(_LENGTH_BYTES, "little") + data[:inline]
+        frame = self._padded(head, _FRAME_BYTES)
+        self._broadcast_tensor(frame, root, wait)
+        received = _to_bytes(frame, _FRAME_BYTES)
+        length = int.from_bytes(received[:_LENGTH_BYTES], "little")
+        if length > inline:
+            rest = self._padded(b"" if data is None else data[inline:], length - inline)
+            self._broadcast_tensor(rest, root, wait)
+            return data if data is not None else received[_LENGTH_BYTES:] + _to_bytes(rest, length - inline)
+        return received[_LENGTH_BYTES : _LENGTH_BYTES + length]
+
+    def _broadcast_tensor(self, tensor: torch.Tensor, root: int, wait: Wait) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        wait(self.group.broadcast([tensor], options))
+
+    def _all_sizes(self, size: int, wait: Wait) -> list[int]:
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = size
+        wait(self.group.allreduce([sizes]))
+        return [int(value) for value in sizes.tolist()]
+
+    def _padded(self, data: bytes, size: int) -> torch.Tensor:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        if data:
+            tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return tensor.to(self.device)
+
+
+def _collective_device(group: dist.ProcessGroup) -> torch.device:
+    """CPU where the group has a CPU backend, else the accelerator that the group's backend works on."""
+    devices = [torch.device(device) for device in group._device_types]
+    for device in devices:
+        if device.type == "cpu":
+            return device
+    return torch.device(devices[0].type, torch.accelerator.current_device_index())
+
+
+def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
+    return tensor[:size].cpu().numpy().tobytes()
