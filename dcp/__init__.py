@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from dcp.report import LoadReport as LoadReport
     from dcp.state_dict_loader import load as load
     from dcp.state_dict_loader import load_state_dict as load_state_dict
+    from dcp.state_dict_saver import AsyncCheckpointerType as AsyncCheckpointerType
+    from dcp.state_dict_saver import SaveFuture as SaveFuture
     from dcp.state_dict_saver import async_save as async_save
     from dcp.state_dict_saver import save as save
     from dcp.state_dict_saver import save_state_dict as save_state_dict
@@ -100,7 +102,13 @@ _NAMES = {
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.report": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict"),
-    "dcp.state_dict_saver": ("async_save", "save", "save_state_dict"),
+    "dcp.state_dict_saver": (
+        "AsyncCheckpointerType",
+        "SaveFuture",
+        "async_save",
+        "save",
+        "save_state_dict",
+    ),
     "dcp.storage": ("StorageReader", "StorageWriter"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

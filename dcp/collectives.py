@@ -112,6 +112,16 @@ class Ranks:
         self._key = f"dcp/{self.operation}/{channel.next_serial()}"
 
     @property
+    def store(self) -> Any:
+        """The group's key-value store; only with ``use_dist``."""
+        return self._store
+
+    @property
+    def key(self) -> str:
+        """A prefix for keys in `store` that is this operation's alone, the same on all ranks."""
+        return self._key
+
+    @property
     def is_coordinator(self) -> bool:
         """Whether this rank plans and commits for all."""
         return self.rank == self.coordinator

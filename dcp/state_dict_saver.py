@@ -7,41 +7,49 @@ them, by torch's protocol (`dcp.object_steps`).
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
-    async_save,
 )
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _api_bc_check
 from typing_extensions import deprecated
 
 from dcp import object_steps
+from dcp.background.future import SaveFuture
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
 from dcp.columnar_save import ColumnarSave
 from dcp.local_state import LocalState, PlanOptions
 from dcp.planners import save_planner
 from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
-from dcp.stateful_values import is_stateful
+from dcp.provenance import provenance_of
+from dcp.stateful_values import stateful_to_plain
 from dcp.storage import writer as columnar
-from dcp.storage.errors import CheckpointError
 from dcp.storage.writer import FileSystemWriter
-from dcp.storages import choose_writer
+from dcp.storages import choose_writer, refuse_user_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
 
-__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "SaveFuture",
+    "async_save",
+    "save",
+    "save_state_dict",
+]
 
 
 @_api_bc_check  # type: ignore[untyped-decorator]  # torch does not annotate it
@@ -79,13 +87,65 @@ def save(
     """
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     return _save(
-        lambda: _stateful_to_plain(state_dict),
+        lambda: stateful_to_plain(state_dict),
         choose_writer(storage_writer, checkpoint_id),
         Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save"),
         planner,
         use_collectives=use_collectives,
         user_metadata=user_metadata,
         progress=progress,
+    )
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    user_metadata: Mapping[str, Any] | None = None,
+    progress: bool | ProgressCallback | None = None,
+    overlap: bool = False,
+) -> SaveFuture:
+    """`save` behind the training loop: copies the state, returns, and writes the copy in the background.
+
+    The parameters up to ``use_collectives`` are torch's, with torch's meaning. THREAD writes in a thread of
+    this process; PROCESS in a process of its own, which is started once, does not compete for the
+    interpreter, and commits what was staged even if this process is killed. CPU tensors are copied as well:
+    when this returns, or with ``overlap`` when ``staging_completion`` is done, everything may change again.
+
+    Host buffers, writer and a gloo group of its own are kept for the next call with the same process group
+    (whose backend may be any). At most two saves are under way; a third call waits. `CheckpointManager` has
+    all that for itself.
+
+    Returns a `SaveFuture`: ``result()`` gives torch's `Metadata` once the checkpoint is committed, and
+    raises what the save raised; ``staging_completion`` and ``upload_completion`` are as in torch's
+    AsyncSaveResponse. Errors in the background, a tensor that changed while it was copied among them
+    (StagingError), are errors of the future, on all ranks alike. Interpreter exit waits for the commit.
+    """
+    from dcp.background.session import default_session  # only here: sessions drain at exit
+
+    if async_stager is None and isinstance(storage_writer, AsyncStager):
+        async_stager = storage_writer  # as torch does for storages from before there were stagers
+    session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
+    if isinstance(storage_writer, FileSystemWriter):
+        storage_writer = copy.copy(storage_writer)  # the caller's may be pointed at the next id meanwhile
+    elif storage_writer is not None:
+        session.wait()  # it cannot be pointed at another id while a save uses it
+    return session.save(
+        state_dict,
+        storage_writer=choose_writer(storage_writer, checkpoint_id),
+        planner=planner,
+        use_collectives=use_collectives,
+        user_metadata=user_metadata,
+        progress=progress,
+        overlap=overlap,
+        stager=async_stager,
     )
 
 
@@ -105,10 +165,6 @@ def save_state_dict(
     return _save(lambda: state_dict, storage_writer, ranks, planner)
 
 
-def _stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
-
-
 def _save(
     state: Callable[[], dict[str, Any]],
     writer: StorageWriter,
@@ -125,11 +181,9 @@ def _save(
         planner.rank = ranks.rank
     if isinstance(writer, FileSystemWriter):
         writer.user = dict(user_metadata or {})
-        writer.provenance = _provenance(ranks)
-    elif user_metadata:
-        raise CheckpointError(
-            f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
-        )
+        writer.provenance = provenance_of(ranks)
+    else:
+        refuse_user_metadata(writer, user_metadata)
     if (
         isinstance(writer, FileSystemWriter)
         and columnar.uses_columns(writer)
@@ -155,13 +209,3 @@ def _collect(
         state_dict=state(), storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
     )
     return LocalState.collect(planner, digests=use_collectives and ranks.world_size > 1)
-
-
-def _provenance(ranks: Ranks) -> dict[str, Any]:
-    from dcp.version import __version__
-
-    return {
-        "world_size": ranks.world_size,
-        "torch_version": str(torch.__version__),
-        "dcphub_version": __version__,
-    }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["is_stateful"]
+__all__ = ["is_stateful", "stateful_to_plain"]
 
 _PLAIN_TYPES = frozenset({dict, list, tuple, str, bytes, int, float, bool, type(None)})
 
@@ -21,3 +22,8 @@ def is_stateful(value: Any) -> bool:
     if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return False
     return isinstance(value, Stateful)
+
+
+def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with what each `Stateful` of the top level gives as its state."""
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}

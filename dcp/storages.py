@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from dcp.storage.errors import CheckpointError
 from dcp.storage.reader import FileSystemReader
@@ -12,7 +13,7 @@ from dcp.storage.writer import FileSystemWriter
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-__all__ = ["choose_reader", "choose_writer"]
+__all__ = ["choose_reader", "choose_writer", "refuse_user_metadata"]
 
 
 def choose_reader(
@@ -35,6 +36,14 @@ def choose_writer(
             writer.reset(checkpoint_id)
         return writer
     return FileSystemWriter(_checked(checkpoint_id))
+
+
+def refuse_user_metadata(writer: StorageWriter, user_metadata: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError if ``writer``, which is not one of ours, is to store ``user_metadata``."""
+    if user_metadata and not isinstance(writer, FileSystemWriter):
+        raise CheckpointError(
+            f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
+        )
 
 
 def _checked(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:

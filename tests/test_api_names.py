@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 # module below dcp, and below torch.distributed.checkpoint -> names that are ours, names that are torch's own
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "state_dict_saver": (
-        ("save", "save_state_dict"),
-        ("async_save", "AsyncCheckpointerType", "AsyncSaveResponse"),
+        ("async_save", "save", "save_state_dict"),
+        ("AsyncCheckpointerType", "AsyncSaveResponse"),
     ),
     "state_dict_loader": (("load", "load_state_dict"), ()),
     "staging": ((), ("AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions")),

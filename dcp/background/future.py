@@ -1,0 +1,72 @@
+"""The result of an asynchronous save: one future that serves both usages of torch's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+__all__ = ["SaveFuture", "SaveOutcome"]
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once), and the
+    ``staged_bytes`` of this rank's tensors."""
+
+    save_id: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    attempts: int = 1
+    staged_bytes: int = 0
+
+
+class SaveFuture(Future[Metadata], AsyncSaveResponse):
+    """An asynchronous save under way.
+
+    As a future: `result` waits for the commit and gives torch's `Metadata`; it raises what the save raised,
+    on all ranks alike. As torch's `AsyncSaveResponse`: ``staging_completion`` is done when the state may
+    change again (it fails with StagingError if the state changed while it was copied), ``upload_completion``
+    is this future itself.
+
+    A save that one rank drops would leave the others waiting, so `cancel` does nothing; `abort` calls the
+    save off on all ranks.
+    """
+
+    # the base is a dataclass: it would compare futures by value and take their hash away
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        Future.__init__(self)
+        self.checkpoint_id = os.fspath(checkpoint_id)
+        self.staging_completion: Future[None] = Future()
+        self.outcome: SaveOutcome | None = None
+        self.abort_event = threading.Event()
+        self._on_abort: Callable[[], None] | None = None
+
+    @property
+    def upload_completion(self) -> Future[Metadata]:  # type: ignore[override]
+        """This future."""
+        return self
+
+    def cancel(self) -> bool:
+        """False: the other ranks would wait for this one. See `abort`."""
+        return False
+
+    def abort(self) -> None:
+        """Call the save off; any rank may. Unless it has committed by then, it fails with SaveAbortedError on
+        all ranks, and nothing of it remains."""
+        self.abort_event.set()
+        if self._on_abort is not None:
+            self._on_abort()
+
+    def when_aborted(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called by `abort`: for a writer that does not see ``abort_event``."""
+        self._on_abort = callback
+        if self.abort_event.is_set():
+            callback()

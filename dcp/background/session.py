@@ -1,0 +1,355 @@
+"""A session: what asynchronous saves share and nobody else may touch.
+
+One stager with its host buffers, one writer (thread or process), one gloo group, one plan cache. Two sessions
+share nothing, so that two managers in one process cannot get into each other's way.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from dcp.background.future import SaveFuture
+from dcp.background.order import SaveOrder
+from dcp.background.thread_writer import ThreadWriter
+from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
+from dcp.local_state import LocalState, PlanOptions
+from dcp.planners import save_planner
+from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.progress import ProgressCallback
+from dcp.staging.guard import check_staged, sample_state
+from dcp.staging.stager import DefaultStager
+from dcp.stateful_values import stateful_to_plain
+from dcp.storage import writer as columnar
+from dcp.storage.errors import CheckpointError
+from dcp.storage.writer import FileSystemWriter
+from dcp.storages import refuse_user_metadata
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+__all__ = ["AsyncSession", "default_session"]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncSession:
+    """Asynchronous saves of one process group, one after the other.
+
+    All ranks of the group make the session and its saves alike. ``kind`` says where saves are written: in a
+    thread of this process, or in a process of its own that survives this one. At most ``in_flight`` saves
+    are under way; `save` waits for the oldest then. Collective: the constructor returns when all ranks have
+    come. ``start`` also starts the writer process now rather than at the first save.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        no_dist: bool = False,
+        kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+        stager: AsyncStager | None = None,
+        in_flight: int = 1,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        start: bool = False,
+    ) -> None:
+        alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        self.timeout_seconds = timeout_seconds
+        self.kind = AsyncCheckpointerType(kind)
+        self._stager = stager
+        self._owns_stager = stager is None
+        self._in_flight = in_flight
+        self._own_channel = _channel_of_its_own(process_group, timeout_seconds) if not alone else None
+        self.rank = 0 if self._own_channel is None else self._own_channel.rank
+        self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
+        self._serial = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._unfinished: set[SaveFuture] = set()
+        self._worker = self._make_worker(start)
+        # A session that is dropped with its process group, unclosed: its thread or process ends by itself.
+        self._finalizer = weakref.finalize(self, self._worker.close, 0.0)
+        self._finalizer.atexit = False
+        _open_sessions.add(self)
+
+    def ranks(self, operation: str = "save", abort: threading.Event | None = None) -> Ranks:
+        """The ranks of this session, over its own group: for one operation that all of them take part in."""
+        return Ranks(
+            use_dist=self._own_channel is not None,
+            channel=self._own_channel,
+            timeout_seconds=self.timeout_seconds,
+            operation=operation,
+            abort=abort,
+        )
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        storage_writer: StorageWriter,
+        planner: SavePlanner | None = None,
+        use_collectives: bool = True,
+        user_metadata: Mapping[str, Any] | None = None,
+        progress: bool | ProgressCallback | None = None,
+        retries: int = 0,
+        retry_pause_seconds: float = 1.0,
+        overlap: bool = False,
+        stager: AsyncStager | None = None,
+    ) -> SaveFuture:
+        """Stage ``state_dict`` and save the copy behind the caller's back.
+
+        Returns when the state may change again; with ``overlap`` at once, and then the state must not change
+        before ``staging_completion`` of the result is done (see `DefaultStager.lock`). Whatever fails after
+        the arguments were found good, staging included, is the future's error, on all ranks alike.
+        ``stager`` replaces the session's own for this save.
+        """
+        if self._closed:
+            raise CheckpointError("this session is closed; saves need an open one")
+        refuse_user_metadata(storage_writer, user_metadata)
+        planner = planner if planner is not None else DefaultSavePlanner()
+        if isinstance(planner, DefaultSavePlanner):
+            planner.rank = self.rank
+        self._wait_for_a_place()
+        self._serial += 1
+        # A copy, because the caller may point the writer at the next id while this save is under way.
+        writer = copy.copy(storage_writer) if isinstance(storage_writer, FileSystemWriter) else storage_writer
+        future = SaveFuture(getattr(writer, "checkpoint_id", None) or "")
+        order = SaveOrder(
+            self._serial,
+            writer,
+            use_collectives=use_collectives,
+            user_metadata=dict(user_metadata or {}),
+            timeout_seconds=self.timeout_seconds,
+            retries=retries,
+            retry_pause_seconds=retry_pause_seconds,
+        )
+        with self._changed:
+            self._unfinished.add(future)
+        future.add_done_callback(self._ended)
+        begun = time.perf_counter()
+        try:
+            payload = self._stage(order, state_dict, planner, stager, overlap)
+        except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
+            payload = FailedStaging.because(error)
+        order.seconds["blocked"] = time.perf_counter() - begun
+        _chain(payload.done, future.staging_completion)
+        self._worker.submit(order, payload, future, progress)
+        return future
+
+    def _stage(
+        self,
+        order: SaveOrder,
+        state_dict: dict[str, Any],
+        planner: SavePlanner,
+        stager: AsyncStager | None,
+        overlap: bool,
+    ) -> Payload:
+        chosen = stager if stager is not None else self._own_stager()
+        state = stateful_to_plain(state_dict)
+        writer = order.writer
+        if not (
+            isinstance(writer, FileSystemWriter)
+            and columnar.uses_columns(writer)
+            and isinstance(planner, DefaultSavePlanner)
+            and save_planner.uses_columns(planner)
+        ):
+            order.planner = planner
+            return StagedDict(_staged_by(chosen, state, lambda staged: staged))
+        order.options = PlanOptions.of(planner)
+        meta = writer.storage_meta()
+
+        def local_state(state: dict[str, Any]) -> LocalState:
+            planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
+            return LocalState.collect(planner, digests=False).encoded()
+
+        if isinstance(chosen, DefaultStager):
+            return chosen.stage_local(local_state(state), overlap=overlap, shared=self._in_process)
+        staged = _staged_by(chosen, state, local_state)
+        if not self._in_process:
+            return StagedDict(staged)
+        # What a stager of somebody else's has copied is not where another process can read it.
+        return self._own_stager().stage_local(staged.result(self.timeout_seconds), shared=True)
+
+    @property
+    def _in_process(self) -> bool:
+        return self.kind is AsyncCheckpointerType.PROCESS
+
+    def _own_stager(self) -> AsyncStager:
+        if self._stager is None:
+            self._stager = DefaultStager(arenas=self._in_flight, process=self._in_process)
+        return self._stager
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold ``optimizer.step()`` inside: waits for a staging that overlaps, and holds off the next one."""
+        stager = self._own_stager()
+        return stager.lock() if isinstance(stager, DefaultStager) else nullcontext()
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def pending(self) -> int:
+        """Saves that have not ended yet."""
+        with self._changed:
+            return len(self._unfinished)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
+
+    def _wait_for_a_place(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: len(self._unfinished) < self._in_flight, self.timeout_seconds
+            ):
+                raise CheckpointError(
+                    f"{len(self._unfinished)} saves have not ended within {self.timeout_seconds:g} s, so no "
+                    "further one can begin; see their futures, or give the session more time"
+                )
+
+    def _ended(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            place = getattr(future, "checkpoint_id", "")
+            logger.error("asynchronous save to %s failed: %s", place, error)
+        with self._changed:
+            self._unfinished.discard(future)  # type: ignore[arg-type]
+            self._changed.notify_all()
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the saves under way, then give back thread or process, group and memory; idempotent.
+
+        Bounded by ``timeout_seconds`` (the session's own timeout by default). Saves that have not ended by
+        then are called off and reported.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _open_sessions.discard(self)
+        bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + bound
+        if not self.wait(bound):
+            with self._changed:
+                late = list(self._unfinished)
+            logger.error("%d saves have not ended within %g s and are called off", len(late), bound)
+            for future in late:
+                future.abort()
+        self._finalizer.detach()
+        self._worker.close(max(1.0, deadline - time.monotonic()))
+        if self._owns_stager and self._stager is not None:
+            self._stager.close()
+
+    def _make_worker(self, start: bool) -> Worker:
+        if not self._in_process:
+            return ThreadWriter(self._ranks_for)
+        from dcp.background.process_writer import ProcessWriter
+
+        return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
+
+    def _ranks_for(self, abort: threading.Event) -> Ranks:
+        return self.ranks("save", abort)
+
+
+def _channel_of_its_own(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
+    """A gloo group over the store of ``group``: saves run beside the training's collectives, and two threads
+    that use one group would take each other's messages. None for one rank."""
+    shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
+    if shared.world_size == 1:
+        return None
+    store = dist.PrefixStore(shared.key, shared.store)
+    return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
+
+
+def _staged_by(
+    stager: AsyncStager, state: dict[str, Any], then: Callable[[dict[str, Any]], Any]
+) -> Future[Any]:
+    """What ``then`` makes of the copy that a stager of torch's protocol takes, once that is there and was
+    found to be one."""
+    samples = sample_state(state)
+    done: Future[Any] = Future()
+
+    def finish(given: Future[dict[str, Any]]) -> None:
+        try:
+            staged = given.result()
+            check_staged(state, staged, samples)
+            done.set_result(then(staged))
+        except BaseException as error:  # noqa: BLE001 - raised where the save wants the copy
+            done.set_exception(error)
+
+    staged = stager.stage(state)
+    if not isinstance(staged, Future):
+        if stager.should_synchronize_after_execute:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch's advice to its own callers
+                stager.synchronize_staging()
+        finished: Future[dict[str, Any]] = Future()
+        finished.set_result(staged)
+        staged = finished
+    staged.add_done_callback(finish)
+    return done
+
+
+def _chain(done: Future[Any], completion: Future[None]) -> None:
+    def finish(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            completion.set_exception(error)
+        else:
+            completion.set_result(None)
+
+    done.add_done_callback(finish)
+
+
+# -- sessions of plain async_save calls ----------------------------------------------------------------------
+
+_open_sessions: weakref.WeakSet[AsyncSession] = weakref.WeakSet()
+
+_of_groups: weakref.WeakKeyDictionary[Any, dict[AsyncCheckpointerType, AsyncSession]] = (
+    weakref.WeakKeyDictionary()
+)
+_alone: dict[AsyncCheckpointerType, AsyncSession] = {}
+
+_IN_FLIGHT = 2
+"""Plain `async_save` calls that may be under way at once: each has host buffers of its own."""
+
+
+def default_session(
+    process_group: ProcessGroup | None, *, no_dist: bool, kind: AsyncCheckpointerType
+) -> AsyncSession:
+    """The session of `dcp.async_save` for a process group: buffers and writer are kept for the next call."""
+    if no_dist or not (dist.is_available() and dist.is_initialized()):
+        sessions, group = _alone, None
+    else:
+        group = process_group if process_group is not None else dist.group.WORLD
+        sessions = _of_groups.setdefault(group, {})
+    session = sessions.get(kind)
+    if session is None:
+        session = AsyncSession(group, no_dist=group is None, kind=kind, in_flight=_IN_FLIGHT)
+        sessions[kind] = session
+    return session
+
+
+def _drain_all() -> None:
+    for session in list(_open_sessions):
+        session.close()
+
+
+# Before the interpreter forbids new threads, which it does before `atexit` callbacks run: a save under way
+# may still have to start some. concurrent.futures ends its own threads by the same means, after this.
+threading._register_atexit(_drain_all)  # type: ignore[attr-defined]

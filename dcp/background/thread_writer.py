@@ -1,0 +1,83 @@
+"""The thread writer: saves run in one background thread of the trainer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+
+from dcp.background.future import SaveFuture
+from dcp.background.order import RanksFor, SaveOrder, carry_out
+from dcp.background.worker import Payload, Worker, payload_of
+from dcp.progress import ProgressCallback
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["ThreadWriter"]
+
+
+@dataclass
+class _Task:
+    order: SaveOrder
+    payload: Payload
+    future: SaveFuture
+    progress: bool | ProgressCallback | None
+
+
+class ThreadWriter(Worker):
+    """Carries out saves in a thread, one at a time.
+
+    It runs as a daemon: a save that hangs must not keep the interpreter from ending once the session's
+    bounded drain is over.
+    """
+
+    def __init__(self, ranks_for: RanksFor, *, name: str = "dcp-writer") -> None:
+        self._ranks_for = ranks_for
+        self._name = name
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(
+        self,
+        order: SaveOrder,
+        payload: Payload,
+        future: SaveFuture,
+        progress: bool | ProgressCallback | None = None,
+    ) -> None:
+        """Queue the save."""
+        if self._closed:
+            raise CheckpointError("this writer is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._tasks.put(_Task(order, payload, future, progress))
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the queue run empty, then end the thread."""
+        self._closed = True
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._carry_out(task)
+            del task  # it holds the staged copies of foreign stagers
+
+    def _carry_out(self, task: _Task) -> None:
+        order, future = task.order, task.future
+        try:
+            metadata, outcome = carry_out(
+                order,
+                lambda: payload_of(task.payload, order.timeout_seconds),
+                self._ranks_for,
+                abort=future.abort_event,
+                progress=task.progress,
+            )
+        except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
+            task.payload.release()
+            future.set_exception(error)
+        else:
+            task.payload.release()
+            future.outcome = outcome
+            future.set_result(metadata)

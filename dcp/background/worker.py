@@ -1,0 +1,88 @@
+"""What a background writer is: something that carries out save orders, one after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from dcp.background.future import SaveFuture
+    from dcp.background.order import SaveOrder
+    from dcp.local_state import LocalState
+    from dcp.progress import ProgressCallback
+
+__all__ = ["Payload", "StagedDict", "Worker", "payload_of"]
+
+
+class Payload(Protocol):
+    """What was staged for a save: ``done`` when the copies are complete and checked; `release` gives the
+    memory back."""
+
+    @property
+    def done(self) -> Future[Any]:
+        """Done when the copies are complete; fails where staging failed."""
+
+    def release(self) -> None:
+        """The save has ended, whatever the end; idempotent."""
+
+
+@dataclass
+class StagedDict:
+    """A state dict staged by torch's protocol, for planners and storages that override steps.
+
+    ``done`` gives the state dict.
+    """
+
+    done: Future[dict[str, Any]] = field(default_factory=Future)
+
+    def release(self) -> None:
+        """Drop the copy."""
+        self.done = Future()
+
+
+@dataclass
+class FailedStaging:
+    """Stands for a state that could not be staged, so that the other ranks learn why."""
+
+    done: Future[Any]
+
+    @classmethod
+    def because(cls, error: BaseException) -> FailedStaging:
+        """What fails with ``error``."""
+        done: Future[Any] = Future()
+        done.set_exception(error)
+        return cls(done)
+
+    def release(self) -> None:
+        """Nothing was taken."""
+
+
+def payload_of(payload: Payload, timeout_seconds: float) -> LocalState | dict[str, Any]:
+    """What ``payload`` holds, once staging is complete; raises what staging raised."""
+    result = payload.done.result(timeout_seconds)
+    local: LocalState | None = getattr(payload, "local", None)
+    return local if local is not None else result
+
+
+class Worker(ABC):
+    """Carries out saves in the order in which they come, the same on all ranks."""
+
+    @abstractmethod
+    def submit(
+        self,
+        order: SaveOrder,
+        payload: Payload,
+        future: SaveFuture,
+        progress: bool | ProgressCallback | None = None,
+    ) -> None:
+        """Begin a save; returns at once. Staging may still be running.
+
+        ``future`` ends with the save, after ``payload`` was released. A payload that fails to be staged
+        fails the save on all ranks.
+        """
+
+    @abstractmethod
+    def close(self, timeout_seconds: float) -> None:
+        """Finish the saves that were submitted, then stop; bounded, idempotent."""
