@@ -183,6 +183,10 @@ class Ranks:
         """Return when every rank has come this far."""
         self.all_gather(step, lambda: b"")
 
+    def complete(self, step: str, work: Any) -> None:
+        """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
+        self._guard(step, lambda: self._wait(work))
+
     # -- outcomes --------------------------------------------------------------------------------------------
 
     def _gather_outcomes(

@@ -1,0 +1,140 @@
+"""What all ranks must decide alike, agreed on at each step without waiting for the stragglers of that step.
+
+A SIGTERM reaches one rank, clocks differ, and background saves end earlier on one rank than on another: a
+rank that acted on what it alone sees would leave the others in a collective. So each rank casts votes at each
+step in one small all-reduce, begun there and read at the next: by then every rank has cast its own, and all
+of them read the same at the same step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import time
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcp.collectives import Channel, Ranks
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["Agreement", "RankAgreement", "Votes"]
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_SECONDS = 5.0
+"""How long `close` waits for the ranks that have not come to the last step yet."""
+
+_LEAVE_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What a rank wants, or what was agreed: what any rank wanted.
+
+    ``stop``: SIGTERM or `request_stop`. ``time``: a save by the clock. ``failed``: a save's failure is to be
+    raised.
+    """
+
+    stop: bool = False
+    time: bool = False
+    failed: bool = False
+
+    def without(self, others: Votes) -> Votes:
+        """Those that ``others`` has not."""
+        return Votes(*(own and not other for own, other in zip(astuple(self), astuple(others), strict=True)))
+
+
+class Agreement:
+    """Of one rank with itself: whatever it wants is agreed at once."""
+
+    def exchange(self, step: int, votes: Votes) -> Votes:
+        """What is agreed at ``step``, and this rank's ``votes`` for a later one; all ranks call it alike."""
+        return votes
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether ``value`` is true on any rank, now: waits for all of them."""
+        return value
+
+    def close(self, *, wait: bool) -> None:
+        """Leave; with ``wait`` after the last exchange has ended, if it does soon. Idempotent."""
+
+
+class RankAgreement(Agreement):
+    """Of all ranks of ``channel``, which nobody else may use.
+
+    Votes cast at one step are agreed at the next, and not cast again by a rank that has just seen them
+    granted. ``every_steps``: exchange only at each so many-th call. Waits are bounded by ``timeout_seconds``;
+    ranks that are dead or late raise CollectiveTimeoutError, which names them, on all others.
+    """
+
+    def __init__(self, channel: Channel, *, timeout_seconds: float, every_steps: int = 1) -> None:
+        if every_steps < 1:
+            raise ValueError(f"agree_every_steps must be at least 1, not {every_steps}")
+        self._channel = channel
+        self._ranks = Ranks(
+            use_dist=True, channel=channel, timeout_seconds=timeout_seconds, operation="agreement"
+        )
+        self._every_steps = every_steps
+        self._calls = 0
+        self._work: Any = None
+        self._cast = torch.zeros(len(astuple(Votes())) + 2, dtype=torch.int64)
+        self._step = 0
+        self._closed = False
+        atexit.register(self._abandon)
+
+    def exchange(self, step: int, votes: Votes) -> Votes:
+        """See `Agreement`. Raises CheckpointError where ranks are at different steps."""
+        agreed = self._read() if self._work is not None else Votes()
+        if self._calls % self._every_steps == 0:
+            self._step = step
+            self._begin([*map(int, astuple(votes.without(agreed))), step, -step])
+        self._calls += 1
+        return agreed
+
+    def _begin(self, values: list[int]) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._cast = torch.tensor(values, dtype=torch.int64)
+        self._work = self._channel.group.allreduce([self._cast], options)
+
+    def _read(self) -> Votes:
+        self._ranks.complete("agree", self._work)
+        self._work = None
+        *votes, latest, negative_earliest = self._cast.tolist()
+        if latest != -negative_earliest:
+            raise CheckpointError(
+                f"the ranks do not call the manager for the same steps: rank {self._ranks.rank} did so for "
+                f"{self._step}, others for {-negative_earliest} to {latest}; every rank must call save() or "
+                "should_save() for every step",
+                step=self._step,
+                rank=self._ranks.rank,
+            )
+        return Votes(*map(bool, votes))
+
+    def any_rank(self, value: bool) -> bool:
+        """See `Agreement`."""
+        return b"\x01" in self._ranks.all_gather("agree now", lambda: b"\x01" if value else b"\x00")
+
+    def close(self, *, wait: bool) -> None:
+        """See `Agreement`."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._abandon)
+        deadline = time.monotonic() + (_LEAVE_SECONDS if wait else 0.0)
+        while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
+            time.sleep(_LEAVE_POLL_SECONDS)
+        if self._work is not None and not self._work.is_completed():
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave the group to the end of the process.
+
+        Its destructor would wait for the others to come to the exchange that is under way, while they may be
+        waiting for this process to end.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._channel.group))

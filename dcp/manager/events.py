@@ -1,0 +1,125 @@
+"""What a manager tells about its work: log records, `torch.monitor`, and the user's callbacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+import torch
+
+__all__ = ["Event", "EventCallback", "EventKind", "Events"]
+
+logger = logging.getLogger(__name__)
+
+EventKind = Literal[
+    "saved",
+    "save_failed",
+    "save_retried",
+    "save_skipped",
+    "verified",
+    "verify_failed",
+    "deleted",
+    "delete_failed",
+    "restored",
+    "skipped_damaged",
+    "stop_requested",
+]
+
+_TROUBLE = frozenset({"save_failed", "save_retried", "verify_failed", "delete_failed", "skipped_damaged"})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the checkpoint of a step.
+
+    On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's),
+    ``save_failed``, ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one before
+    was not finished), ``restored``, ``skipped_damaged`` (`restore` took an older one instead), and
+    ``stop_requested``. On the coordinator only: ``verified``, ``verify_failed``, ``deleted``,
+    ``delete_failed``.
+
+    ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the epoch.
+    """
+
+    kind: EventKind
+    step: int | None = None
+    rank: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    size_bytes: int = 0
+    error: str | None = None
+    data: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    time: float = 0.0
+
+
+EventCallback = Callable[[Event], None]
+"""Called for each event, from any thread; what it raises is logged and goes no further."""
+
+
+class Events:
+    """Where a manager's events go."""
+
+    def __init__(
+        self, root: str, rank: int, callbacks: EventCallback | Sequence[EventCallback] | None = None
+    ) -> None:
+        self._root = root
+        self._rank = rank
+        self._callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks or ())
+
+    def emit(
+        self,
+        kind: EventKind,
+        step: int | None = None,
+        *,
+        seconds: Mapping[str, float] | None = None,
+        size_bytes: int = 0,
+        error: BaseException | str | None = None,
+        **data: str | int | float | bool,
+    ) -> None:
+        """Tell everybody; never raises because of who listens."""
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        event = Event(kind, step, self._rank, dict(seconds or {}), size_bytes, text, data, time.time())
+        self._log(event)
+        for tell in (_tell_torch, *self._callbacks):
+            try:
+                tell(event)
+            except Exception:
+                logger.exception("a listener failed on the event %r of step %s", kind, step)
+
+    def _log(self, event: Event) -> None:
+        """One record whose ``extra`` has the event's fields, for handlers that write structured logs."""
+        level = logging.WARNING if event.kind in _TROUBLE else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        details = [f"{name} {spent:.3f} s" for name, spent in event.seconds.items()]
+        details += [f"{name} {value}" for name, value in event.data.items()]
+        if event.error is not None:
+            details.append(event.error)
+        where = self._root if event.step is None else f"{self._root} step {event.step}"
+        text = event.kind.replace("_", " ") + (": " if details else "") + ", ".join(details)
+        extra = {
+            "dcp_event": event.kind,
+            "dcp_root": self._root,
+            "dcp_step": event.step,
+            "dcp_rank": event.rank,
+            "dcp_seconds": dict(event.seconds),
+            "dcp_size_bytes": event.size_bytes,
+            "dcp_error": event.error,
+            "dcp_data": dict(event.data),
+        }
+        logger.log(level, "%s, rank %d: %s", where, event.rank, text, extra=extra)
+
+
+def _tell_torch(event: Event) -> None:
+    data: dict[str, str | int | float | bool] = {"rank": event.rank, "size_bytes": event.size_bytes}
+    if event.step is not None:
+        data["step"] = event.step
+    if event.error is not None:
+        data["error"] = event.error
+    data.update({f"seconds.{name}": spent for name, spent in event.seconds.items()})
+    data.update(event.data)
+    moment = datetime.fromtimestamp(event.time, UTC)
+    torch.monitor.log_event(torch.monitor.Event(f"dcp.{event.kind}", moment, data))

@@ -1,0 +1,86 @@
+"""When a training loop saves: every so many steps, every so many seconds, at the first step and at the last.
+
+Pure: the clock and what the ranks agreed on are given, so that the same calls give the same answers on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["Reason", "Schedule"]
+
+Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
+"""Why a step is saved: its interval, its place in the run, no interval at all (every call saves), or because
+it was asked for."""
+
+
+class Schedule:
+    """Decides which steps are due.
+
+    With ``every_steps`` a step is due when it is a multiple of it, or when a multiple was passed since the
+    last save (a loop need not ask at each step). With ``every_seconds`` a step is due when the ranks agreed
+    that so much time has passed since the last save. Both: whichever comes first. Neither: every step that is
+    asked for. ``save_first``: the first step of a run that was not restored, too.
+    """
+
+    def __init__(
+        self, *, every_steps: int | None, every_seconds: float | None, save_first: bool, now_seconds: float
+    ) -> None:
+        if every_steps is not None and every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, not {every_steps}")
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"every_seconds must be more than 0, not {every_seconds}")
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._save_first = save_first
+        self._since_seconds = now_seconds
+        self._saved: int | None = None
+        self._restored = False
+        self._first: int | None = None
+        self._step: int | None = None
+        self._time_is_up = False
+
+    @property
+    def needs_clock(self) -> bool:
+        """Whether time decides, so that the ranks have to agree on it."""
+        return self._every_seconds is not None
+
+    def time_is_up(self, now_seconds: float) -> bool:
+        """Whether ``every_seconds`` have passed since the last save; one rank's clock decides for all."""
+        return self._every_seconds is not None and now_seconds - self._since_seconds >= self._every_seconds
+
+    def begin(self, step: int, *, time_is_up: bool) -> None:
+        """A new step, and whether the ranks agreed that it is time for a save."""
+        if self._first is None:
+            self._first = step
+        self._step, self._time_is_up = step, time_is_up
+
+    def reason(self, step: int, *, last: bool = False) -> Reason | None:
+        """Why ``step``, which was begun, has to be saved; None if it has not, or was already."""
+        if step == self._saved:
+            return None
+        if last:
+            return "last"
+        if self._save_first and not self._restored and step == self._first:
+            return "first"
+        if self._every_steps is None and self._every_seconds is None:
+            return "call"
+        if self._every_steps is not None and self._passed_multiple(step, self._every_steps):
+            return "steps"
+        return "seconds" if self._time_is_up and step == self._step else None
+
+    def _passed_multiple(self, step: int, every: int) -> bool:
+        base = self._saved if self._saved is not None else self._first
+        if base is None or base == self._first == step or step < base:  # steps may begin anew
+            return step > 0 and step % every == 0
+        return step // every > base // every
+
+    def saved(self, step: int, now_seconds: float) -> None:
+        """``step`` is being saved, or was left out on purpose: the intervals count from here."""
+        self._saved, self._since_seconds, self._time_is_up = step, now_seconds, False
+
+    def restored(self, step: int, now_seconds: float) -> None:
+        """The run goes on from ``step``."""
+        self.saved(step, now_seconds)
+        self._restored = True
