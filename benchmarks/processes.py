@@ -23,7 +23,9 @@ _TIMEOUT = timedelta(minutes=10)
 
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once and has no threads: forking from it saves each rank seconds of importing.
-_context.set_forkserver_preload(["benchmarks.rounds", "benchmarks.resharding", "benchmarks.memory"])
+_context.set_forkserver_preload(
+    ["benchmarks.rounds", "benchmarks.resharding", "benchmarks.memory", "benchmarks.async_saving"]
+)
 
 
 class BenchmarkError(Exception):
@@ -31,12 +33,18 @@ class BenchmarkError(Exception):
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, progress: Progress, folder: Path
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    progress: Progress,
+    folder: Path,
+    daemon: bool = True,
 ) -> list[Any]:
     """Results by rank of ``function(rank, world_size, progress, *args)``.
 
     One rank runs without a process group, which is the quickest way for stock torch. The processes are ended
-    when this returns or raises, KeyboardInterrupt included. ``folder`` is for the meeting point.
+    when this returns or raises, KeyboardInterrupt included. ``folder`` is for the meeting point. Ranks that
+    have children by multiprocessing, as stock's process writer is one, must not be daemons.
     """
     workers: dict[int, tuple[BaseProcess, Connection]] = {}
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as meeting:
@@ -44,7 +52,7 @@ def run_ranks(
             for rank in range(world_size):
                 ours, theirs = _context.Pipe()
                 arguments = (theirs, rank, world_size, meeting, function, args)
-                process: BaseProcess = _context.Process(target=_serve, args=arguments, daemon=True)
+                process: BaseProcess = _context.Process(target=_serve, args=arguments, daemon=daemon)
                 process.start()
                 theirs.close()
                 workers[rank] = (process, ours)

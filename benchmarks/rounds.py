@@ -24,7 +24,10 @@ __all__ = [
     "Measurement",
     "Sample",
     "Spec",
+    "busy_seconds",
+    "max_over_ranks",
     "measure",
+    "remove_durably",
     "rotated",
     "sum_over_ranks",
     "synchronize",
@@ -98,20 +101,30 @@ def timed(operation: Callable[[], object]) -> Sample:
     """Seconds of the slowest rank, begun together with no garbage waiting."""
     gc.collect()
     synchronize()
-    busy, own, begun = _busy_seconds(), time.process_time(), time.perf_counter()
+    busy, own, begun = busy_seconds(), time.process_time(), time.perf_counter()
     operation()
     elapsed, own = time.perf_counter() - begun, time.process_time() - own
     seconds = max_over_ranks(elapsed)
-    busy = _busy_seconds() - busy
+    busy = busy_seconds() - busy
     return Sample(seconds, max(0.0, busy - sum_over_ranks(own)) / seconds)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """Of all cores since the machine started: all but idle, waiting for the disk, and stolen time."""
     user, nice, system, _, _, interrupt, soft, *_ = map(
         int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     )
     return (user + nice + system + interrupt + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def remove_durably(folder: Path) -> None:
+    """Remove it, and have that on the disk, so that nothing of it falls on what is timed next."""
+    shutil.rmtree(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
@@ -249,12 +262,7 @@ class _Job:
         """Outside the timing, and on the disk before the next one begins."""
         synchronize()
         if self._rank == 0:
-            shutil.rmtree(folder)
-            descriptor = os.open(self._spec.folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            remove_durably(folder)
         synchronize()
 
     # -- loads -----------------------------------------------------------------------------------------------

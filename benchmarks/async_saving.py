@@ -1,0 +1,195 @@
+"""How long `async_save` makes the training wait, how long until the checkpoint is committed, what it keeps.
+
+A life is a fresh process (or one a rank): its first save by each contender allocates and starts what that
+contender keeps; the later ones reuse it. Between two saves everything that the first one does is waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import limits
+from benchmarks.async_sides import ASYNC_SIDES, AsyncSide
+from benchmarks.process_tree import PeakMemory, cpu_seconds, resident_mebibytes
+from benchmarks.processes import Progress
+from benchmarks.rounds import (
+    Measurement,
+    Sample,
+    busy_seconds,
+    max_over_ranks,
+    remove_durably,
+    rotated,
+    sum_over_ranks,
+    synchronize,
+    timed,
+)
+from benchmarks.sides import OURS, STOCK
+from benchmarks.workloads import State, build_state
+
+__all__ = ["CONTENDERS", "OPERATIONS", "AsyncSpec", "merge_lives", "peak_async_mebibytes", "save_in_one_life"]
+
+OPERATIONS = ("async_save first", "async_save", "async_save committed")
+"""Until the state may change, at the first and at later saves; until the commit, at later ones."""
+CONTENDERS = ("ours_thread", "ours_process", "stock", "stock_reused")
+_MEMORY_SAVES = 3
+
+
+@dataclass(frozen=True)
+class AsyncSpec:
+    """One life: which workload at which size, how many saves by each contender after the first, where."""
+
+    workload: str
+    scale: float
+    later_saves: int
+    life: int
+    folder: Path
+    contenders: tuple[str, ...] = CONTENDERS
+
+
+class _Timing(NamedTuple):
+    blocked: Sample
+    committed: Sample
+
+
+def save_in_one_life(rank: int, world_size: int, progress: Progress, spec: AsyncSpec) -> list[Measurement]:
+    """Measurements of `OPERATIONS` by one life; rank 0's return value counts."""
+    state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
+    life = _Life(spec, state, rank, progress)
+    try:
+        return life.run()
+    finally:
+        life.close()
+
+
+def merge_lives(lives: Sequence[list[Measurement]]) -> list[Measurement]:
+    """The samples of several lives of one workload as those of one."""
+    merged = lives[0]
+    for life in lives[1:]:
+        for into, measured in zip(merged, life, strict=True):
+            for name in into.samples:
+                into.samples[name] += measured.samples[name]
+                into.others[name] += measured.others[name]
+    return merged
+
+
+class _Life:
+    def __init__(self, spec: AsyncSpec, state: State, rank: int, progress: Progress) -> None:
+        self._spec = spec
+        self._state = state
+        self._rank = rank
+        self._progress = progress
+        self._saves = 0
+        self._sides: dict[str, AsyncSide] = {name: ASYNC_SIDES[name]() for name in spec.contenders}
+        self._copy = limits.StateCopy(list(state.by_fqn.values()))
+
+    def run(self) -> list[Measurement]:
+        """The first saves, checked in the first life, then rounds of later ones."""
+        spec = self._spec
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        size_bytes, tensors = int(sum_over_ranks(self._state.size_bytes)), len(self._state.by_fqn)
+        first, later, committed = results = [
+            Measurement(spec.workload, ranks, operation, size_bytes, tensors) for operation in OPERATIONS
+        ]
+        for name in rotated(spec.contenders, spec.life):
+            _note(first, name, self._save(name, check=spec.life == 0).blocked)
+            _note(first, "memory_copy", timed(self._copy.copy))
+        for number in range(spec.later_saves):
+            for name in rotated((*spec.contenders, "memory_copy", "raw_direct_write"), spec.life + number):
+                if name == "memory_copy":
+                    _note(later, name, timed(self._copy.copy))
+                elif name == "raw_direct_write":
+                    _note(committed, name, self._raw_write())
+                else:
+                    timing = self._save(name)
+                    _note(later, name, timing.blocked)
+                    _note(committed, name, timing.committed)
+            blocked = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in later.samples.items())
+            self._progress(f"life {spec.life + 1}, round {number + 1}/{spec.later_saves}: {blocked}")
+        return results
+
+    def close(self) -> None:
+        """Release what the sides keep."""
+        for side in self._sides.values():
+            side.close()
+
+    def _save(self, name: str, *, check: bool = False) -> _Timing:
+        folder = self._fresh_folder()
+        timing = self._timed_save(self._sides[name], folder)
+        if check:
+            self._state.wipe()
+            (STOCK if name.startswith("stock") else OURS).load(self._state.state_dict, folder)
+            if not self._state.is_intact():
+                raise RuntimeError(f"{name} saved other bytes than it was given in {self._spec.workload}")
+        self._remove(folder)
+        return timing
+
+    def _timed_save(self, side: AsyncSide, folder: Path) -> _Timing:
+        """Seconds of the slowest rank. No rank talks to another meanwhile but for the save itself."""
+        gc.collect()
+        synchronize()
+        busy, own, begun = busy_seconds(), cpu_seconds(), time.perf_counter()
+        started = side.start(self._state.state_dict, folder)
+        started.wait_until_staged()
+        blocked = time.perf_counter() - begun
+        started.wait_until_committed()
+        elapsed = time.perf_counter() - begun
+        own, busy = cpu_seconds() - own, busy_seconds() - busy
+        committed = max_over_ranks(elapsed)
+        others = max(0.0, busy - sum_over_ranks(own)) / committed
+        return _Timing(Sample(max_over_ranks(blocked), others), Sample(committed, others))
+
+    def _raw_write(self) -> Sample:
+        folder = self._fresh_folder()
+        if self._rank == 0:
+            folder.mkdir()
+        sample = timed(lambda: limits.write_direct(folder / str(self._rank), self._state.size_bytes))
+        self._remove(folder)
+        return sample
+
+    def _fresh_folder(self) -> Path:
+        self._saves += 1
+        return self._spec.folder / f"save-{self._spec.life}-{self._saves}"
+
+    def _remove(self, folder: Path) -> None:
+        """Outside the timing, and on the disk before the next one begins."""
+        synchronize()
+        if self._rank == 0:
+            remove_durably(folder)
+        synchronize()
+
+
+def _note(measured: Measurement, name: str, sample: Sample) -> None:
+    measured.samples.setdefault(name, []).append(sample.seconds)
+    measured.others.setdefault(name, []).append(sample.others)
+
+
+def peak_async_mebibytes(
+    rank: int, world_size: int, progress: Progress, workload: str, scale: float, side_name: str, folder: Path
+) -> dict[str, float]:
+    """MiB beyond the state while saves run and after them, by this process and those that it started.
+
+    A tiny save goes first, so that imported modules, and a writer process, do not count.
+    """
+    side = ASYNC_SIDES[side_name]()
+    tiny = side.start({"weight": torch.zeros(16)}, folder / "tiny")
+    tiny.wait_until_committed()
+    state = build_state(workload, scale, rank=rank, world_size=world_size)
+    gc.collect()
+    with PeakMemory() as memory:
+        for number in range(_MEMORY_SAVES):
+            target = folder / f"save-{number}"
+            side.start(state.state_dict, target).wait_until_committed()
+            shutil.rmtree(target)
+    gc.collect()
+    kept = resident_mebibytes() - memory.before
+    side.close()
+    return {"peak": memory.peak - memory.before, "kept": kept}

@@ -1,0 +1,90 @@
+"""The sides of asynchronous saving behind one pair of calls: start a save, let go of what it kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+import dcp
+
+__all__ = ["ASYNC_SIDES", "AsyncSide", "StartedSave"]
+
+_TIMEOUT_SECONDS = 300
+
+
+class StartedSave:
+    """What a call of ``async_save`` gave back, whichever of torch's two kinds it is."""
+
+    def __init__(self, response: Future[Any] | AsyncSaveResponse) -> None:
+        self._response = response
+
+    def wait_until_staged(self) -> None:
+        """The state may change from here on."""
+        staging = getattr(self._response, "staging_completion", None)
+        if staging is not None:
+            staging.result(_TIMEOUT_SECONDS)
+
+    def wait_until_committed(self) -> None:
+        """The checkpoint is there, or its error is raised."""
+        upload = getattr(self._response, "upload_completion", self._response)
+        upload.result(_TIMEOUT_SECONDS)
+
+
+class AsyncSide:
+    """One way to save asynchronously; what it keeps from save to save, it keeps as long as this lives."""
+
+    def __init__(
+        self, save: Callable[..., Any], kind: AsyncCheckpointerType, stager: AsyncStager | None
+    ) -> None:
+        self._save = save
+        self._kind = kind
+        self._stager = stager
+
+    def start(self, state_dict: dict[str, Any], folder: Path) -> StartedSave:
+        """Begin to save durably to a fresh folder, as both sides do by default."""
+        options: dict[str, Any] = {} if self._stager is None else {"async_stager": self._stager}
+        return StartedSave(
+            self._save(
+                state_dict,
+                checkpoint_id=str(folder),
+                async_checkpointer_type=self._kind,
+                no_dist=not dist.is_initialized(),
+                **options,
+            )
+        )
+
+    def close(self) -> None:
+        """Let go of the stager's buffers."""
+        if self._stager is not None:
+            self._stager.close()
+
+
+def _reused_stager() -> AsyncStager:
+    """The quickest of stock's that works without a GPU: nothing pinned nor shared, its copies are reused."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+_THREAD, _PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+
+ASYNC_SIDES: dict[str, Callable[[], AsyncSide]] = {
+    "ours_thread": lambda: AsyncSide(dcp.async_save, _THREAD, None),
+    "ours_process": lambda: AsyncSide(dcp.async_save, _PROCESS, None),
+    "stock": lambda: AsyncSide(stock.async_save, _THREAD, None),
+    "stock_reused": lambda: AsyncSide(stock.async_save, _THREAD, _reused_stager()),
+    "stock_process": lambda: AsyncSide(stock.async_save, _PROCESS, None),
+}
+"""Stock's process writer needs an initialized process group and a parent that may have children."""

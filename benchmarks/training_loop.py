@@ -1,0 +1,166 @@
+"""Steps per second of a training loop that saves every 20 steps, beside the same loop that never saves.
+
+A small transformer with Adam in fp32, about 0.8 GiB of state. Every round runs a segment of 20 steps by each
+contender, so that a slow minute of the machine falls on all of them. A segment begins with a save; what is
+left of that save when its steps are over is waited for, and counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from benchmarks.async_sides import ASYNC_SIDES, AsyncSide
+from benchmarks.process_tree import cpu_seconds
+from benchmarks.processes import Progress
+from benchmarks.rounds import Measurement, Sample, busy_seconds, remove_durably, rotated
+
+__all__ = ["CONTENDERS", "STEPS_PER_SAVE", "LoopSpec", "train"]
+
+STEPS_PER_SAVE = 20
+CONTENDERS = ("ours_process", "ours_thread", "stock", "stock_process")
+_NO_SAVES = "no_saves"
+_VOCABULARY = 8192
+_CONTEXT = 64
+_WINDOWS = 2
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """How large a model (1: 69 million parameters), how many rounds, where the checkpoints go."""
+
+    scale: float
+    rounds: int
+    folder: Path
+    contenders: tuple[str, ...] = CONTENDERS
+
+
+class _Model(nn.Module):
+    """Tokens in, logits of the next ones out."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        width = max(32, round(768 * scale**0.5 / 32) * 32)
+        vocabulary = max(64, int(_VOCABULARY * scale**0.5))
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(
+            width, max(1, width // 64), 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shape [windows, context] in, [windows, context, vocabulary] out."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits: torch.Tensor = self.output(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+        return logits
+
+
+class _Trainer:
+    def __init__(self, scale: float) -> None:
+        torch.manual_seed(0)
+        self._model = _Model(scale)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        vocabulary = self._model.embedding.num_embeddings
+        self._tokens = torch.randint(vocabulary, (_WINDOWS, _CONTEXT + 1))
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        logits = self._model(self._tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer as torch's tutorial for DCP hands them over."""
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def train(rank: int, world_size: int, progress: Progress, spec: LoopSpec) -> Measurement:
+    """Seconds a step by contender, one a round. Needs a process that may have children.
+
+    A process group of one rank, because stock's process writer does not work without one.
+    """
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # stock's process writer would ask a name server for this host
+    store = dist.FileStore(str(spec.folder / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    loop = _Loop(spec, progress)
+    try:
+        return loop.run()
+    finally:
+        loop.close()
+        dist.destroy_process_group()
+
+
+class _Loop:
+    def __init__(self, spec: LoopSpec, progress: Progress) -> None:
+        self._spec = spec
+        self._progress = progress
+        self._trainer = _Trainer(spec.scale)
+        self._sides: dict[str, AsyncSide] = {name: ASYNC_SIDES[name]() for name in spec.contenders}
+        self._saves = 0
+
+    def run(self) -> Measurement:
+        """Warm up every contender, then the rounds."""
+        for _ in range(_WARM_UP_STEPS):
+            self._trainer.step()
+        state = self._trainer.state_dict()
+        tensors = [value for value in _leaves(state) if isinstance(value, torch.Tensor)]
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        del state
+        result = Measurement("loop", 1, "train", size_bytes, len(tensors))
+        for name in self._sides:
+            self._progress(f"warming up {name}")
+            self._segment(name, 2)
+        for number in range(self._spec.rounds):
+            for name in rotated((_NO_SAVES, *self._sides), number):
+                sample = self._segment(name, STEPS_PER_SAVE)
+                result.samples.setdefault(name, []).append(sample.seconds)
+                result.others.setdefault(name, []).append(sample.others)
+            steps = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in result.samples.items())
+            self._progress(f"round {number + 1}/{self._spec.rounds}, a step: {steps}")
+        result.facts["threads"] = torch.get_num_threads()
+        return result
+
+    def close(self) -> None:
+        """Release what the sides keep."""
+        for side in self._sides.values():
+            side.close()
+
+    def _segment(self, name: str, steps: int) -> Sample:
+        """Seconds a step."""
+        self._saves += 1
+        folder = self._spec.folder / f"save-{self._saves}"
+        side = self._sides.get(name)
+        gc.collect()
+        busy, own, begun = busy_seconds(), cpu_seconds(), time.perf_counter()
+        started = side.start(self._trainer.state_dict(), folder) if side else None
+        if started:
+            started.wait_until_staged()
+        for _ in range(steps):
+            self._trainer.step()
+        if started:
+            started.wait_until_committed()
+        elapsed = time.perf_counter() - begun
+        own, busy = cpu_seconds() - own, busy_seconds() - busy
+        if started:
+            remove_durably(folder)
+        return Sample(elapsed / steps, max(0.0, busy - own) / elapsed)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return [value]
