@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,8 +28,9 @@ from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.pickle_decoder import decode_pickle
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES, decode_plain
 from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
-from dcp.storage.stores import PosixStore, open_store
+from dcp.storage.stores import open_store
 from dcp.storage.stores.base import FileInfo, ReadHandle, Store
+from dcp.storage.stores.folders import open_root
 
 __all__ = [
     "CheckpointHeader",
@@ -145,18 +145,12 @@ def list_checkpoints(checkpoint_id: str | os.PathLike[str]) -> list[CheckpointSu
     own = _summarize(store)
     if own is not None:
         return [own]
-    folders = _subfolders(store)
-    summaries = [summary for folder in folders if (summary := _summarize(open_store(folder))) is not None]
+    root = open_root(checkpoint_id)
+    if not root.exists():
+        raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
+    found = (_summarize(root.store(name)) for name in root.names())
+    summaries = [summary for summary in found if summary is not None]
     return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
-
-
-def _subfolders(store: Store) -> list[Path]:
-    if not isinstance(store, PosixStore):
-        return []  # other stores have one level of files only
-    root = Path(store.url)
-    if not root.is_dir():
-        raise CheckpointNotFoundError(f"{store.url}: no such folder", path=store.url)
-    return [entry for entry in root.iterdir() if entry.is_dir()]
 
 
 def _summarize(store: Store) -> CheckpointSummary | None:

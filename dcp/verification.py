@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from dcp.manager.notes import NOTES_NAME
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CorruptCheckpointError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -153,7 +154,7 @@ def _check_files(index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterat
         elif size not in (UNKNOWN, listing[name].size_bytes):
             found = listing[name].size_bytes
             yield Finding("file-size", f"{name} has {found} bytes, committed were {size}", name)
-    for name in sorted(listing.keys() - set(index.files) - {MANIFEST_NAME, METADATA_NAME}):
+    for name in sorted(listing.keys() - set(index.files) - {MANIFEST_NAME, METADATA_NAME, NOTES_NAME}):
         if name.startswith(TEMPORARY_PREFIX):
             yield Finding("stray-file", f"{name} is left over from an interrupted publish", name)
         elif not _RANK_LOCAL.fullmatch(name):

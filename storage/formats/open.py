@@ -24,7 +24,7 @@ from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import Store
 
-__all__ = ["MAX_TORCH_METADATA_BYTES", "has_checkpoint", "open_index", "saved_by_rank"]
+__all__ = ["MAX_TORCH_METADATA_BYTES", "has_checkpoint", "is_commit_object", "open_index", "saved_by_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,11 @@ def has_checkpoint(store: Store) -> bool:
     if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
         return True
     return bool(_local_ranks(store))
+
+
+def is_commit_object(name: str) -> bool:
+    """Whether a file of this name makes its folder a checkpoint."""
+    return name in (MANIFEST_NAME, METADATA_NAME) or _RANK_LOCAL.fullmatch(name) is not None
 
 
 def saved_by_rank(store: Store) -> bool:

@@ -29,7 +29,7 @@ from dcp.storage.stores.base import (
     content_version,
 )
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryStore", "folder_names"]
 
 
 @dataclass
@@ -47,6 +47,12 @@ class _Folder:
 
 _FOLDERS: dict[str, _Folder] = {}
 _FOLDERS_GUARD = threading.Lock()
+
+
+def folder_names() -> list[str]:
+    """Names of the stores that have files, in no order."""
+    with _FOLDERS_GUARD:
+        return [name for name, folder in _FOLDERS.items() if folder.files]
 
 
 class MemoryStore(Store):

@@ -1,0 +1,325 @@
+"""Which steps a run has checkpoints of, and the facts about each that retention and resuming go by.
+
+A step is a folder below the root, named by a format. It counts if a save committed there and its deletion has
+not begun. Which ones there are is known from listings alone; manifests are read for facts, and only once.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from dcp.inspection import header_of
+from dcp.manager.notes import NOTES_NAME, Notes, read_notes, update_notes
+from dcp.manager.retention import StepState
+from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.open import is_commit_object, open_index
+from dcp.storage.stores.base import Store, Version, check_name
+from dcp.storage.stores.folders import Found, Root, open_root
+
+__all__ = ["Commit", "StepFacts", "StepFolders", "read_commit"]
+
+logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+_PROBES: Final = (0, 7, 123_456_789)
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_LONGEST_ID: Final = 256
+_RACY_SECONDS: Final = 2.0
+"""A file this young may change again without its time showing it, so what was read of it is not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a checkpoint says of itself. ``committed_seconds`` counts from the epoch, ``bytes`` its files.
+
+    ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
+    neither), a digest of the commit object. ``user`` is all user metadata; ``metrics`` those of its entries
+    that are numbers. Stock checkpoints have no user metadata.
+    """
+
+    step: int
+    save_id: str
+    committed_seconds: float | None
+    metrics: Mapping[str, float]
+    user: Mapping[str, Any]
+    run: str | None
+    world_size: int | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What is committed in a folder: ``index``, or why it cannot be read (``problem``).
+
+    ``versions`` are those of the commit objects, from before they were read.
+    """
+
+    save_id: str
+    index: CheckpointIndex | None
+    problem: CheckpointError | None
+    versions: Mapping[str, Version]
+
+
+def read_commit(store: Store) -> Commit | None:
+    """What is committed in ``store``; None if nothing is. Raises `StorageError` where reading fails."""
+    names = sorted((info.name for info in store.list() if is_commit_object(info.name)), key=_truth_first)
+    versions = {name: version for name in names if (version := store.version(name)) is not None}
+    try:
+        index = open_index(store)
+    except CheckpointNotFoundError:
+        return None
+    except CheckpointError as error:
+        if isinstance(error, OSError) or not versions:
+            raise
+        return Commit(_token(versions), None, error, versions)
+    save_id = index.provenance.get("save_id")
+    if type(save_id) is not str or not 0 < len(save_id) <= _LONGEST_ID:
+        save_id = _token(versions)
+    return Commit(save_id, index, None, versions)
+
+
+def _truth_first(name: str) -> tuple[int, int, str]:
+    rank = _NUMBER.match(name, 2)
+    return (MANIFEST_NAME, METADATA_NAME, name).index(name), int(rank[0]) if rank else 0, name
+
+
+def _token(versions: Mapping[str, Version]) -> str:
+    return next(iter(versions.values())).token if versions else ""
+
+
+class StepFolders:
+    """The step folders below a root; safe to use from several threads.
+
+    ``name_format`` has one field ``{step}``, or is a function of the step; it must write the step in decimal
+    digits. Raises ValueError if it does not, or if names could not be told apart.
+    """
+
+    def __init__(
+        self, root: Root | str | os.PathLike[str], name_format: str | Callable[[int], str] = "step-{step:08d}"
+    ) -> None:
+        self.root = root if isinstance(root, Root) else open_root(root)
+        self._name_format = name_format
+        self._facts: _Cache[StepFacts] = _Cache()
+        self._notes: _Cache[Notes] = _Cache()
+        self._check_format()
+
+    # -- names -----------------------------------------------------------------------------------------------
+
+    def name(self, step: int) -> str:
+        """The folder's name. Raises ValueError for a negative step, or a name that is not a plain one."""
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step: must be a whole number of at least 0, not {step!r}")
+        form = self._name_format
+        try:
+            return check_name(form.format(step=step) if isinstance(form, str) else form(step))
+        except (CheckpointFormatError, KeyError, IndexError) as error:
+            raise ValueError(f"name: {form!r} gives no folder name for step {step}: {error}") from error
+
+    def step_of(self, name: str) -> int | None:
+        """The step whose folder is called ``name``; None if no step's is."""
+        for match in _NUMBER.finditer(name):
+            step = int(match[0])
+            if self.name(step) == name:
+                return step
+        return None
+
+    def checkpoint_id(self, step: int) -> str:
+        """What `dcp.load` takes."""
+        return self.store(step).url
+
+    def store(self, step: int) -> Store:
+        """The step's folder; nothing is touched."""
+        return self.root.store(self.name(step))
+
+    def _check_format(self) -> None:
+        names = [self.name(step) for step in _PROBES]
+        if [self.step_of(name) for name in names] != list(_PROBES):
+            raise ValueError(
+                f"name: {self._name_format!r} makes {names[1]!r} of step {_PROBES[1]}, from which the step "
+                "cannot be read; use a format such as 'step-{step:08d}'"
+            )
+
+    # -- which there are -------------------------------------------------------------------------------------
+
+    def folders(self) -> dict[int, Found]:
+        """All step folders by step, ascending, with the commit objects and notes that are in them.
+
+        Uncommitted and half-deleted ones too. One listing, and a request or three for each folder.
+        """
+        found = {self.step_of(name): files for name, files in self.root.look((NOTES_NAME,)).items()}
+        return dict(sorted((step, files) for step, files in found.items() if step is not None))
+
+    def all_steps(self) -> list[int]:
+        """Steps with a committed checkpoint whose deletion has not begun, ascending; nothing is opened
+        besides new notes."""
+        return [step for step, files in self.folders().items() if self._counts(step, files)]
+
+    def latest(self) -> int | None:
+        """The newest of `all_steps`."""
+        return max(self.all_steps(), default=None)
+
+    def _counts(self, step: int, files: Found) -> bool:
+        if not any(map(is_commit_object, files)):
+            return False
+        notes = self._notes_of(step, files)
+        if notes.deleting is None:
+            return True
+        # Rare: only now it matters which commit the tombstone is about.
+        commit = read_commit(self.store(step))
+        return commit is not None and not notes.is_deleting(commit.save_id)
+
+    # -- about one -------------------------------------------------------------------------------------------
+
+    def facts(self, step: int) -> StepFacts:
+        """What the checkpoint of ``step`` says of itself; read again only after the commit changed.
+
+        Raises `CheckpointNotFoundError` if nothing is committed, and what is wrong with a damaged index.
+        """
+        return self._facts_of(step, self.root.look_into(self.name(step)))
+
+    def notes(self, step: int) -> Notes:
+        """The step's notes; empty ones if there are none. Those that cannot be read count as a pin."""
+        info = self.store(step).stat(NOTES_NAME)
+        return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
+
+    def update_notes(self, step: int, change: Callable[[Notes], Notes], *, durable: bool = True) -> Notes:
+        """As `dcp.manager.notes.update_notes`."""
+        self._notes.forget(step)
+        return update_notes(self.store(step), change, durable=durable)
+
+    def survey(self, pending: Collection[int] = ()) -> list[StepState]:
+        """All steps with what retention goes by, ascending.
+
+        A step is "damaged" if its index is, or a verification of this very commit said so; "pending" if it is
+        among ``pending`` (being verified, or being saved again); else "good", verified or not.
+        """
+        states = [
+            self._state(step, files, step in pending)
+            for step, files in self.folders().items()
+            if self._counts(step, files)
+        ]
+        return [state for state in states if state is not None]
+
+    def unverified(self) -> list[int]:
+        """Steps of whose commit no verification is noted: a trainer was killed before it had one."""
+        return [step for step in self.all_steps() if self._is_unverified(step)]
+
+    def forget(self, step: int) -> None:
+        """Read everything about the step anew: it was saved again, or deleted."""
+        self._facts.forget(step)
+        self._notes.forget(step)
+
+    def _state(self, step: int, files: Found, pending: bool) -> StepState | None:
+        notes = self._notes_of(step, files)
+        try:
+            facts = self._facts_of(step, files)
+        except CheckpointNotFoundError:  # deleted since it was listed
+            return None
+        except CheckpointError as error:
+            if isinstance(error, OSError):  # the storage's fault: no verdict on the checkpoint
+                logger.warning("%s: %s", self.checkpoint_id(step), error)
+                return StepState(step, health="pending", pinned=notes.pinned)
+            return StepState(step, health="pending" if pending else "damaged", pinned=notes.pinned)
+        verified = notes.verified_of(facts.save_id)
+        damaged = verified is not None and not verified.ok
+        return StepState(
+            step,
+            facts.committed_seconds,
+            facts.metrics,
+            "pending" if pending else "damaged" if damaged else "good",
+            notes.pinned,
+        )
+
+    def _is_unverified(self, step: int) -> bool:
+        try:
+            return self.notes(step).verified_of(self.facts(step).save_id) is None
+        except CheckpointError:
+            return True
+
+    def _facts_of(self, step: int, files: Found) -> StepFacts:
+        objects = {name: info for name, info in files.items() if is_commit_object(name)}
+        return self._facts.get(step, objects, lambda: self._read_facts(step))
+
+    def _read_facts(self, step: int) -> StepFacts:
+        store = self.store(step)
+        commit = read_commit(store)
+        if commit is None:
+            raise CheckpointNotFoundError(f"{store.url} holds no checkpoint", path=store.url)
+        if commit.index is None:
+            raise commit.problem or CheckpointFormatError(f"{store.url} cannot be read", path=store.url)
+        header = header_of(store, commit.index)
+        user = dict(header.user)
+        run = user.get("run")
+        return StepFacts(
+            step=step,
+            save_id=commit.save_id,
+            committed_seconds=_number(header.committed_seconds),
+            metrics=_metrics(user.get("metrics")),
+            user=user,
+            run=run if type(run) is str else None,
+            world_size=header.world_size if type(header.world_size) is int else None,
+            bytes=header.file_bytes,
+        )
+
+    def _notes_of(self, step: int, files: Found) -> Notes:
+        if NOTES_NAME not in files:
+            return Notes()
+        return self._notes.get(step, {NOTES_NAME: files[NOTES_NAME]}, lambda: self._read_notes(step))
+
+    def _read_notes(self, step: int) -> Notes:
+        try:
+            return read_notes(self.store(step))
+        except CheckpointError as error:
+            if isinstance(error, OSError):
+                raise
+            logger.warning("%s; the checkpoint is kept as if it were pinned", error)
+            return Notes(pinned=True)
+
+
+class _Cache(Generic[_Value]):
+    """What was read of small files, by step, for as long as their sizes and times stay what they were."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Found, _Value]] = {}
+        self._guard = threading.Lock()
+
+    def get(self, step: int, files: Found, read: Callable[[], _Value]) -> _Value:
+        with self._guard:
+            entry = self._entries.get(step)
+        if entry is not None and entry[0] == files:
+            return entry[1]
+        began_seconds = time.time()
+        value = read()
+        newest_seconds = max((info.modified_seconds for info in files.values()), default=0.0)
+        if began_seconds - newest_seconds > _RACY_SECONDS:
+            with self._guard:
+                self._entries[step] = files, value
+        return value
+
+    def forget(self, step: int) -> None:
+        with self._guard:
+            self._entries.pop(step, None)
+
+
+def _metrics(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        return {}
+    found = {name: _number(metric) for name, metric in value.items() if type(name) is str}
+    return {name: metric for name, metric in found.items() if metric is not None}
+
+
+def _number(value: Any) -> float | None:
+    if type(value) is float:
+        return value
+    return float(value) if type(value) is int and abs(value) < 1 << 1023 else None
