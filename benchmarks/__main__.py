@@ -16,8 +16,11 @@ from typing import Any, NoReturn
 
 from benchmarks.processes import BenchmarkError, Progress, run_ranks
 
-_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory")
+_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "device")
+_BY_NAME_ONLY = ("async-W1-opt", "async-W2")
 _MEMORY_WORKLOADS = ("W1", "W2", "W3")
+_ASYNC_RANKS = (1, 2)
+_ASYNC_LIVES = 3
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -30,9 +33,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tmp", type=Path, default=None, help="where the checkpoints go, and are removed")
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
-    unknown = set(options.only) - set(_WORKLOADS)
+    there_are = (*_WORKLOADS, *_BY_NAME_ONLY)
+    unknown = set(options.only) - set(there_are)
     if unknown:
-        parser.error(f"no such workload: {', '.join(sorted(unknown))}; there are {', '.join(_WORKLOADS)}")
+        parser.error(f"no such workload: {', '.join(sorted(unknown))}; there are {', '.join(there_are)}")
     if options.rounds < 1 or options.scale <= 0 or options.ranks not in (1, 2, 4, 8):
         parser.error("--rounds is at least 1, --scale above 0, --ranks one of 1, 2, 4, 8")
     return options
@@ -58,6 +62,12 @@ class _Suite:
                 self._reshard()
             elif workload == "memory":
                 self._memory()
+            elif workload.startswith("async"):
+                self._save_asynchronously(workload.partition("-")[2] or "W1")
+            elif workload == "loop":
+                self._train()
+            elif workload == "device":
+                self._stage_from_device()
             else:
                 self._save_and_load(workload)
             self._write(partial=workload != self._options.only[-1])
@@ -137,12 +147,81 @@ class _Suite:
                 ours, stock = peaks["ours"][operation], peaks["stock"][operation]
                 self.rows.append(memory_row(workload, operation, gigabytes, ours, stock))
 
+    def _save_asynchronously(self, workload: str) -> None:
+        from benchmarks.async_saving import AsyncSpec, merge_lives, save_in_one_life
+        from benchmarks.targets import async_row
+
+        options = self._options
+        lives = min(_ASYNC_LIVES, options.rounds)
+        for ranks in sorted({min(ranks, options.ranks) for ranks in _ASYNC_RANKS}):
+            say = self._say(f"async, {workload}, {ranks} rank{'s' if ranks > 1 else ''}")
+            samples = []
+            for life in range(lives):
+                with self._own_folder() as name:
+                    later_saves = -(-options.rounds // lives)
+                    spec = AsyncSpec(workload, options.scale, later_saves, life, Path(name))
+                    run = run_ranks(ranks, save_in_one_life, spec, progress=say, folder=self._folder)
+                    samples.append(run[0])
+            merged = merge_lives(samples)
+            self.measured += merged
+            self.rows += [async_row(result, kind) for result in merged for kind in ("thread", "process")]
+        self._asynchronous_memory(workload)
+
+    def _asynchronous_memory(self, workload: str) -> None:
+        from benchmarks.async_saving import peak_async_mebibytes
+        from benchmarks.targets import async_memory_row
+        from benchmarks.workloads import tensor_specs, total_bytes
+
+        found: dict[str, dict[str, float]] = {}
+        for side in ("ours_thread", "ours_process", "stock"):
+            with self._own_folder() as name:
+                say = self._say(f"async, {workload}, memory, {side}")
+                arguments = (workload, self._options.scale, side, Path(name))
+                (found[side],) = run_ranks(
+                    1, peak_async_mebibytes, *arguments, progress=say, folder=self._folder
+                )
+                say(", ".join(f"{name} {value:.0f} MiB" for name, value in found[side].items()))
+        gigabytes = total_bytes(tensor_specs(workload, self._options.scale)) / 1e9
+        for kind in ("thread", "process"):
+            for figure in ("peak", "kept"):
+                operation = f"async_save, {figure} memory, {kind} writer"
+                ours, stock = found[f"ours_{kind}"][figure], found["stock"][figure]
+                self.rows.append(async_memory_row(workload, operation, gigabytes, ours, stock))
+
+    def _train(self) -> None:
+        from benchmarks.targets import loop_rows
+        from benchmarks.training_loop import LoopSpec, train
+
+        with self._own_folder() as name:
+            spec = LoopSpec(self._options.scale, self._options.rounds, Path(name))
+            say = self._say("loop")
+            (result,) = run_ranks(1, train, spec, progress=say, folder=self._folder, daemon=False)
+        self.measured.append(result)
+        self.rows += loop_rows(result)
+
+    def _stage_from_device(self) -> None:
+        from benchmarks.device_staging import DeviceSpec, accelerator, stage_from_device
+        from benchmarks.targets import device_row
+
+        say = self._say("device")
+        device = accelerator()
+        if device is None:
+            say("torch sees no accelerator here, so nothing is measured; run this where there is one")
+            return
+        with self._own_folder() as name:
+            spec = DeviceSpec("W1", self._options.scale, self._options.rounds, Path(name), device)
+            (results,) = run_ranks(1, stage_from_device, spec, progress=say, folder=self._folder)
+        self.measured += results
+        self.rows += [device_row(result) for result in results]
+
 
 def _needed_bytes(options: argparse.Namespace) -> int:
     """Of disk: what both sides keep for loading, and one more save."""
     from benchmarks.workloads import STATE_BYTES
 
-    largest = max(STATE_BYTES.get(workload, STATE_BYTES["W3"]) for workload in options.only)
+    largest = max(
+        STATE_BYTES.get(workload.removeprefix("async-"), STATE_BYTES["W3"]) for workload in options.only
+    )
     return int(3.2 * largest * options.scale) + (64 << 20)
 
 

@@ -23,18 +23,17 @@ class StartedSave:
     """What a call of ``async_save`` gave back, whichever of torch's two kinds it is."""
 
     def __init__(self, response: Future[Any] | AsyncSaveResponse) -> None:
-        self._response = response
+        self._staging: Future[Any] | None = getattr(response, "staging_completion", None)
+        self._upload: Future[Any] = getattr(response, "upload_completion", response)
 
     def wait_until_staged(self) -> None:
         """The state may change from here on."""
-        staging = getattr(self._response, "staging_completion", None)
-        if staging is not None:
-            staging.result(_TIMEOUT_SECONDS)
+        if self._staging is not None:
+            self._staging.result(_TIMEOUT_SECONDS)
 
     def wait_until_committed(self) -> None:
         """The checkpoint is there, or its error is raised."""
-        upload = getattr(self._response, "upload_completion", self._response)
-        upload.result(_TIMEOUT_SECONDS)
+        self._upload.result(_TIMEOUT_SECONDS)
 
 
 class AsyncSide:

@@ -23,9 +23,9 @@ _HEAD = (
     "GB",
     "ours",
     "stock",
-    "stock, 2 threads",
+    "stock, tuned",
     "ratio",
-    "ratio, 2 threads",
+    "ratio, tuned",
     "limit",
     "of limit",
     "others' cores",
@@ -98,6 +98,9 @@ def _cells(row: Row) -> list[str]:
     if row.read_per_needed is not None:
         ours += f", reads {row.read_per_needed:.2f}"
         stock += f", reads {row.stock_read_per_needed:.2f}"
+    if row.lost is not None:
+        ours += f", loses {row.lost:.1%}"
+        stock += f", loses {row.stock_lost:.1%}"
     return [
         row.workload,
         str(row.ranks),
@@ -105,9 +108,9 @@ def _cells(row: Row) -> list[str]:
         f"{row.gigabytes:.2f}",
         ours,
         stock,
-        _seconds(row.stock_2_threads),
+        _seconds(row.stock_tuned),
         _ratio(row.ratio),
-        _ratio(row.ratio_2_threads),
+        _ratio(row.ratio_tuned),
         f"{row.limit_name} {_seconds(row.limit)}".strip(),
         "" if row.of_limit is None else f"{row.of_limit:.0%}",
         "" if row.others is None else f"{row.others:.1f}",

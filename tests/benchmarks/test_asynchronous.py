@@ -1,0 +1,112 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.async_saving import merge_lives
+from benchmarks.device_staging import DeviceSpec, stage_from_device
+from benchmarks.process_tree import PeakMemory, cpu_seconds
+from benchmarks.rounds import Measurement
+from benchmarks.targets import async_row, device_row, loop_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_asynchronous_saves_and_the_training_loop_give_rows(tmp_path: Path) -> None:
+    """One tiny round of each, with real writer processes on both sides, leaves rows and nothing else."""
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, "-m", "benchmarks", "--scale", "0.002", "--rounds", "1", "--ranks", "1"]
+    command += ["--only", "async,loop", "--out", str(tmp_path / "out"), "--tmp", str(tmp_path / "work")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    document = json.loads((tmp_path / "out" / "benchmarks.json").read_text())
+    rows = {(row["workload"], row["operation"]): row for row in document["rows"]}
+    for kind in ("thread", "process"):
+        blocked = rows["W1", f"async_save, {kind} writer"]
+        committed = rows["W1", f"async_save committed, {kind} writer"]
+        assert 0 < blocked["ours"]["median"] < committed["ours"]["median"]
+        assert blocked["stock"]["median"] > 0 and blocked["stock_tuned"]["median"] > 0
+        assert rows["W1", f"async_save, kept memory, {kind} writer"]["mebibytes"] is not None
+        step = rows["loop", f"training step, saves each 20, {kind} writer"]
+        assert step["lost"] == pytest.approx(1 - step["limit"]["median"] / step["ours"]["median"])
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_staging_from_a_device_measures_what_it_says(tmp_path: Path) -> None:
+    """Its rounds run on any device of torch's; here the processor stands in for the accelerator."""
+    spec = DeviceSpec("W1", 0.002, 1, tmp_path, "cpu")
+    rows = {row.operation: row for row in map(device_row, stage_from_device(0, 1, print, spec))}
+    assert set(rows) == {
+        "stage (cpu)",
+        "async_save on device (cpu)",
+        "async_save overlapping (cpu)",
+        "kernels while staging (cpu)",
+    }
+    assert rows["stage (cpu)"].of_limit is not None and rows["stage (cpu)"].verdicts
+    assert rows["kernels while staging (cpu)"].limit_name == "kernels_alone"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_blocking_time_is_judged_against_the_copy_and_stock() -> None:
+    """1.3 times the memcpy at most, half of stock's at most; pair by pair."""
+    measured = Measurement("W1", 1, "async_save", 1 << 30, 291)
+    measured.samples = {
+        "ours_thread": [0.12, 1.2],
+        "stock": [0.36, 3.6],
+        "stock_reused": [0.18, 1.8],
+        "memory_copy": [0.1, 1.0],
+    }
+    row = async_row(measured, "thread")
+    assert row.ratio is not None and row.ratio.median == pytest.approx(3)
+    assert row.ratio_tuned is not None and row.ratio_tuned.median == pytest.approx(1.5)
+    assert [verdict.met for verdict in row.verdicts] == [True, True]
+    measured.samples["memory_copy"] = [0.09, 0.9]
+    assert [verdict.met for verdict in async_row(measured, "thread").verdicts] == [False, True]
+
+
+def test_steps_that_a_loop_loses_are_taken_within_a_round() -> None:
+    """A loop that takes 4 % longer a step is within the target, one that takes 10 % longer is not."""
+    measured = Measurement("loop", 1, "train", 1 << 30, 392)
+    measured.samples = {
+        "no_saves": [1.0, 2.0, 3.0],
+        "ours_process": [1.04, 2.08, 3.12],
+        "ours_thread": [1.1, 2.2, 3.3],
+        "stock_process": [1.2, 2.4, 3.6],
+        "stock": [1.25, 2.5, 3.75],
+    }
+    process, thread = loop_rows(measured)
+    assert process.lost == pytest.approx(1 - 1 / 1.04) and process.verdicts[0].met
+    assert process.stock_lost == pytest.approx(1 - 1 / 1.2)
+    assert thread.stock_lost == pytest.approx(1 - 1 / 1.25) and not thread.verdicts
+    measured.samples["ours_process"] = [1.1, 2.2, 3.3]
+    assert not loop_rows(measured)[0].verdicts[0].met
+
+
+def test_lives_are_put_together() -> None:
+    """Samples keep their pairing: those of the second life follow those of the first for every contender."""
+    lives = []
+    for life in (1.0, 2.0):
+        measured = Measurement("W1", 1, "async_save", 1, 1)
+        measured.samples = {"ours_thread": [life], "stock": [10 * life]}
+        measured.others = {"ours_thread": [0.0], "stock": [0.0]}
+        lives.append([measured])
+    (merged,) = merge_lives(lives)
+    assert merged.samples == {"ours_thread": [1.0, 2.0], "stock": [10.0, 20.0]}
+    assert merged.others == {"ours_thread": [0.0, 0.0], "stock": [0.0, 0.0]}
+
+
+def test_memory_and_processor_time_of_children_count() -> None:
+    """A child that fills 64 MiB and computes shows in the figures of its parent."""
+    work = "import sys; block = b'x' * (64 << 20); print(sum(range(3_000_000)), flush=True); sys.stdin.read()"
+    with PeakMemory() as memory:
+        before = cpu_seconds()
+        command = [sys.executable, "-c", work]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None and child.stdin is not None
+            child.stdout.readline()
+            spent = cpu_seconds() - before
+            child.stdin.close()
+    assert spent > 0
+    assert memory.peak - memory.before > 60
