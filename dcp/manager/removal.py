@@ -1,0 +1,207 @@
+"""Removing one checkpoint, so that a crash at any instant leaves all of it loadable, or nothing of it.
+
+1. A tombstone in the notes: whoever finds the folder half removed knows which commit it was about.
+2. The commit objects, under the lock and only if they are still the same. Those that are not the truth go
+   first, so that nothing older comes back; then the truth, which is the one step that counts. (Where ranks
+   saved on their own there is one such step for each rank's part.)
+3. Data files: by now nothing refers to them. Then the notes, then the folder.
+
+Only files that can be data of this commit are removed: neither what a save writes that began since, nor a
+user's own file, which keeps its folder. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal
+
+from dcp.manager.notes import NOTES_NAME, Deleting, Notes, read_notes, update_notes
+from dcp.manager.steps import Commit, read_commit
+from dcp.storage.errors import CheckpointError, CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.open import is_commit_object
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+
+__all__ = ["Removed", "finish_removal", "is_abandoned", "remove_abandoned", "remove_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["deleted", "pinned", "replaced", "absent"]
+
+_LOCK_TIMEOUT_SECONDS: Final = 60.0
+_DATA: Final = re.compile(r"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?\.distcp")
+_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}|(?:__[0-9]+)?\.metadata\.tmp")
+"""What killed publishes leave: ours, and stock torch's."""
+_STOCK_OWNER: Final = ""
+"""Stock's data files have no save id in their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What came of it: ``files`` and ``size_bytes`` removed, and names ``left`` in the folder.
+
+    ``outcome`` is "deleted"; or nothing was done, because the checkpoint is "pinned", another save has
+    "replaced" it, or it is "absent".
+    """
+
+    outcome: Outcome
+    files: int = 0
+    size_bytes: int = 0
+    left: tuple[str, ...] = ()
+
+
+class _PinnedError(CheckpointError):
+    """The checkpoint was pinned before the tombstone could be set."""
+
+
+def remove_checkpoint(store: Store, now_seconds: float) -> Removed:
+    """Remove what is committed in ``store``, or finish a removal that a crash interrupted.
+
+    May be repeated after any error. Raises the store's errors.
+    """
+    commit = read_commit(store)
+    if commit is None:
+        return finish_removal(store, now_seconds)
+    tombstone = _tombstone(store, commit, now_seconds)
+    try:
+        update_notes(store, partial(_bury, tombstone))
+    except _PinnedError:
+        return Removed("pinned")
+    if not _cut(store, commit):
+        update_notes(store, _unbury)
+        return Removed("replaced")
+    return _clear(store, tombstone)
+
+
+def finish_removal(store: Store, now_seconds: float) -> Removed:
+    """Finish a removal that has begun; "absent" if there is none, "replaced" if a save came after it."""
+    tombstone = _tombstone_of(store)
+    commit = read_commit(store)
+    if tombstone is None:
+        if commit is None and not store.list():
+            store.remove_root()
+        return Removed("absent")
+    if commit is None:
+        return _clear(store, tombstone)
+    if commit.save_id == tombstone.save_id:
+        return remove_checkpoint(store, now_seconds)
+    update_notes(store, _unbury)
+    return Removed("replaced")
+
+
+def is_abandoned(files: Iterable[FileInfo], older_than_seconds: float, now_seconds: float) -> bool:
+    """Whether a folder of these files is what a save left that will never commit.
+
+    That is so if nothing is committed and all data is older than ``older_than_seconds``: a background writer
+    outlives its trainer, and writes or commits long before.
+    """
+    files = list(files)
+    if any(is_commit_object(info.name) for info in files):
+        return False
+    times = [info.modified_seconds for info in files if _is_left_by_a_save(info.name)]
+    return bool(times) and max(times) < now_seconds - older_than_seconds
+
+
+def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float) -> Removed:
+    """Remove what `is_abandoned`, and nothing else.
+
+    Under the lock, so that a save which is late after all cannot commit meanwhile.
+    """
+    if not is_abandoned(store.list(), older_than_seconds, now_seconds):
+        return Removed("absent")
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        files = store.list()
+        if not is_abandoned(files, older_than_seconds, now_seconds):
+            return Removed("absent")
+        gone = [info for info in files if _is_left_by_a_save(info.name) or info.name == NOTES_NAME]
+        for info in gone:
+            store.delete(info.name)
+    return _close(store, gone)
+
+
+def _is_left_by_a_save(name: str) -> bool:
+    return (_DATA.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
+
+
+def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
+    files = () if commit.index is None else commit.index.files
+    owners = {match["owner"] or _STOCK_OWNER for name in files if (match := _DATA.fullmatch(name))}
+    times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
+    together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
+    # No save that began before the last commit to an id can commit any more; ranks that save on their own
+    # do not exclude each other, so there the first one counts.
+    newest = max(together) if together else min(times.values(), default=0.0)
+    return Deleting(commit.save_id, now_seconds, tuple(sorted(owners)), newest)
+
+
+def _tombstone_of(store: Store) -> Deleting | None:
+    try:
+        return read_notes(store).deleting
+    except (CheckpointFormatError, CorruptCheckpointError) as error:
+        logger.warning("%s; what is left in the folder stays, until it counts as abandoned", error)
+        return None
+
+
+def _bury(tombstone: Deleting, notes: Notes) -> Notes:
+    if notes.pinned:
+        raise _PinnedError("pinned")
+    return replace(notes, deleting=tombstone)
+
+
+def _unbury(notes: Notes) -> Notes:
+    return replace(notes, deleting=None)
+
+
+def _cut(store: Store, commit: Commit) -> bool:
+    """Remove the commit objects; False, with nothing done, if they are not those of ``commit`` any more."""
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        found = {info.name for info in store.list() if is_commit_object(info.name)}
+        if found != set(commit.versions):
+            return False
+        if any(store.version(name) != version for name, version in commit.versions.items()):
+            return False
+        for name in _truth_last(commit):
+            store.delete(name)
+    # Before any data goes: a power loss must not bring the commit objects back.
+    store.sync()
+    return True
+
+
+def _truth_last(commit: Commit) -> list[str]:
+    names = list(commit.versions)
+    stock_is_truth = commit.index is not None and commit.index.format == "torch_dcp"
+    if stock_is_truth and names[:2] == [MANIFEST_NAME, METADATA_NAME]:
+        names[:2] = [METADATA_NAME, MANIFEST_NAME]
+    return names[::-1]
+
+
+def _clear(store: Store, tombstone: Deleting) -> Removed:
+    gone = [info for info in store.list() if _belongs(info, tombstone)]
+    for info in gone:
+        store.delete(info.name)
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        committed = any(is_commit_object(info.name) for info in store.list())
+        if not committed:
+            store.delete(NOTES_NAME)
+    if committed:  # a save has taken the place; its notes stay
+        update_notes(store, _unbury)
+    return _close(store, gone)
+
+
+def _belongs(info: FileInfo, tombstone: Deleting) -> bool:
+    data = _DATA.fullmatch(info.name)
+    if data is not None and (data["owner"] or _STOCK_OWNER) in tombstone.owners:
+        return True
+    return _is_left_by_a_save(info.name) and info.modified_seconds <= tombstone.newest_seconds
+
+
+def _close(store: Store, gone: list[FileInfo]) -> Removed:
+    store.remove_root()
+    left = tuple(info.name for info in store.list())
+    if left:
+        logger.info("%s: %d files stay that are no part of the checkpoint deleted", store.url, len(left))
+    return Removed("deleted", len(gone), sum(info.size_bytes for info in gone), left)
