@@ -24,7 +24,11 @@ class StartedSave:
 
     def __init__(self, response: Future[Any] | AsyncSaveResponse) -> None:
         self._staging: Future[Any] | None = getattr(response, "staging_completion", None)
-        self._upload: Future[Any] = getattr(response, "upload_completion", response)
+        self._upload: Future[Any]
+        if isinstance(response, AsyncSaveResponse):
+            self._upload = response.upload_completion
+        else:
+            self._upload = response
 
     def wait_until_staged(self) -> None:
         """The state may change from here on."""
