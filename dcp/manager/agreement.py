@@ -97,7 +97,7 @@ class RankAgreement(Agreement):
 
     def _begin(self, values: list[int]) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._cast = torch.tensor(values, dtype=torch.int64)
         self._work = self._channel.group.allreduce([self._cast], options)
 

@@ -37,12 +37,13 @@ class Event:
     """Something that happened to the checkpoint of a step.
 
     On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's),
-    ``save_failed``, ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one before
-    was not finished), ``restored``, ``skipped_damaged`` (`restore` took an older one instead), and
+    ``save_failed``, ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one
+    before was not finished), ``restored``, ``skipped_damaged`` (`restore` took an older one instead), and
     ``stop_requested``. On the coordinator only: ``verified``, ``verify_failed``, ``deleted``,
     ``delete_failed``.
 
-    ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the epoch.
+    ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the
+    epoch.
     """
 
     kind: EventKind

@@ -29,58 +29,55 @@ class StopSignal:
 
     def listen(self) -> bool:
         """Notice SIGTERM from now on; False where that is not possible."""
-        if not _handler.install():
-            return False
-        _handler.listeners.add(self)
+        global _installed
+        if _installed is None or not _installed.is_in_place():
+            if threading.current_thread() is not threading.main_thread():
+                logger.warning("SIGTERM is not handled: only the main thread can install a signal handler")
+                return False
+            if _installed is not None and _installed.pid != os.getpid():
+                _listeners.clear()  # a fork: those who listened are in the parent
+            _installed = _Handler()
+        _listeners.add(self)
         return True
 
     def close(self) -> None:
         """Notice it no longer; idempotent. The last to leave puts the handler back that was there before."""
-        _handler.listeners.discard(self)
-        if not _handler.listeners:
-            _handler.uninstall()
+        global _installed
+        _listeners.discard(self)
+        if not _listeners and _installed is not None and _installed.take_away():
+            _installed = None
 
 
 class _Handler:
-    """The one handler of this process.
+    """Installs itself, over the handler that is there.
 
     It runs between two instructions of the main thread, which may hold any lock: so it takes none, and sets
-    plain attributes.
+    plain attributes. If somebody else's handler has come on top, the next one is another instance above that,
+    so that handlers which call each other do not run in a circle.
     """
 
     def __init__(self) -> None:
-        self.listeners: set[StopSignal] = set()
-        self._previous: signal.Handlers | signal._HANDLER | None = None
-        self._pid = 0
+        self.pid = os.getpid()
+        self._previous = signal.getsignal(signal.SIGTERM)  # before: the signal may come at once
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def install(self) -> bool:
-        if signal.getsignal(signal.SIGTERM) == self._on_signal and self._pid == os.getpid():
-            return True
-        if threading.current_thread() is not threading.main_thread():
-            logger.warning("SIGTERM is not handled: only the main thread can install a signal handler")
-            return False
-        previous = signal.signal(signal.SIGTERM, self._on_signal)
-        if self._pid != os.getpid():  # a fork: those who listened are in the parent
-            self.listeners.clear()
-        if previous != self._on_signal:
-            self._previous = previous
-        self._pid = os.getpid()
-        return True
+    def is_in_place(self) -> bool:
+        return self.pid == os.getpid() and signal.getsignal(signal.SIGTERM) == self._on_signal
 
-    def uninstall(self) -> None:
+    def take_away(self) -> bool:
         """Put the previous handler back, unless another has come on top, which may call this one."""
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) == self._on_signal
-            and self._previous is not None
-        ):
-            signal.signal(signal.SIGTERM, self._previous)
+        if threading.current_thread() is not threading.main_thread() or not self.is_in_place():
+            return False
+        if self._previous is None:  # not installed from Python, so that Python cannot put it back
+            return False
+        signal.signal(signal.SIGTERM, self._previous)
+        return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A forked child (a data loader's worker) has this handler too, but must end as if it had not.
-        heard = self._pid == os.getpid() and bool(self.listeners)
+        heard = self.pid == os.getpid() and bool(_listeners)
         if heard:
-            for listener in tuple(self.listeners):
+            for listener in tuple(_listeners):
                 listener.received = True
         if callable(self._previous):
             self._previous(number, frame)
@@ -89,4 +86,5 @@ class _Handler:
             os.kill(os.getpid(), number)
 
 
-_handler = _Handler()
+_listeners: set[StopSignal] = set()
+_installed: _Handler | None = None
