@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp.manager.retention import Best, Retention, StepState, plan
+
+NOW = 1_000_000.0
+
+
+def good(*steps: int, **metrics: float) -> list[StepState]:
+    """Good steps, committed one second apart, the last one now; all with the same metrics."""
+    last = max(steps)
+    return [StepState(step, NOW - (last - step), metrics) for step in steps]
+
+
+def kept(retention: Retention | None, states: list[StepState], now: float = NOW) -> list[int]:
+    """The steps that a plan keeps; what it deletes must be the others."""
+    result = plan(retention, states, now)
+    assert sorted([*result.keep, *result.delete]) == sorted(state.step for state in states)
+    assert all(result.keep.values())
+    return list(result.keep)
+
+
+# -- single rules --------------------------------------------------------------------------------------------
+
+
+def test_no_retention_keeps_all() -> None:
+    """Without rules nothing is deleted, damaged steps included."""
+    states = [*good(1, 2), StepState(3, health="damaged")]
+    assert kept(None, states) == [1, 2, 3]
+    assert kept(Retention(last=1), []) == []
+
+
+def test_last() -> None:
+    """The newest n by step, whatever order they come in."""
+    assert kept(Retention(last=2), good(30, 10, 20, 40)) == [30, 40]
+    assert kept(Retention(last=9), good(1, 2)) == [1, 2]
+
+
+def test_every_steps() -> None:
+    """Multiples stay for ever, and the newest as well."""
+    assert kept(Retention(every_steps=100), good(0, 50, 100, 150, 200, 250)) == [0, 100, 200, 250]
+
+
+def test_younger_than() -> None:
+    """By the time of the commit; a time that is unknown or in the future counts as young."""
+    states = [
+        StepState(1, NOW - 61),
+        StepState(2, NOW - 59),
+        StepState(3, None),
+        StepState(4, NOW + 5),
+        StepState(5, NOW - 90),
+        StepState(6, NOW - 90),
+    ]
+    assert kept(Retention(younger_than_seconds=60), states) == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", [2, 4, 9]), ("max", [1, 6, 9])])
+def test_best(mode: Any, expected: list[int]) -> None:
+    """The lowest or highest; NaN and missing are never among the best, infinity is a number."""
+    values = {1: 9.0, 2: 1.0, 3: math.nan, 4: -math.inf, 5: 5.0, 6: math.inf}
+    states = [StepState(step, NOW, {"loss": value}) for step, value in values.items()]
+    states += [StepState(7, NOW, {"accuracy": 0.0}), StepState(8, NOW), StepState(9, NOW)]
+    assert kept(Retention(best=Best("loss", 2, mode)), states) == expected
+
+
+def test_of_equal_metrics_the_newer_is_better() -> None:
+    """A tie goes to the newer step, for both modes; 0.0 and -0.0 are equal."""
+    states = [StepState(step, NOW, {"loss": value}) for step, value in ((1, 0.5), (2, 0.0), (3, -0.0))]
+    states.append(StepState(4, NOW, {"loss": 7.0}))
+    for mode, best in (("min", 3), ("max", 4)):
+        assert Best("loss", 1, mode).pick(states) == [best]  # type: ignore[arg-type]
+    tied = [StepState(step, NOW, {"loss": 1.0}) for step in (1, 2, 3)]
+    assert Best("loss", 2, "max").pick(tied) == [3, 2]
+    assert Best("loss", 2, "min").pick(tied) == [3, 2]
+
+
+def test_rules_together_and_their_reasons() -> None:
+    """A step is kept if any rule keeps it, and the plan says which."""
+    states = [StepState(step, NOW - 1000 + step, {"loss": float(step), "acc": 0.1}) for step in range(1, 7)]
+    states[1] = replace(states[1], pinned=True)
+    states[3] = replace(states[3], health="pending")
+    result = plan(Retention(last=1, every_steps=3, best=[Best("loss"), Best("acc", 2, "max")]), states, NOW)
+    assert result.keep == {
+        1: ("best loss (min)",),
+        2: ("pinned",),
+        3: ("every 3 steps",),
+        4: ("pending",),
+        5: ("best acc (max)",),
+        6: ("newest", "last 1", "best acc (max)", "every 3 steps"),
+    }
+    assert result.delete == ()
+
+
+# -- damaged and pending -------------------------------------------------------------------------------------
+
+
+def test_damaged_and_pending_steps_push_no_good_one_out() -> None:
+    """They count neither as newest, nor for `last`, nor for `best`."""
+    states = [
+        *good(1, 2, 3, loss=1.0),
+        StepState(4, NOW, {"loss": 0.0}, "damaged"),
+        StepState(5, NOW, {"loss": 0.0}, "pending"),
+    ]
+    result = plan(Retention(last=2, best=Best("loss")), states, NOW)
+    assert result.keep[3] == ("newest", "last 2", "best loss (min)")
+    assert result.keep[5] == ("pending",)
+    assert result.delete == (1,)
+
+
+def test_a_damaged_step_goes_once_enough_good_ones_are_newer() -> None:
+    """As many as `last` says, at least one; until then it may be all there is."""
+    damaged = StepState(5, NOW, health="damaged")
+    assert kept(Retention(last=2), [damaged]) == [5]
+    assert kept(Retention(last=2), [*good(1, 2), damaged]) == [1, 2, 5]
+    assert kept(Retention(last=2), [damaged, *good(6)]) == [5, 6]
+    assert kept(Retention(last=2), [damaged, *good(6, 7)]) == [6, 7]
+    assert kept(Retention(every_steps=1), [damaged, *good(6)]) == [6]
+    assert kept(Retention(last=1), [replace(damaged, pinned=True), *good(6)]) == [5, 6]
+
+
+# -- as data -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "retention",
+    [
+        Retention(last=3),
+        Retention(every_steps=1000, younger_than_seconds=3600.5),
+        Retention(last=1, best=Best("eval/loss")),
+        Retention(best=[Best("a", 2, "max"), Best("b")]),
+    ],
+)
+def test_rules_are_data(retention: Retention) -> None:
+    """What to_dict gives goes through JSON, and from_dict makes the same rules of it."""
+    assert Retention.from_dict(json.loads(json.dumps(retention.to_dict()))) == retention
+    assert hash(Retention.from_dict(retention.to_dict())) == hash(retention)
+
+
+def test_best_may_be_one_map() -> None:
+    """In a file one best rule needs no list, and its count and mode have defaults."""
+    assert Retention.from_dict({"best": {"metric": "loss"}}) == Retention(best=[Best("loss", 1, "min")])
+    assert Retention(best=Best("loss")).bests == (Best("loss"),)
+    assert Retention(last=1, best=[]).to_dict() == {"last": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({}, "Retention: give at least one"),
+        ({"last": None}, "Retention: give at least one"),
+        ({"best": []}, "Retention: give at least one"),
+        ({"last": 0}, "last:"),
+        ({"last": True}, "last:"),
+        ({"last": 2.0}, "last:"),
+        ({"last": "3"}, "last:"),
+        ({"every_steps": -1}, "every_steps:"),
+        ({"younger_than_seconds": 0}, "younger_than_seconds:"),
+        ({"younger_than_seconds": math.nan}, "younger_than_seconds:"),
+        ({"younger_than_seconds": "1h"}, "younger_than_seconds:"),
+        ({"best": "loss"}, "best:"),
+        ({"best": ["loss"]}, "best:"),
+        ({"best": {"count": 2}}, "best.metric:"),
+        ({"best": {"metric": ""}}, "best.metric:"),
+        ({"best": {"metric": "loss", "count": 0}}, "best.count:"),
+        ({"best": {"metric": "loss", "mode": "lowest"}}, "best.mode:"),
+        ({"best": {"metric": "loss", "top": 1}}, "best: unknown field 'top'"),
+        ({"lasst": 3}, "Retention: unknown field 'lasst'"),
+        ([3], "Retention:"),
+    ],
+)
+def test_a_mistake_is_told_by_the_name_of_its_field(data: Any, field: str) -> None:
+    """ValueError, beginning with the field."""
+    with pytest.raises(ValueError, match=f"^{re.escape(field)}"):
+        Retention.from_dict(data)
+
+
+def test_best_must_be_best() -> None:
+    """Given in Python as something else, the field is named as well."""
+    with pytest.raises(ValueError, match=r"^best: must be a Best"):
+        Retention(best=["loss"])  # type: ignore[list-item]
+
+
+# -- properties ----------------------------------------------------------------------------------------------
+
+METRICS = st.dictionaries(
+    st.sampled_from(["loss", "acc"]), st.floats(allow_nan=True, width=16) | st.sampled_from([0.0, 1.0])
+)
+STATES = st.lists(
+    st.builds(
+        StepState,
+        step=st.integers(0, 60),
+        committed_seconds=st.none() | st.floats(NOW - 100, NOW + 10),
+        metrics=METRICS,
+        health=st.sampled_from(["good", "good", "good", "pending", "damaged"]),
+        pinned=st.sampled_from([False, False, False, True]),
+    ),
+    unique_by=lambda state: state.step,
+    max_size=25,
+)
+BESTS = st.builds(Best, st.sampled_from(["loss", "acc"]), st.integers(1, 4), st.sampled_from(["min", "max"]))
+
+
+def rules(**fixed: Any) -> st.SearchStrategy[Retention]:
+    """Any combination with at least one rule."""
+    fields: dict[str, Any] = {
+        "last": st.none() | st.integers(1, 5),
+        "every_steps": st.none() | st.integers(1, 20),
+        "best": st.none() | BESTS | st.lists(BESTS, max_size=2),
+        "younger_than_seconds": st.none() | st.floats(0.5, 200),
+        **fixed,
+    }
+    whole = st.fixed_dictionaries(fields).filter(lambda given: any(given.values()))
+    return whole.map(lambda given: Retention(**given))
+
+
+@given(states=STATES, retention=rules())
+@settings(deadline=None)
+def test_the_newest_good_and_the_pinned_are_never_deleted(
+    states: list[StepState], retention: Retention
+) -> None:
+    """Whatever the rules; nor is a step that is pending."""
+    deleted = set(plan(retention, states, NOW).delete)
+    newest = max((state.step for state in states if state.health == "good"), default=None)
+    assert newest not in deleted
+    assert not deleted & {state.step for state in states if state.pinned or state.health == "pending"}
+
+
+@given(states=STATES, count=st.integers(1, 8))
+@settings(deadline=None)
+def test_last_n_keeps_exactly_n_good_ones(states: list[StepState], count: int) -> None:
+    """Of the good ones that are not pinned or newer, exactly the newest n; all if there are fewer."""
+    states = [replace(state, pinned=False) for state in states]
+    found = [state.step for state in states if state.health == "good"]
+    keep = set(kept(Retention(last=count), states))
+    assert sorted(keep & set(found)) == sorted(found)[-count:]
+
+
+@given(states=STATES, retention=rules())
+@settings(deadline=None)
+def test_planning_again_deletes_no_more(states: list[StepState], retention: Retention) -> None:
+    """The survivors of a plan survive the same plan at the same time, for the same reasons."""
+    first = plan(retention, states, NOW)
+    second = plan(retention, [state for state in states if state.step in first.keep], NOW)
+    assert second.delete == ()
+    assert second.keep == first.keep
+
+
+WIDER: dict[str, Callable[[Any], Any]] = {
+    "last": lambda value: (value or 0) + 1,
+    "younger_than_seconds": lambda value: (value or 0) + 10.0,
+    "best": lambda value: [*(replace(best, count=best.count + 1) for best in value or ()), Best("loss")],
+    "every_steps": lambda value: 1,
+}
+
+
+@given(states=STATES, retention=rules(), name=st.sampled_from(sorted(WIDER)))
+@settings(deadline=None)
+def test_wider_rules_keep_no_less(states: list[StepState], retention: Retention, name: str) -> None:
+    """A larger number, or one rule more, never deletes a step that was kept."""
+    wider = replace(retention, **{name: WIDER[name](getattr(retention, name))})
+    assert set(kept(retention, states)) <= set(kept(wider, states))
+
+
+@given(states=STATES, retention=rules(), seconds=st.floats(0, 300))
+@settings(deadline=None)
+def test_time_only_deletes(states: list[StepState], retention: Retention, seconds: float) -> None:
+    """What is deleted now would be deleted later."""
+    now, later = plan(retention, states, NOW), plan(retention, states, NOW + seconds)
+    assert set(now.delete) <= set(later.delete)
+
+
+@given(states=STATES, retention=rules())
+@settings(deadline=None)
+def test_a_new_step_brings_none_back(states: list[StepState], retention: Retention) -> None:
+    """What is deleted stays to be deleted when a newer good step is committed."""
+    newer = StepState(100, NOW, {"loss": 0.25, "acc": 0.5})
+    before, after = plan(retention, states, NOW), plan(retention, [*states, newer], NOW)
+    assert set(before.delete) <= set(after.delete)
