@@ -1,0 +1,237 @@
+"""Python objects on their way from a trainer to its own writer process.
+
+Both run the same program, so this is pickle, with three differences: bytes of tensors go into shared memory;
+a DTensor goes as its local tensor and the description of its mesh, because process groups stay behind; and
+what the other process could not import is refused here, where the user can still be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharding_spec.api import ShardingSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from dcp.storage.errors import CheckpointError, WriterProcessError
+from dcp.storage.tensors import byte_pieces
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["Parcel", "map_memory", "pack", "tensor_view", "unpack", "write_tensors"]
+
+_ALIGNMENT = 64
+_WAY_OUT = (
+    "Define its classes and functions at the top level of a module that the writer process can import, or "
+    "save in a thread of the trainer (AsyncCheckpointerType.THREAD)"
+)
+
+
+# -- packing -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Parcel:
+    """The pickle, and the tensors whose bytes belong at their offsets of a memory of ``size_bytes``."""
+
+    data: bytes = b""
+    tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+def pack(value: Any, what: str) -> Parcel:
+    """Pack ``value`` for `unpack` in the writer process; ``what`` names it in errors.
+
+    Raises WriterProcessError for what cannot be pickled, or not be found by name there.
+    """
+    parcel, buffer = Parcel(), io.BytesIO()
+    try:
+        _Pickler(buffer, parcel).dump(value)
+    except CheckpointError as error:
+        raise WriterProcessError(
+            f"{what} cannot be sent to the writer process: {error}. {_WAY_OUT}."
+        ) from error
+    except (
+        pickle.PicklingError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RecursionError,
+        RuntimeError,
+    ) as error:
+        raise WriterProcessError(
+            f"{what} cannot be sent to the writer process: {type(error).__name__}: {error}. {_WAY_OUT}."
+        ) from error
+    parcel.data = buffer.getvalue()
+    return parcel
+
+
+def write_tensors(parcel: Parcel) -> int:
+    """A new memory file with the parcel's tensors; the descriptor is the caller's."""
+    memory = os.memfd_create("dcp-staged", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, parcel.size_bytes)
+        for offset, tensor in parcel.tensors:
+            for piece in byte_pieces(tensor):
+                rest = memoryview(piece)
+                while rest:
+                    written = os.pwrite(memory, rest, offset)
+                    rest, offset = rest[written:], offset + written
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, parcel: Parcel) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._parcel = parcel
+        self._places: dict[tuple[int, int], int] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, DeviceMesh):
+            return _mesh, (obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names, obj.get_rank())
+        if isinstance(obj, FileSystemWriter):
+            return _without_store(obj)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+            raise CheckpointError(
+                f"{obj.__qualname__} is defined in the script that is being run (__main__), which the writer "
+                "process does not run"
+            )
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, ShardedTensor):
+            return _sharded, (tensor.local_shards(), tensor.metadata(), tensor.sharding_spec())
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            return _dtensor, (tensor._local_tensor, spec.mesh, spec.placements, shape, stride)
+        if not tensor.is_cpu:
+            raise CheckpointError(f"a tensor on {tensor.device} is not a staged copy")
+        if tensor.layout is not torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
+            return NotImplemented  # torch's own way, with the bytes in the pickle
+        return _tensor, (self._place(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        """The tensor's offset in the parcel's memory; tensors that are one in memory stay one."""
+        dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        key = (tensor.data_ptr(), tensor.nbytes) if dense else (-1, id(tensor))
+        offset = self._places.get(key)
+        if offset is None:
+            parcel = self._parcel
+            offset = self._places[key] = -(-parcel.size_bytes // _ALIGNMENT) * _ALIGNMENT
+            parcel.tensors.append((offset, tensor.detach()))  # which also keeps its id and address from reuse
+            parcel.size_bytes = offset + tensor.nbytes
+        return offset
+
+
+def _without_store(writer: FileSystemWriter) -> Any:
+    """How to pickle a writer: without what belongs to the save that it did last."""
+    reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+        state = dict(reduced[2], _store=None, _previous=None, index=None)
+        return (*reduced[:2], state, *reduced[3:])
+    return reduced
+
+
+# -- unpacking -----------------------------------------------------------------------------------------------
+
+_memory: ContextVar[torch.Tensor] = ContextVar("memory of the parcel that is being unpacked")
+
+
+def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
+    """What `pack` was given; ``memory`` are the bytes of its tensors, which become views.
+
+    Raises WriterProcessError for what this process cannot import or build.
+    """
+    with _unpacking(memory if memory is not None else torch.empty(0, dtype=torch.uint8)):
+        try:
+            return pickle.loads(data)
+        except Exception as error:
+            raise WriterProcessError(
+                "the writer process cannot rebuild what it was given: "
+                f"{type(error).__name__}: {error}. {_WAY_OUT}."
+            ) from error
+
+
+def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
+    """The bytes of a memory file; the mapping lasts as long as the tensor and its views."""
+    if size_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
+
+
+@contextlib.contextmanager
+def _unpacking(memory: torch.Tensor) -> Iterator[None]:
+    token = _memory.set(memory)
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def tensor_view(
+    memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The contiguous tensor at byte ``offset`` of ``memory``."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return memory[offset : offset + size].view(dtype).view(shape)
+
+
+def _tensor(offset: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return tensor_view(_memory.get(), offset, shape, dtype).requires_grad_(requires_grad)
+
+
+def _mesh(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
+    """A mesh that says where this rank is, and over which nothing can be sent."""
+    return DeviceMesh(device_type, mesh, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def _dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Any, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> DTensor:
+    spec = DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), stride, local.dtype))
+    build: Callable[..., DTensor] = DTensor
+    return build(local, spec, requires_grad=local.requires_grad)
+
+
+def _sharded(shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec) -> ShardedTensor:
+    """A sharded tensor without a process group: torch's own way back wants the group it was saved with."""
+    properties = metadata.tensor_properties
+    made: ShardedTensor = ShardedTensorBase.__new__(
+        ShardedTensor,
+        spec,
+        *metadata.size,
+        dtype=properties.dtype,
+        layout=properties.layout,
+        pin_memory=False,
+        requires_grad=properties.requires_grad,
+    )
+    made._local_shards, made._metadata, made._sharding_spec = shards, metadata, spec
+    made.__dict__.update(_process_group=None, _init_rrefs=False, _sharded_tensor_id=None)
+    return made

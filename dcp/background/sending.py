@@ -1,0 +1,140 @@
+"""What a trainer tells its writer process about a save: the order, and where the staged state is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcp.background import parcel
+from dcp.background.child import Child
+from dcp.background.failure_wire import plain_error
+from dcp.background.order import SaveOrder
+from dcp.background.worker import Payload
+from dcp.progress import ProgressCallback
+from dcp.staging.stager import StagedState
+from dcp.storage.errors import CheckpointError
+from dcp.storage.tensors import dtype_code
+
+if TYPE_CHECKING:
+    from dcp.staging.arena import HostArena
+
+__all__ = ["Sender"]
+
+
+class Sender:
+    """Sends saves to one writer process, which keeps what does not change from one to the next: the mappings
+    of arenas, the views of a layout, the columns."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._arenas: dict[int, tuple[weakref.ref[HostArena], int]] = {}
+        self._layouts: dict[int, int] = {}
+        self._next_key = 0
+        self._columns: Any = None
+
+    def send(
+        self,
+        order: SaveOrder,
+        payload: Payload,
+        *,
+        progress: bool | ProgressCallback | None,
+        go: bool,
+        place: str,
+    ) -> None:
+        """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
+        the other ranks learn of it. With ``go`` it may begin when those sent before have ended."""
+        body: dict[str, Any] = {
+            "kind": "save",
+            "serial": order.serial,
+            "go": go,
+            "place": place,
+            "together": order.use_collectives,
+            "timeout_seconds": order.timeout_seconds,
+            "progress": "report" if callable(progress) else bool(progress),
+        }
+        fds: list[int] = []
+        own_fds: list[int] = []
+        try:
+            body["cwd"] = os.getcwd()  # noqa: PTH109 - travels as text
+            seconds = order.seconds | getattr(payload, "seconds", {})
+            body["order"] = parcel.pack(replace(order, seconds=seconds), "the save's storage or planner").data
+        except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
+            body["refused"] = plain_error(error)
+        else:
+            try:
+                self._add_state(payload, body, fds, own_fds)
+            except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
+                body["staging_error"] = plain_error(error)
+        try:
+            self._child.send(body, fds)
+        finally:
+            for fd in own_fds:
+                os.close(fd)
+
+    def _add_state(self, payload: Payload, body: dict[str, Any], fds: list[int], own_fds: list[int]) -> None:
+        staged = payload.done.result()
+        if isinstance(payload, StagedState):
+            self._add_columns(payload, body, fds)
+            return
+        if not isinstance(staged, dict):
+            raise CheckpointError(f"a {type(staged).__name__} is no staged state that can leave the process")
+        packed = parcel.pack(staged, "the state dict")
+        if packed.size_bytes:
+            own_fds.append(parcel.write_tensors(packed))
+            fds.append(own_fds[0])
+        body["state"], body["state_bytes"] = packed.data, packed.size_bytes
+
+    def _add_columns(self, staged: StagedState, body: dict[str, Any], fds: list[int]) -> None:
+        local = staged.local
+        body["objects"] = pickle.dumps(list(local.objects), pickle.HIGHEST_PROTOCOL)
+        body["forget"] = self._forget_arenas()
+        key = self._add_arena(staged.arena, body, fds)
+        if self._layouts.get(key) != staged.layout:
+            body["layout"] = _layout(staged, key)
+        columns = (local.columns, local.replicated)
+        if self._columns is None or any(a is not b for a, b in zip(columns, self._columns, strict=True)):
+            body["columns"] = pickle.dumps(columns, pickle.HIGHEST_PROTOCOL)
+        body["source_arena"], body["source_layout"] = key, staged.layout
+        self._layouts[key], self._columns = staged.layout, columns
+
+    def _add_arena(self, arena: HostArena, body: dict[str, Any], fds: list[int]) -> int:
+        """The number by which the child knows the arena's present mapping; told now if it does not yet."""
+        for key, (known, generation) in self._arenas.items():
+            if known() is arena and generation == arena.generation:
+                return key
+        if arena.fd is None:
+            raise CheckpointError(f"the state was staged in {arena.kind} memory, which no other process sees")
+        self._next_key += 1
+        self._arenas[self._next_key] = (weakref.ref(arena), arena.generation)
+        fds.append(arena.fd)
+        body["arena"] = {"key": self._next_key, "size_bytes": arena.size_bytes}
+        return self._next_key
+
+    def _forget_arenas(self) -> list[int]:
+        """Mappings that the child need not keep any more: it would keep their memory from being freed."""
+        gone = []
+        for key, (known, generation) in list(self._arenas.items()):
+            arena = known()
+            if arena is None or arena.closed or arena.generation != generation:
+                gone.append(key)
+                del self._arenas[key]
+                self._layouts.pop(key, None)
+        return gone
+
+
+def _layout(staged: StagedState, arena: int) -> dict[str, Any]:
+    sources = staged.local.sources
+    shapes = [extent for source in sources for extent in source.shape]
+    return {
+        "key": staged.layout,
+        "arena": arena,
+        "offsets": np.asarray(staged.offsets, np.int64).tobytes(),
+        "dtype_codes": bytes(dtype_code(source.dtype) for source in sources),
+        "ndims": bytes(source.ndim for source in sources),
+        "shapes": np.array(shapes, np.int64).tobytes(),
+    }

@@ -1,0 +1,314 @@
+"""What a writer process does: takes saves from its trainer, carries them out in order, reports."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from dcp.background import parcel
+from dcp.background.failure_wire import error_to_data
+from dcp.background.order import SaveOrder, carry_out
+from dcp.background.rendezvous import Address, own_store
+from dcp.background.wire import Connection, Message
+from dcp.collectives import Ranks
+from dcp.failures import RankFailedError
+from dcp.local_state import LocalState
+from dcp.planners.columns import SaveColumns
+from dcp.progress import Progress, ProgressCallback
+from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
+from dcp.storage.tensors import torch_dtype
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["WriterLoop"]
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_SECONDS = 5.0
+"""How long the host of the writers' store stays for the others, once their trainers are gone."""
+
+
+@dataclass
+class _Save:
+    body: dict[str, Any]
+    fds: list[int]
+    abort: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def serial(self) -> int:
+        return int(self.body["serial"])
+
+    def close_fds(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+class WriterLoop:
+    """Saves run in the main thread, as they would in a program of their own; another thread receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._saves: dict[int, _Save] = {}
+        self._alone = False
+        self._meeting = _Meeting()
+        self._memory = _Memory()
+
+    def run(self) -> None:
+        """Serve until the trainer closes, ends, or SIGTERM comes; what was received by then is finished."""
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGTERM, lambda *_: self._tasks.put(None))
+        threading.Thread(target=self._receive, name="dcp-writer-receive", daemon=True).start()
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # it holds the staged copy
+        if self._alone:
+            self._meeting.part()
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._connection.receive()) is not None:
+                self._take(message)
+        except OSError as error:
+            logger.error("the connection to the trainer broke: %s", error)
+        # Nobody is left to say that all ranks are ready for the saves received; they are carried out anyway.
+        self._alone = True
+        self._meeting.expect_nothing_more()
+        for save in list(self._saves.values()):
+            save.go.set()
+        self._tasks.put(None)
+
+    def _take(self, message: Message) -> None:
+        body = message.body
+        kind = body["kind"]
+        if kind == "save":
+            save = _Save(body, message.fds)
+            if body["go"]:
+                save.go.set()
+            self._saves[save.serial] = save
+            self._tasks.put(lambda: self._carry_out(save))
+        elif kind == "hello":
+            multiprocessing.current_process().name = f"rank {body['rank']}"
+            self._meeting.introduce(body["rank"], body["world_size"], body["timeout_seconds"])
+        elif kind == "join":
+            self._meeting.invite(Address(**body["address"]), message.fds)
+            self._tasks.put(self._meeting.join_early)
+        elif kind == "close":
+            self._tasks.put(None)
+        elif (known := self._saves.get(body["serial"])) is not None:
+            (known.go if kind == "go" else known.abort).set()
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, save: _Save) -> None:
+        save.go.wait()
+        reply: dict[str, Any] = {"kind": "done", "serial": save.serial}
+        try:
+            reply |= self._run(save)
+        except BaseException as error:  # noqa: BLE001 - it is reported, and raised in the trainer
+            reply |= {"ok": False, "error": error_to_data(error), "broken": self._breaks(error)}
+            if self._alone:
+                logger.error("save %s failed: %s", save.body["place"], error)
+        finally:
+            save.close_fds()
+            del self._saves[save.serial]
+        try:
+            self._connection.send(reply)
+        except OSError:
+            logger.debug("nobody is left to hear how save %d ended", save.serial)
+
+    def _run(self, save: _Save) -> dict[str, Any]:
+        body = save.body
+        ranks_for = self._meeting.ranks_for(body["timeout_seconds"])
+        try:
+            if "refused" in body:
+                raise error_from_wire(body["refused"])
+            os.chdir(body["cwd"])
+            order: SaveOrder = parcel.unpack(body["order"])
+            payload = self._memory.payload(body, save.fds)
+        except Exception as error:
+            _refuse(error, ranks_for(save.abort), together=body["together"])
+            raise
+        metadata, outcome = carry_out(
+            order, payload, ranks_for, abort=save.abort, progress=self._progress(save)
+        )
+        ours = isinstance(order.writer, FileSystemWriter)  # the trainer can read the manifest itself
+        return {
+            "ok": True,
+            "outcome": asdict(outcome),
+            "metadata": None if ours else pickle.dumps(metadata),
+        }
+
+    def _progress(self, save: _Save) -> bool | ProgressCallback | None:
+        if save.body["progress"] != "report":
+            return bool(save.body["progress"])
+
+        def report(progress: Progress) -> None:
+            self._connection.offer({"kind": "progress", "serial": save.serial, "progress": asdict(progress)})
+
+        return report
+
+    def _breaks(self, error: BaseException) -> bool:
+        """Whether the writers may be out of step after ``error``: it did not end the save on all alike."""
+        if self._meeting.world_size == 1:
+            return False
+        return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
+
+
+def _refuse(error: Exception, ranks: Ranks, *, together: bool) -> None:
+    """Raise ``error`` on all ranks, from within the first step of the save that the others make."""
+
+    def fail() -> bytes:
+        raise error
+
+    if together:
+        ranks.reduce_scatter("plan", fail, lambda parts: parts)
+    else:
+        ranks.all_gather("save", fail)
+
+
+class _Meeting:
+    """The writers' own process group, made once all trainers have said where it meets."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self._timeout_seconds = 0.0
+        self._address: Address | None = None
+        self._listener: int | None = None
+        self._informed = threading.Event()
+        self._store: Store | None = None
+        self._failure: CollectiveTimeoutError | None = None
+
+    def introduce(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self.rank, self.world_size, self._timeout_seconds = rank, world_size, timeout_seconds
+
+    def invite(self, address: Address, fds: list[int]) -> None:
+        self._address, self._listener = address, fds[0] if fds else None
+        self._informed.set()
+
+    def expect_nothing_more(self) -> None:
+        self._informed.set()
+
+    def ranks_for(self, timeout_seconds: float) -> Callable[[threading.Event], Ranks]:
+        """What makes the ranks of one save's attempts; joins the group before the first."""
+
+        def ranks(abort: threading.Event) -> Ranks:
+            self._join()
+            return Ranks(use_dist=self.world_size > 1, timeout_seconds=timeout_seconds, abort=abort)
+
+        return ranks
+
+    def join_early(self) -> None:
+        """Join while there is nothing else to do; a failure is raised by the next save."""
+        try:
+            self._join()
+        except CollectiveTimeoutError as error:
+            logger.warning("%s", error)
+
+    def _join(self) -> None:
+        if self.world_size == 1 or self._store is not None:
+            return
+        if self._failure is not None:
+            raise self._failure
+        informed = self._informed.wait(self._timeout_seconds)
+        if self._address is None:
+            why = "their trainers ended before" if informed else "their trainers did not all start them"
+            raise CollectiveTimeoutError(
+                f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
+            )
+        try:
+            self._store = self._init(self._address)
+        except RuntimeError as error:
+            self._failure = CollectiveTimeoutError(
+                f"the writer process of rank {self.rank} could not reach the others at "
+                f"{self._address.host}:{self._address.port}: {error}"
+            )
+            raise self._failure from error
+
+    def _init(self, address: Address) -> Store:
+        if address.loopback:  # a host name that does not resolve must not matter then
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = own_store(address, self._listener, self._timeout_seconds)
+        timeout = timedelta(seconds=self._timeout_seconds)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        return store
+
+    def part(self) -> None:
+        """Before ending without a trainer: the host of the store waits for the others, a while."""
+        if self._store is None:
+            return
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            gone = self._store.add("gone", 1)
+            while self.rank == 0 and gone < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                gone = self._store.add("gone", 0)
+        except RuntimeError as error:
+            logger.debug("the writers' store is gone already: %s", error)
+
+
+class _Memory:
+    """The trainer's host arenas as this process sees them; views are kept as long as the layout is."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, torch.Tensor] = {}
+        self._layouts: dict[int, dict[int, list[torch.Tensor]]] = {}
+        self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
+
+    def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], LocalState | dict[str, Any]]:
+        """What gives the staged state of a save; arenas and layouts that came with it are taken in now."""
+        for arena in body.get("forget", ()):
+            self._arenas.pop(arena, None)
+            self._layouts.pop(arena, None)
+        if "arena" in body:
+            self._arenas[body["arena"]["key"]] = parcel.map_memory(fds[0], body["arena"]["size_bytes"])
+        if "layout" in body:
+            self._lay_out(body["layout"])
+        if "columns" in body:
+            self._columns = pickle.loads(body["columns"])
+        return lambda: self._state(body, fds)
+
+    def _lay_out(self, layout: dict[str, Any]) -> None:
+        memory = self._arenas[layout["arena"]]
+        offsets = np.frombuffer(layout["offsets"], np.int64).tolist()
+        shapes = iter(np.frombuffer(layout["shapes"], np.int64).tolist())
+        self._layouts[layout["arena"]] = {
+            layout["key"]: [
+                parcel.tensor_view(
+                    memory, offset, tuple(next(shapes) for _ in range(ndim)), torch_dtype(code)
+                )
+                for offset, ndim, code in zip(offsets, layout["ndims"], layout["dtype_codes"], strict=True)
+            ]
+        }
+
+    def _state(self, body: dict[str, Any], fds: list[int]) -> LocalState | dict[str, Any]:
+        if "staging_error" in body:
+            raise error_from_wire(body["staging_error"])
+        if "state" in body:
+            memory = parcel.map_memory(fds[0], body["state_bytes"]) if fds else None
+            state: dict[str, Any] = parcel.unpack(body["state"], memory)
+            return state
+        if self._columns is None:
+            raise WriterProcessError("a save came without its columns")
+        columns, replicated = self._columns
+        sources = self._layouts[body["source_arena"]][body["source_layout"]]
+        return LocalState(columns, sources, pickle.loads(body["objects"]), replicated)
