@@ -13,9 +13,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
 
-__all__ = ["RankFailedError", "failure_of"]
+__all__ = ["RankFailedError", "causes_of", "failure_of", "is_damage"]
 
 
 class RankFailedError(CheckpointError, CheckpointException):
@@ -91,6 +97,19 @@ def failure_of(
     error = cls("\n".join(lines), summaries, **facts)
     error.__cause__ = first
     return error
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """What the failed ranks raised, the same in kind on every rank; ``error`` itself if it is of no step."""
+    failures = error.failures if isinstance(error, RankFailedError) else {}
+    return [failure for failure, _ in failures.values()] or [error]
+
+
+def is_damage(cause: BaseException) -> bool:
+    """Whether ``cause`` says that stored bytes are not what was committed, rather than what we refuse."""
+    if isinstance(cause, UnsafeObjectError | UnsupportedFormatError):
+        return False
+    return isinstance(cause, CorruptCheckpointError | CheckpointFormatError)
 
 
 def _ranks_text(ranks: list[int]) -> str:

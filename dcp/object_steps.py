@@ -122,7 +122,10 @@ def load(
             (metadata, ranks.is_coordinator),
             {"rank": ranks.rank, "use_collectives": together},
         )
-        return reader.prepare_local_plan(planner.create_local_plan())
+        plan = planner.create_local_plan()
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.check_chosen()
+        return reader.prepare_local_plan(plan)
 
     def global_plan(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
@@ -144,12 +147,11 @@ def load(
     ranks.all_gather("read", read)
     report.seconds["read"] = time.perf_counter() - begun
     if isinstance(planner, DefaultLoadPlanner):
-        report.missing, report.cast = list(planner.missing_keys), list(planner.cast_keys)
-        report.unexpected = list(planner.unexpected_keys)
+        report.note_plan(planner)
     if isinstance(reader, FileSystemReader):
-        report.bytes_needed, report.bytes_read = reader.stats.bytes_needed, reader.stats.bytes_read
-        report.blocks_verified = reader.stats.blocks_verified
-        report.blocks_unverified = reader.stats.blocks_unverified
+        if reader.index is not None:
+            report.note_source(reader.index)
+        report.note_reading(reader.stats)
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

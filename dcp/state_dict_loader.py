@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+import msgpack
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _api_bc_check
@@ -16,10 +18,11 @@ from typing_extensions import deprecated
 
 from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
+from dcp.failures import causes_of, is_damage
 from dcp.planners import load_planner
 from dcp.planners.columns import LoadColumns
-from dcp.planners.load_plan import LoadFindings
-from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
+from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches
 from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
 from dcp.stateful_values import is_stateful
@@ -39,7 +42,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import LoadPlanner
 
-__all__ = ["load", "load_state_dict"]
+__all__ = ["LoadOptions", "load", "load_state_dict"]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Keyword arguments of `load` about what is loaded and how, for those that hand them on."""
+
+    only: Patterns | None
+    exclude: Patterns | None
+    rename: Rename | None
+    per_rank: PerRankLoad | None
+    verify: Verify | None
+    dtype: Literal["exact", "cast"] | None
+    allow_partial_load: bool | None
+    weights_only: bool | None
+    progress: bool | ProgressCallback | None
 
 
 @_api_bc_check  # type: ignore[untyped-decorator]  # torch does not annotate it
@@ -55,6 +72,10 @@ def load(
     dtype: Literal["exact", "cast"] | None = None,
     allow_partial_load: bool | None = None,
     weights_only: bool | None = None,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    per_rank: PerRankLoad | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     progress: bool | ProgressCallback | None = None,
 ) -> LoadReport:
@@ -71,10 +92,21 @@ def load(
     lacks as it is. ``weights_only=False`` allows arbitrary pickled objects to run code: only for files you
     trust. Given a planner or reader, its own settings hold where these are None.
 
+    ``only`` and ``exclude`` load a part: shell globs on the flat keys of ``state_dict`` (case-sensitive),
+    each for what it matches and everything below, so that ``only="model"`` is the whole model. What is not
+    selected is left as it is, and `Stateful` objects of which nothing can be selected are not asked for their
+    state. ``rename`` goes from the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away
+    a prefix that the checkpoint lacks; several keys may get one entry. ``per_rank="keep"`` lets `PerRank`
+    values be as they are where another number of ranks saved the checkpoint, or it has none of them; "exact"
+    (default) wants each rank's own.
+
+    A checkpoint that is replaced while it is being read is read anew, once.
+
     Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, ShapeMismatchError,
-    DtypeMismatchError, CorruptCheckpointError, UnsafeObjectError, CollectiveTimeoutError and others of
-    `dcp.errors`. After an error the tensors of ``state_dict`` may be filled in part; no Stateful object has
-    been touched.
+    DtypeMismatchError, PlanError (also for a pattern that matches nothing), CorruptCheckpointError,
+    UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an error the tensors of
+    ``state_dict`` may be filled in part; no Stateful object has been touched and, unless planner or storage
+    are of your own, no other value either.
     """
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
@@ -84,23 +116,52 @@ def load(
         raise CheckpointError(
             f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
         )
+    options = _planner_options(
+        planner,
+        dtype=dtype,
+        allow_partial_load=allow_partial_load,
+        weights_only=weights_only,
+        only=only,
+        exclude=exclude,
+        rename=rename,
+        per_rank=per_rank,
+    )
+    with _set_for_now(planner, options), _set_for_now(reader, {"verify": verify} if verify else {}):
+        return _load_top_level(state_dict, reader, ranks, planner, progress)
+
+
+def _load_top_level(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    ranks: Ranks,
+    planner: LoadPlanner,
+    progress: bool | ProgressCallback | None,
+) -> LoadReport:
+    """Load into the states of `Stateful` objects, and give them back to those that got something."""
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    selection = Selection.of(ours.only, ours.exclude) if ours is not None else None
     keys = sorted(state_dict, key=str)  # all ranks in one order, because state_dict() may run collectives
+    asked: list[Any] = keys
+    unasked: tuple[str, ...] = ()
+    if selection is not None:
+        asked = [key for key in keys if selection.reaches(str(key))]
+        unasked = tuple(str(key) for key in keys if not selection.reaches(str(key)))
     plain: dict[str, Any] = {}
 
     def state() -> dict[str, Any]:
-        for key in keys:
+        for key in asked:
             plain[key] = value.state_dict() if is_stateful(value := state_dict[key]) else value
         return plain
 
-    options = _planner_options(planner, dtype, allow_partial_load, weights_only)
-    with _set_for_now(planner, options), _set_for_now(reader, {"verify": verify} if verify else {}):
+    with _set_for_now(planner, {"unasked": unasked} if ours is not None else {}):
         report = _load(state, reader, ranks, planner, progress)
-    for key in keys:
+    untouched = ours.untouched_keys if ours is not None else frozenset()
+    for key in asked:
         value = state_dict[key]
-        if is_stateful(value):
-            value.load_state_dict(plain[key])
-        else:
+        if not is_stateful(value):
             state_dict[key] = plain[key]
+        elif str(key) not in untouched:
+            value.load_state_dict(plain[key])
     return report
 
 
@@ -121,16 +182,12 @@ def load_state_dict(
     _load(lambda: state_dict, storage_reader, ranks, planner)
 
 
-def _planner_options(
-    planner: LoadPlanner,
-    dtype: Literal["exact", "cast"] | None,
-    allow_partial_load: bool | None,
-    weights_only: bool | None,
-) -> dict[str, Any]:
-    if dtype not in ("exact", "cast", None):
-        raise PlanError(f'dtype must be "exact" or "cast", not {dtype!r}')
-    wanted = {"dtype": dtype, "allow_partial_load": allow_partial_load, "weights_only": weights_only}
-    given = {name: value for name, value in wanted.items() if value is not None}
+def _planner_options(planner: LoadPlanner, **options: Any) -> dict[str, Any]:
+    """Those of the options that are given; PlanError for what cannot be meant."""
+    if options["dtype"] not in ("exact", "cast", None):
+        raise PlanError(f'dtype must be "exact" or "cast", not {options["dtype"]!r}')
+    check_options(**{name: options[name] for name in ("only", "exclude", "rename", "per_rank")})
+    given = {name: value for name, value in options.items() if value is not None}
     if given and not isinstance(planner, DefaultLoadPlanner):
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
@@ -157,17 +214,41 @@ def _load(
     planner: LoadPlanner,
     progress: bool | ProgressCallback | None = None,
 ) -> LoadReport:
-    """Load into what ``state`` gives, which is asked in a step so that its failure reaches all ranks."""
+    """Load into what ``state`` gives, which is asked in a step so that its failure reaches all ranks.
+
+    Once more where the checkpoint was replaced after its index was read, so that files of it are gone.
+    """
+    try:
+        return _load_once(state, reader, ranks, planner, progress)
+    except CheckpointError as error:
+        if not isinstance(reader, FileSystemReader) or not all(map(is_damage, causes_of(error))):
+            raise
+        if not ranks.broadcast("look again", lambda: b"\x01" if reader.was_replaced() else b""):
+            raise
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    with _set_for_now(planner, {"must_fill": ours.touched_keys} if ours is not None else {}):
+        report = _load_once(state, reader, ranks, planner, progress)
+    return dataclasses.replace(report, attempts=2)
+
+
+def _load_once(
+    state: Callable[[], dict[str, Any]],
+    reader: StorageReader,
+    ranks: Ranks,
+    planner: LoadPlanner,
+    progress: bool | ProgressCallback | None,
+) -> LoadReport:
     report = LoadReport()
     if isinstance(planner, DefaultLoadPlanner):
-        planner.rank = ranks.rank
+        planner.begin_load(ranks.rank, ranks.world_size)
     if (
         isinstance(reader, FileSystemReader)
         and columnar.uses_columns(reader)
         and isinstance(planner, DefaultLoadPlanner)
         and load_planner.uses_columns(planner)
     ):
-        _ColumnarLoad(state, reader, ranks, planner, report, progress).run()
+        with _set_for_now(planner, {"stores_later": True}):
+            _ColumnarLoad(state, reader, ranks, planner, report, progress).run()
     else:
         object_steps.load(state, reader, ranks, planner, report)
     return report
@@ -191,14 +272,18 @@ class _ColumnarLoad:
         self._planner = planner
         self._report = report
         self._progress = progress
+        self._ready: CheckpointIndex | None = None
 
     def run(self) -> None:
-        """Index, plan, read."""
+        """Index, plan, read, and only then the values that are no tensors."""
         begun = time.perf_counter()
         self._reader.reset()  # it may have served another load, before somebody saved anew
         shared = self._ranks.broadcast("index", self._read_index)
         self._report.seconds["index"] = time.perf_counter() - begun
-        self._ranks.all_gather("read", lambda: self._plan_and_read(self._index(shared)))
+        if self._planner.only is not None or self._planner.exclude is not None:
+            self._ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
+        self._ranks.all_gather("read", lambda: self._plan_and_read(shared))
+        self._ranks.all_gather("store", self._store_values)
 
     def _read_index(self) -> bytes:
         """One commit for all ranks: an overwrite while they start must not give them two.
@@ -217,15 +302,25 @@ class _ColumnarLoad:
             reader.use_index(decode_manifest(shared))
         return reader.read_index(own_rank=ranks.rank)
 
-    def _plan_and_read(self, index: CheckpointIndex) -> bytes:
+    def _set_up(self, shared: bytes) -> CheckpointIndex:
+        """The index, with the planner set up for it: once, because it asks for the state."""
+        if self._ready is None:
+            index, ranks = self._index(shared), self._ranks
+            self._planner.set_up_planner(self._state(), LazyMetadata.of(lambda: index), ranks.is_coordinator)
+            self._ready = index
+        return self._ready
+
+    def _select(self, shared: bytes) -> bytes:
+        matches = self._planner.choose(self._set_up(shared))
+        return bytes(msgpack.packb(dataclasses.astuple(matches) if matches is not None else None))
+
+    def _plan_and_read(self, shared: bytes) -> bytes:
         begun = time.perf_counter()
         planner, report, ranks = self._planner, self._report, self._ranks
-        planner.set_up_planner(self._state(), LazyMetadata.of(lambda: index), ranks.is_coordinator)
+        index = self._set_up(shared)
         columns, dests = planner.create_load_columns(index)
-        if isinstance(columns.extra, LoadFindings):
-            report.missing = list(columns.extra.missing)
-            report.unexpected = list(columns.extra.unexpected)
-            report.cast = list(columns.extra.cast)
+        report.note_plan(planner)
+        report.note_source(index)
         request = _request(columns, dests)
         report.seconds["plan"] = time.perf_counter() - begun
         begun = time.perf_counter()
@@ -237,9 +332,12 @@ class _ColumnarLoad:
             engine.on_bytes = on_bytes
             stats = self._reader.read_request(engine, request)
             self._load_objects(engine, columns)
-        report.bytes_needed, report.bytes_read = stats.bytes_needed, stats.bytes_read
-        report.blocks_verified, report.blocks_unverified = stats.blocks_verified, stats.blocks_unverified
+        report.note_reading(stats)
         report.seconds["read"] = time.perf_counter() - begun
+        return b""
+
+    def _store_values(self) -> bytes:
+        self._planner.store_values()
         return b""
 
     def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
@@ -249,6 +347,12 @@ class _ColumnarLoad:
                 self._planner.store_object(fqn, decode_plain(objects.values[int(objects.plain[row])]))
             else:
                 self._planner.store_blob(fqn, self._reader.read_object(engine, objects.fqns[row]))
+
+
+def _agree_on_patterns(ranks: list[bytes]) -> bytes:
+    matches = [msgpack.unpackb(data) for data in ranks]
+    check_matches([Matches(*fields) for fields in matches if fields is not None])
+    return b""
 
 
 def _request(columns: LoadColumns, dests: list[Any]) -> ReadRequest:

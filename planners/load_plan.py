@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +37,8 @@ class WantedColumns:
 
     Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes. Boxes (m rows): of tensor ``box_tensors``, at
     ``box_offsets`` of extent ``box_sizes`` in the global tensor, going to ``box_local_offsets`` of the local
-    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors.
+    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors. ``stored_fqns`` and
+    ``stored_object_fqns`` are what the checkpoint calls them where that differs; several may have one name.
     """
 
     fqns: Sequence[str]
@@ -50,6 +51,22 @@ class WantedColumns:
     box_local_offsets: Int64
     box_dests: Int64
     object_fqns: Sequence[str] = ()
+    stored_fqns: Sequence[str] | None = None
+    stored_object_fqns: Sequence[str] | None = None
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        """What the checkpoint calls the tensors."""
+        return self.fqns if self.stored_fqns is None else self.stored_fqns
+
+    @property
+    def object_names(self) -> Sequence[str]:
+        """What the checkpoint calls the other values."""
+        return self.object_fqns if self.stored_object_fqns is None else self.stored_object_fqns
+
+    def told(self, row: int) -> str:
+        """The tensor's name for a message."""
+        return _told(self.fqns[row], self.tensor_names[row])
 
     @cached_property
     def ndims(self) -> Int64:
@@ -83,6 +100,7 @@ class _Problems:
     dtypes: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     fqns: list[str] = field(default_factory=list)
+    lacks_per_rank: bool = False
 
     def raise_any(self) -> None:
         """One error for everything: of the specific class where all problems are of one kind."""
@@ -99,6 +117,8 @@ class _Problems:
         told = [text for _, texts in found for text in texts]
         more = f"; and {len(told) - MAX_LISTED} more" if len(told) > MAX_LISTED else ""
         advice = " ".join(_ADVICE[kind] for kind, _ in found if kind in _ADVICE)
+        if self.lacks_per_rank:
+            advice = f"{advice} {_PER_RANK_ADVICE}"
         raise cls(
             f"the checkpoint does not fit the state dict, {len(told)} problem{'s' if len(told) > 1 else ''}: "
             f"{'; '.join(told[:MAX_LISTED])}{more}. {advice}".rstrip(),
@@ -113,6 +133,11 @@ _ADVICE: Mapping[type[PlanError], str] = {
     DtypeMismatchError: 'To convert while loading, plan with dtype="cast".',
 }
 
+_PER_RANK_ADVICE = (
+    "Some of these are PerRank values, which each rank has of its own: where another number of ranks saved "
+    'them, per_rank="keep" leaves them as they are.'
+)
+
 
 class _Pieces(NamedTuple):
     """Intersections: wanted box, chunk, and the shared region ``[low, high)`` in the global tensor."""
@@ -124,22 +149,30 @@ class _Pieces(NamedTuple):
 
 
 def plan_load(
-    index: CheckpointIndex, wanted: WantedColumns, *, allow_missing: bool = False, cast: bool = False
+    index: CheckpointIndex,
+    wanted: WantedColumns,
+    *,
+    allow_missing: bool = False,
+    cast: bool = False,
+    is_per_rank: Callable[[str], bool] | None = None,
 ) -> LoadColumns:
     """Plan reading ``wanted`` from a checkpoint; `LoadColumns.extra` is a `LoadFindings`.
 
     Every element of every wanted box is read exactly once, also where stored chunks overlap. Raises one error
     with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError, DtypeMismatchError
     (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and for elements that
-    are not stored.
+    are not stored. ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of
+    the error is another.
     """
     problems = _Problems()
-    tensor_rows = _rows(index.position, index.fqns, wanted.fqns)
-    object_rows = _rows(index.objects.position, index.objects.fqns, wanted.object_fqns)
-    missing = _check_keys(index, wanted, tensor_rows, object_rows, problems)
+    tensor_rows = _rows(index.position, wanted.tensor_names)
+    object_rows = _rows(index.objects.position, wanted.object_names)
+    absent = _check_keys(index, wanted, tensor_rows, object_rows, problems)
+    missing = list(absent)
     if not allow_missing:
-        problems.missing += [f"{fqn!r} is not in the checkpoint" for fqn in missing]
+        problems.missing += [f"{told} is not in the checkpoint" for told in absent.values()]
         problems.fqns += missing
+        problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
     usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
     parts = _intersect(index, wanted, tensor_rows, usable, problems)
     problems.raise_any()
@@ -151,7 +184,11 @@ def plan_load(
     return _columns(index, wanted, parts, object_rows[found], object_fqns, findings)
 
 
-def _rows(position: Mapping[str, int], stored: Sequence[str], wanted: Sequence[str]) -> Int64:
+def _told(fqn: str, name: str) -> str:
+    return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
+
+
+def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
     if not len(wanted):
         return np.zeros(0, np.int64)
     lookup = position.get
@@ -160,23 +197,26 @@ def _rows(position: Mapping[str, int], stored: Sequence[str], wanted: Sequence[s
 
 def _check_keys(
     index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64, problems: _Problems
-) -> list[str]:
-    """Names that are not stored at all; those stored as another kind are problems."""
-    missing = []
-    for fqn in (wanted.fqns[row] for row in np.flatnonzero(tensors < 0).tolist()):
-        if fqn in index.objects.position:
+) -> dict[str, str]:
+    """Names that are not stored at all, and how to tell them; those stored as another kind are problems."""
+    missing = {}
+    for row in np.flatnonzero(tensors < 0).tolist():
+        fqn, told = wanted.fqns[row], wanted.told(row)
+        if wanted.tensor_names[row] in index.objects.position:
             problems.others.append(
-                f"{fqn!r} is a tensor in the state dict, but another value in the checkpoint"
+                f"{told} is a tensor in the state dict, but another value in the checkpoint"
             )
             problems.fqns.append(fqn)
         else:
-            missing.append(fqn)
-    for fqn in (wanted.object_fqns[row] for row in np.flatnonzero(objects < 0).tolist()):
-        if fqn in index.position:
-            problems.others.append(f"{fqn!r} is a tensor in the checkpoint, but no tensor in the state dict")
+            missing[fqn] = told
+    for row in np.flatnonzero(objects < 0).tolist():
+        fqn, name = wanted.object_fqns[row], wanted.object_names[row]
+        told = _told(fqn, name)
+        if name in index.position:
+            problems.others.append(f"{told} is a tensor in the checkpoint, but no tensor in the state dict")
             problems.fqns.append(fqn)
         else:
-            missing.append(fqn)
+            missing[fqn] = told
     return missing
 
 
@@ -205,14 +245,16 @@ def _check_tensors(
     for place in np.flatnonzero(wrong).tolist():
         row, fqn = int(found[place]), wanted.fqns[int(found[place])]
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
-        problems.shapes.append(f"{fqn!r} has shape {shape}, stored is {index.shape(int(stored[place]))}")
+        problems.shapes.append(
+            f"{wanted.told(row)} has shape {shape}, stored is {index.shape(int(stored[place]))}"
+        )
         problems.fqns.append(fqn)
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
     if not cast:
         for row in differs:
             mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
             stored_name = index.dtype(int(rows[row])).name
-            problems.dtypes.append(f"{wanted.fqns[row]!r} is {mine_name}, stored is {stored_name}")
+            problems.dtypes.append(f"{wanted.told(row)} is {mine_name}, stored is {stored_name}")
             problems.fqns.append(wanted.fqns[row])
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-import pickle
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -14,16 +15,35 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from dcp.planners.columns import LoadColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
-from dcp.planners.load_plan import WantedColumns, plan_load
+from dcp.planners.load_choice import Choice, choose, per_rank_path
+from dcp.planners.load_object import load_object
+from dcp.planners.load_plan import LoadFindings, WantedColumns, plan_load
 from dcp.planners.local import LocalTensors, collect_tensors
 from dcp.planners.lookup import BoxLookup
 from dcp.planners.materialise import has_meta_tensor, materialise
+from dcp.planners.per_rank import rank_key
 from dcp.planners.save_planner import _current_rank, flatten_sharded
+from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.torch_plans import index_from_metadata, read_items
-from dcp.storage.errors import CheckpointFormatError, PlanError, UnsafeObjectError
+from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 
-__all__ = ["DefaultLoadPlanner", "load_object", "uses_columns"]
+__all__ = ["DefaultLoadPlanner", "PerRankLoad", "check_options", "uses_columns"]
+
+PerRankLoad = Literal["exact", "keep"]
+"""What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
+
+_MAX_LISTED = 10
+
+
+def check_options(
+    *, only: Patterns | None, exclude: Patterns | None, rename: Rename | None, per_rank: PerRankLoad | None
+) -> None:
+    """Raise PlanError for options of `DefaultLoadPlanner` that cannot be meant."""
+    Selection.of(only, exclude)
+    renamer(rename)
+    if per_rank is not None and per_rank not in get_args(PerRankLoad):
+        raise PlanError(f'per_rank must be "exact" or "keep", not {per_rank!r}')
 
 
 class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
@@ -31,13 +51,27 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     The positional parameters are torch's. ``dtype="cast"`` lets stored values be converted to the dtype of
     the state dict; "exact" raises DtypeMismatchError. ``weights_only=False`` lets stored objects run code
-    (pickle); give it only for checkpoints you trust. ``rank`` is this process's number, for `PerRank` values.
+    (pickle); give it only for checkpoints you trust. ``rank`` and ``world_size`` are of this process, for
+    `PerRank` values.
 
-    After planning, ``missing_keys`` (only with ``allow_partial_load``), ``unexpected_keys`` and ``cast_keys``
-    say what was passed over.
+    ``only`` and ``exclude`` are patterns of the entries to load (`dcp.planners.selection`); others are left
+    as they are. ``rename`` goes from the state dict's keys to the checkpoint's. ``per_rank="keep"`` leaves
+    `PerRank` values as they are where another number of ranks saved, or the checkpoint has none of them.
+
+    After planning, ``missing_keys`` (only with ``allow_partial_load``), ``unexpected_keys``, ``cast_keys``,
+    ``renamed_keys`` (those of the checkpoint, by the state dict's) and ``kept_per_rank`` say what was passed
+    over or is called otherwise.
     """
 
     mappings: dict[str, Path]
+    unasked: tuple[str, ...] = ()
+    """Keys of the top level whose entries the caller left out, because nothing of them can be selected."""
+
+    stores_later: bool = False
+    """Whether values wait for `store_values`, so that a load which fails changes none of them."""
+
+    must_fill: frozenset[str] = frozenset()
+    """Entries that the load has to fill, because one that failed may have filled them."""
 
     def __init__(
         self,
@@ -47,15 +81,39 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         *,
         dtype: Literal["exact", "cast"] = "exact",
         weights_only: bool = True,
+        only: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        per_rank: PerRankLoad = "exact",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        check_options(only=only, exclude=exclude, rename=rename, per_rank=per_rank)
         self.dtype = dtype
         self.weights_only = weights_only
+        self.only = only
+        self.exclude = exclude
+        self.rename = rename
+        self.per_rank: PerRankLoad = per_rank
         self.rank: int | None = None
+        self.world_size: int | None = None
         self.missing_keys: tuple[str, ...] = ()
         self.unexpected_keys: tuple[str, ...] = ()
         self.cast_keys: tuple[str, ...] = ()
+        self.renamed_keys: dict[str, str] = {}
+        self.kept_per_rank: tuple[str, ...] = ()
+        self._choice: Choice | None = None
+        self._planned: tuple[Choice, set[str]] | None = None
+        self._touched: frozenset[str] = frozenset()
+        self._later: list[tuple[str, Any]] = []
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._lookup = BoxLookup()
+
+    def begin_load(self, rank: int, world_size: int) -> None:
+        """Forget the load before; this one is of rank ``rank`` of ``world_size``."""
+        self.rank, self.world_size = rank, world_size
+        self._choice = self._planned = None
+        self._touched = self.must_fill
+        self._later, self._copies = [], []
 
     def set_up_planner(
         self,
@@ -65,20 +123,33 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     ) -> None:
         """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
         self.original_state_dict = state_dict
-        flat = self._flattened(state_dict, legacy=False)
-        if has_meta_tensor(flat.values()):
-            materialise(state_dict)
-            flat = self._flattened(state_dict, legacy=False)
-        self.state_dict = flat
+        self.state_dict = self._flattened(state_dict, legacy=False)
+        if self._materialise():
+            self.state_dict = self._flattened(state_dict, legacy=False)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self._lookup = BoxLookup()
 
+    def _materialise(self) -> bool:
+        """Give memory to tensors that are to be loaded and have none; whether there were any."""
+        selection, chosen = Selection.of(self.only, self.exclude), self.state_dict
+        if selection is not None:
+            chosen = {fqn: value for fqn, value in chosen.items() if selection.selects(fqn)}
+        if not has_meta_tensor(chosen.values()):
+            return False
+        for fqn, value in list(chosen.items()):
+            # One that may be kept must not become whatever is in new memory.
+            if self.per_rank == "keep" and self._per_rank_name(fqn) is not None:
+                continue
+            real = materialise(value)
+            if real is not value:
+                self._put(fqn, real)
+        return True
+
     def _flattened(self, state_dict: dict[str, Any], *, legacy: bool) -> dict[str, Any]:
         flat = state_dict
         if self.flatten_state_dict:
-            rank = self.rank if self.rank is not None else _current_rank()
-            flat, self.mappings = flatten(state_dict, rank=rank, legacy=legacy)
+            flat, self.mappings = flatten(state_dict, rank=self._own_rank(), legacy=legacy)
         return flatten_sharded(flat) if self.flatten_sharded_tensors else flat
 
     # -- columns ---------------------------------------------------------------------------------------------
@@ -94,6 +165,22 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""
+        if self.stores_later:
+            self._later.append((fqn, value))
+        else:
+            self._put(fqn, value)
+
+    def store_values(self) -> None:
+        """Put what has waited for the whole load to succeed."""
+        values, self._later = self._later, []
+        for fqn, value in values:
+            self._put(fqn, value)
+        copies, self._copies = self._copies, []
+        with torch.no_grad():
+            for _, tensor, loaded in copies:
+                tensor.copy_(loaded)
+
+    def _put(self, fqn: str, value: Any) -> None:
         if self.flatten_state_dict:
             replace_element(self.original_state_dict, self.mappings[fqn], value)
             return
@@ -105,9 +192,75 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """As `store_object`, from the value's torch.save bytes."""
         self.store_object(fqn, load_object(fqn, blob, weights_only=self.weights_only))
 
+    # -- what is loaded from where ---------------------------------------------------------------------------
+
+    def choose(self, index: CheckpointIndex) -> Matches | None:
+        """Decide what is loaded from where; how the patterns fared (see `check_matches`), if there are any.
+
+        Planning does it, too. Done before, ranks can agree on the patterns before anything is read.
+        """
+        return self._choose(index).matches
+
+    def _choose(self, index: CheckpointIndex) -> Choice:
+        selection, renamed = Selection.of(self.only, self.exclude), renamer(self.rename)
+        self._use_legacy_keys(index, selection, renamed)
+        self._choice = choice = choose(
+            self.state_dict,
+            index,
+            selection=selection,
+            renamed=renamed,
+            keep=self._per_rank_name if self.per_rank == "keep" else None,
+            world_size=self.world_size if self.world_size is not None else _current_world_size(),
+            unasked=self.unasked,
+        )
+        return choice
+
+    @property
+    def untouched_keys(self) -> frozenset[str]:
+        """Keys of the top level of which nothing was loaded, though they have entries."""
+        if self._choice is None or self._choice.values is self.state_dict:
+            return frozenset()
+        tops = self.mappings if self.flatten_state_dict else {}
+        touched, every = (
+            {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
+            for fqns in (self._choice.values, self.state_dict)
+        )
+        return frozenset(every - touched)
+
+    @property
+    def touched_keys(self) -> frozenset[str]:
+        """Entries that the load, be it done or failed, may have changed, and those of ``must_fill``."""
+        if self._planned is None:
+            return self._touched
+        choice, untouched = self._planned
+        return self._touched | (choice.values.keys() - untouched)
+
+    def check_chosen(self) -> None:
+        """Raise PlanError where a subclass has planned without heeding which entries to load."""
+        options = {"only": self.only, "exclude": self.exclude, "rename": self.rename}
+        given = [name for name, value in options.items() if value is not None]
+        given += ["per_rank"] if self.per_rank != "exact" else []
+        if given and self._choice is None:
+            raise PlanError(
+                f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
+                "DefaultLoadPlanner.create_local_plan"
+            )
+
+    def _per_rank_name(self, fqn: str) -> str | None:
+        """The name of the `PerRank` value that ``fqn`` is an entry of; None for all others."""
+        path = self.mappings.get(fqn, ()) if self.flatten_state_dict else ()
+        if rank_key(self._own_rank()) not in path:
+            return None
+        holder = per_rank_path(self.original_state_dict, path)
+        return ".".join(map(str, holder)) if holder is not None else None
+
+    def _own_rank(self) -> int:
+        return self.rank if self.rank is not None else _current_rank()
+
     def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalTensors]:
-        self._use_legacy_keys(index)
-        local = collect_tensors(self.state_dict, purpose="load")
+        choice = self._choose(index)
+        local = collect_tensors(self._destinations(choice), purpose="load")
+        object_fqns = tuple(local.objects)
         wanted = WantedColumns(
             fqns=local.fqns,
             dtype_codes=local.dtype_codes,
@@ -118,22 +271,79 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             box_sizes=local.item_sizes,
             box_local_offsets=local.item_local_offsets,
             box_dests=local.item_sources,
-            object_fqns=tuple(local.objects),
+            object_fqns=object_fqns,
+            stored_fqns=choice.stored_names(local.fqns),
+            stored_object_fqns=choice.stored_names(object_fqns),
         )
-        columns = plan_load(index, wanted, allow_missing=self.allow_partial_load, cast=self.dtype == "cast")
-        findings = columns.extra
-        self.missing_keys, self.unexpected_keys = findings.missing, findings.unexpected
-        self.cast_keys = findings.cast
+        columns = plan_load(
+            index,
+            wanted,
+            allow_missing=self.allow_partial_load,
+            cast=self.dtype == "cast",
+            is_per_rank=lambda fqn: self._per_rank_name(fqn) is not None,
+        )
+        self._note(choice, columns.extra)
+        waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self.stores_later else []
+        self._planned = choice, {*self.missing_keys, *waiting}
         return columns, wanted, local
 
-    def _use_legacy_keys(self, index: CheckpointIndex) -> None:
+    def _destinations(self, choice: Choice) -> Mapping[str, Any]:
+        """The chosen entries; in place of `PerRank` tensors new memory, if they may be kept.
+
+        The checkpoint that is loaded after this one turned out to be damaged may leave them as they are.
+        """
+        if not self.stores_later or self.per_rank != "keep":
+            return choice.values
+        values = dict(choice.values)
+        for fqn, value in choice.values.items():
+            if isinstance(value, torch.Tensor) and self._per_rank_name(fqn) is not None:
+                values[fqn] = torch.empty_like(value.detach())
+                self._copies.append((fqn, value, values[fqn]))
+        return values
+
+    def _note(self, choice: Choice, findings: LoadFindings) -> None:
+        """What there is to tell about the plan. Raises PlanError unless it fills ``must_fill``."""
+        self.missing_keys, self.cast_keys = findings.missing, findings.cast
+        self.unexpected_keys = choice.unexpected(findings.unexpected)
+        self.kept_per_rank = choice.kept
+        missing, names = set(findings.missing), choice.names or {}
+        self.renamed_keys = {
+            fqn: names[fqn]
+            for fqn in (choice.values if names else ())
+            if names[fqn] != fqn and fqn not in missing
+        }
+        stale = sorted(self.must_fill - (choice.values.keys() - missing))
+        if stale:
+            more = f" and {len(stale) - _MAX_LISTED} more" if len(stale) > _MAX_LISTED else ""
+            raise PlanError(
+                f"a load that failed may have filled {', '.join(map(repr, stale[:_MAX_LISTED]))}{more} from "
+                "another checkpoint, and this one has nothing to put there, so the state would be of two "
+                "checkpoints; build it anew and load this one alone",
+                fqns=stale[:_MAX_LISTED],
+            )
+
+    def _use_legacy_keys(
+        self,
+        index: CheckpointIndex,
+        selection: Selection | None,
+        renamed: Callable[[str], str] | None,
+    ) -> None:
         """Take the keys of torch before 2.4 where the checkpoint has those instead of today's."""
+
+        def chosen(flat: Mapping[str, Any]) -> tuple[Collection[str], Collection[str]]:
+            fqns = flat.keys() if selection is None else [fqn for fqn in flat if selection.selects(fqn)]
+            return fqns, fqns if renamed is None else [renamed(fqn) for fqn in fqns]
+
         tensors, objects = index.position, index.objects.position
-        if not self.flatten_state_dict or all(fqn in tensors or fqn in objects for fqn in self.state_dict):
+        names = chosen(self.state_dict)[1]
+        if not self.flatten_state_dict or all(name in tensors or name in objects for name in names):
             return
         current, mappings = self.state_dict, self.mappings
         legacy = self._flattened(self.original_state_dict, legacy=True)
-        if any(fqn not in current and (fqn in tensors or fqn in objects) for fqn in legacy):
+        if any(
+            fqn not in current and (name in tensors or name in objects)
+            for fqn, name in zip(*chosen(legacy), strict=True)
+        ):
             self.state_dict = legacy
         else:
             self.mappings = mappings
@@ -146,7 +356,15 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         index = index_from_metadata(self.metadata)
         columns, wanted, _ = self._plan(index)
-        return LoadPlan(read_items(columns, wanted, index))
+        choice = self._choice
+        matches = choice.matches if choice is not None else None
+        return LoadPlan(read_items(columns, wanted, index), planner_data=matches)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add. Raises PlanError for patterns that match nothing on any rank."""
+        check_matches([plan.planner_data for plan in global_plan if isinstance(plan.planner_data, Matches)])
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take the stored bytes of an object."""
@@ -178,48 +396,14 @@ _COLUMNAR_STEPS = (
 )
 
 
+def _current_world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def uses_columns(planner: LoadPlanner) -> bool:
     """Whether `dcp.load` may plan with columns: ours, with none of the steps overridden that these leave
     out."""
     return isinstance(planner, DefaultLoadPlanner) and all(
         getattr(type(planner), step) is getattr(DefaultLoadPlanner, step) and step not in vars(planner)
         for step in _COLUMNAR_STEPS
-    )
-
-
-def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> Any:
-    """The value of torch.save bytes.
-
-    Raises UnsafeObjectError where it needs a class or function that `torch.load(weights_only=True)` does not
-    allow, CheckpointFormatError where the bytes are damaged.
-    """
-    buffer = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
-    begin = buffer.tell()
-    head = buffer.read(2)
-    buffer.seek(begin)
-    if head != b"PK" and head[:1] != b"\x80":
-        raise CheckpointFormatError(f"object {fqn!r} was not written by torch.save, or is damaged", fqn=fqn)
-    try:
-        return torch.load(buffer, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise _refused(fqn, str(error), weights_only=weights_only) from error
-    except Exception as error:
-        if not weights_only:  # code of the checkpoint's own classes ran, and it is their error
-            raise
-        # Damaged bytes make torch's unpickler raise whatever its steps do: ValueError, IndexError, KeyError.
-        raise CheckpointFormatError(f"object {fqn!r} is damaged: {_first_line(error)}", fqn=fqn) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _refused(fqn: str, text: str, *, weights_only: bool) -> CheckpointFormatError:
-    reason = next((line.strip() for line in text.splitlines() if "nsupported" in line), "")
-    if not weights_only or not reason:
-        return CheckpointFormatError(f"object {fqn!r} cannot be unpickled: {text[:300]}", fqn=fqn)
-    return UnsafeObjectError(
-        f"object {fqn!r} needs more than plain data to load ({reason[:300]}). If you trust the checkpoint, "
-        "plan with weights_only=False, or allow the class with torch.serialization.add_safe_globals",
-        fqn=fqn,
     )

@@ -31,6 +31,7 @@ from dcp.planners.load_plan import WantedColumns
 from dcp.planners.local import DTYPE_CODES
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
+from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [
     "ComparedItem",
@@ -240,7 +241,13 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
         chunk_files=chunk_files,
         objects=ObjectColumns(fqns=tuple(objects)),
         planner_data=metadata.planner_data,
+        provenance=_provenance(metadata),
     )
+
+
+def _provenance(metadata: Metadata) -> Mapping[str, Any]:
+    """Who saved it, where a reader of ours read it: torch's metadata do not tell."""
+    return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 
 def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointIndex) -> list[ReadItem]:
@@ -256,9 +263,8 @@ def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointInd
     dest, local = columns.dest_offsets.tolist(), wanted.box_local_offsets.tolist()
     box_start, box_offsets = wanted.box_start.tolist(), wanted.box_offsets.tolist()
     items = []
-    for row, (box, chunk, hint) in enumerate(
-        zip(columns.extra.boxes.tolist(), columns.chunks.tolist(), hints, strict=True)
-    ):
+    rows = (columns.extra.boxes.tolist(), columns.chunks.tolist(), chunk_tensors.tolist(), hints)
+    for row, (box, chunk, stored_tensor, hint) in enumerate(zip(*rows, strict=True)):
         fqn, part = names[tensors[box]], slice(start[row], start[row + 1])
         own = slice(box_start[box], box_start[box + 1])
         relative = [place - begin for place, begin in zip(dest[part], local[own], strict=True)]
@@ -267,13 +273,13 @@ def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointInd
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(fqn, box_offsets[own]),
                 dest_offsets=torch.Size(relative),
-                storage_index=MetadataIndex(fqn, index.box(chunk)[0], hint),
+                storage_index=MetadataIndex(index.fqns[stored_tensor], index.box(chunk)[0], hint),
                 storage_offsets=torch.Size(storage[part]),
                 lengths=torch.Size(lengths[part]),
             )
         )
     nothing = torch.Size((0,))
-    for fqn in columns.object_fqns:
-        where = MetadataIndex(fqn)
-        items.append(ReadItem(LoadItemType.BYTE_IO, where, nothing, where, nothing, nothing))
+    for stored_object, fqn in zip(columns.objects.tolist(), columns.object_fqns, strict=True):
+        where, stored = MetadataIndex(fqn), MetadataIndex(index.objects.fqns[stored_object])
+        items.append(ReadItem(LoadItemType.BYTE_IO, where, nothing, stored, nothing, nothing))
     return items

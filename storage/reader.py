@@ -26,9 +26,16 @@ from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.read import ReadEngine, Unit
 from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
 from dcp.storage.engine.read_worker import Worker
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError, ShapeMismatchError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    PlanError,
+    ShapeMismatchError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.manifest import encode_manifest
 from dcp.storage.formats.open import open_index
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
@@ -96,6 +103,7 @@ class FileSystemReader(StorageReader):
         self.stats = ReadStats()
         self._store: Store | None = None
         self._index: CheckpointIndex | None = None
+        self._read_as: tuple[int | None, int | None] = None, None
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -120,11 +128,28 @@ class FileSystemReader(StorageReader):
             self._store = self.open_store(self.path)
         return self._store
 
+    @property
+    def index(self) -> CheckpointIndex | None:
+        """The index of this load; None before it was read."""
+        return self._index
+
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
         """The checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self._index is None:
             self._index = open_index(self.store, rank=rank, own_rank=own_rank)
+            self._read_as = rank, own_rank
         return self._index
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint was committed under the id since this load read the index."""
+        if self._index is None:
+            return False
+        rank, own_rank = self._read_as
+        try:
+            current = open_index(self.store, rank=rank, own_rank=own_rank)
+        except CheckpointError:
+            return False
+        return encode_manifest(current) != encode_manifest(self._index)
 
     def use_index(self, index: CheckpointIndex) -> None:
         """Take the index that the coordinator read, so that all ranks load one and the same commit."""

@@ -1,0 +1,200 @@
+"""Which entries of a state dict a load is for, and what the checkpoint calls them.
+
+Patterns are shell globs on flat keys, case-sensitive; a pattern selects what it matches and everything below
+that: ``model`` is all of the model, ``*.bias`` every bias.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcp.storage.errors import PlanError
+
+__all__ = ["Matches", "Patterns", "Rename", "Selection", "check_matches", "renamer"]
+
+Patterns = str | Sequence[str]
+"""One glob, or several of which any may match."""
+
+Rename = Mapping[str, str | Callable[[re.Match[str]], str]] | Callable[[str], str]
+"""From the state dict's flat key to the checkpoint's: regular expressions with their replacements as
+`re.sub` takes them, applied in order, each to what the ones before it gave; or a function of the key."""
+
+_MAX_LISTED = 10
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    text: str
+    regex: re.Pattern[str] = field(repr=False)
+
+    @classmethod
+    def of(cls, text: str) -> _Pattern:
+        return cls(text, re.compile(f"{fnmatch.translate(text)}|{fnmatch.translate(text + '.*')}"))
+
+    def matches(self, key: str) -> bool:
+        return self.regex.match(key) is not None
+
+    def may_match_below(self, key: str) -> bool:
+        """False where no name at or below ``key`` can match, whatever names there are."""
+        below, glob = f"{key}.", _GLOB.search(self.text)
+        if glob is None:
+            return self.matches(key) or self.text.startswith(below)
+        literal = self.text[: glob.start()]
+        return below.startswith(literal) or literal.startswith(below)
+
+    def covers(self, key: str) -> bool:
+        """True where every name below ``key`` matches."""
+        return self.matches(key) or (
+            self.text.endswith(".*") and fnmatch.fnmatchcase(key, self.text.removesuffix(".*"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What ``only`` and ``exclude`` select: what any pattern of ``only`` matches (everything if that is None)
+    and no pattern of ``exclude``."""
+
+    only: tuple[_Pattern, ...] | None
+    exclude: tuple[_Pattern, ...]
+
+    @classmethod
+    def of(cls, only: Patterns | None, exclude: Patterns | None) -> Selection | None:
+        """None where neither is given, and everything is selected. Raises PlanError for what are no
+        patterns."""
+        if only is None and exclude is None:
+            return None
+        chosen = None if only is None else _patterns("only", only)
+        if chosen == ():
+            raise PlanError("only=[] selects nothing; leave it out to load everything")
+        return cls(chosen, () if exclude is None else _patterns("exclude", exclude))
+
+    def selects(self, key: str) -> bool:
+        """Whether the entry of this flat key is to be loaded."""
+        if self.only is not None and not any(pattern.matches(key) for pattern in self.only):
+            return False
+        return not any(pattern.matches(key) for pattern in self.exclude)
+
+    def reaches(self, key: str) -> bool:
+        """False where nothing at or below ``key`` can be selected, whatever there is below it."""
+        if self.only is not None and not any(pattern.may_match_below(key) for pattern in self.only):
+            return False
+        return not any(pattern.covers(key) for pattern in self.exclude)
+
+    def match(self, keys: Iterable[str], unasked: Sequence[str]) -> Matches:
+        """How the patterns fare with the flat ``keys`` of a rank.
+
+        ``unasked`` are keys whose entries were not looked at, as `reaches` says that none is selected.
+        """
+        keys = list(keys)
+        named = [("only", pattern) for pattern in self.only or ()]
+        named += [("exclude", pattern) for pattern in self.exclude]
+        idle = [
+            (f"{option}={pattern.text!r}", _close(pattern.text, [*keys, *unasked]))
+            for option, pattern in named
+            if not any(map(pattern.matches, keys)) and not any(map(pattern.may_match_below, unasked))
+        ]
+        return Matches(dict(idle), sum(map(self.selects, keys)))
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """How one rank's state dict and the patterns go together.
+
+    ``idle``: patterns that match nothing there, each with the names that are most like it; ``selected``:
+    number of entries to load. Plain data, so that ranks can tell each other.
+    """
+
+    idle: dict[str, list[str]]
+    selected: int
+
+
+def check_matches(ranks: Sequence[Matches]) -> None:
+    """Raise PlanError for a pattern that matches on no rank (a stage of a pipeline has a part of the keys),
+    and where nothing at all is selected."""
+    idle = {
+        pattern: sorted({name for rank in ranks for name in rank.idle[pattern]})
+        for pattern in (ranks[0].idle if ranks else {})
+        if all(pattern in rank.idle for rank in ranks)
+    }
+    if idle:
+        told = [
+            f"{pattern}{f' (did you mean {_listed(close)}?)' if close else ''}"
+            for pattern, close in idle.items()
+        ]
+        raise PlanError(
+            f"{'; '.join(told[:_MAX_LISTED])} match{'' if len(told) > 1 else 'es'} nothing in the state "
+            "dict; patterns are shell globs on its flat keys, such as 'model.*' or '*.bias'",
+            patterns=list(idle)[:_MAX_LISTED],
+        )
+    if ranks and not any(rank.selected for rank in ranks):
+        raise PlanError("only and exclude together leave nothing of the state dict to load")
+
+
+def renamer(rename: Rename | None) -> Callable[[str], str] | None:
+    """``rename`` as one function of the key; None without any. Raises PlanError for what is no renaming."""
+    if rename is None:
+        return None
+    if isinstance(rename, Mapping):
+        return _Rules.of(rename)
+    if not callable(rename):
+        raise PlanError(
+            f"rename must be a mapping of regular expressions to replacements, or a function, not {rename!r}"
+        )
+    return lambda key: _checked(key, rename(key))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    rules: tuple[tuple[re.Pattern[str], Any], ...]
+
+    @classmethod
+    def of(cls, rename: Mapping[str, Any]) -> _Rules:
+        try:
+            return cls(tuple((re.compile(regex), replacement) for regex, replacement in rename.items()))
+        except (re.error, TypeError) as error:
+            raise PlanError(f"rename has a key that is no regular expression: {error}") from error
+
+    def __call__(self, key: str) -> str:
+        name: Any = key
+        for regex, replacement in self.rules:
+            try:
+                name = regex.sub(replacement, name)
+            except (re.error, IndexError, TypeError) as error:
+                raise PlanError(
+                    f"rename: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: "
+                    f"{error}",
+                    fqn=key,
+                ) from error
+        return _checked(key, name)
+
+
+def _checked(key: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise PlanError(f"rename must give a string, and gave {name!r} for {key!r}", fqn=key)
+    return name
+
+
+def _patterns(option: str, given: Patterns) -> tuple[_Pattern, ...]:
+    texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    wrong = next((text for text in texts if not isinstance(text, str) or not text), None)
+    if wrong is not None:
+        raise PlanError(f"{option} takes shell globs on flat keys, such as 'model.*', not {wrong!r}")
+    return tuple(map(_Pattern.of, texts))
+
+
+def _close(text: str, keys: Iterable[str]) -> list[str]:
+    """Names as deep as the pattern that are written almost alike, with what is below them left out."""
+    bare = text.removesuffix(".*")
+    depth = bare.count(".") + 1
+    names = {".".join(key.split(".", depth)[:depth]) for key in keys}
+    return difflib.get_close_matches(bare, sorted(names), n=3)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names[:3]))
