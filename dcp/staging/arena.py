@@ -1,0 +1,199 @@
+"""Host memory that staged copies live in: one large mapping, kept from save to save.
+
+Mappings are made here and not by the `mmap` module, which keeps a second file descriptor of what it maps, and
+refuses to let go of a mapping while a tensor still looks at it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from typing import Any, Literal
+
+import torch
+
+from dcp.staging.available import available_bytes
+from dcp.staging.errors import StagingMemoryError
+from dcp.storage.errors import StagingError
+
+__all__ = ["ArenaKind", "HostArena"]
+
+ArenaKind = Literal["private", "pinned", "shared"]
+
+_GRANULE_BYTES = 2 << 20
+"""Sizes are multiples of a huge page."""
+_MADV_HUGEPAGE, _MADV_DONTFORK = 14, 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_Memory = ctypes.Array[ctypes.c_ubyte]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class HostArena:
+    """One host mapping that staged tensors are views of.
+
+    ``private``: memory of this process, which forked children do not see. ``shared``: a memory file without a
+    name, which other processes map through a duplicate of ``fd``; it is gone with the last of them, however
+    they end. ``pinned``: private, and page-locked for the accelerator.
+
+    With CUDA a ``shared`` arena is page-locked as well. Not thread-safe; the stager hands an arena to one
+    save at a time.
+    """
+
+    def __init__(self, kind: ArenaKind = "private") -> None:
+        """Raises StagingError for ``pinned`` where no accelerator is."""
+        if kind == "pinned" and not torch.accelerator.is_available():
+            raise StagingError(
+                "pinned host memory needs an accelerator, and there is none; use kind='private'", kind=kind
+            )
+        self.kind: ArenaKind = kind
+        self.size_bytes = 0
+        self.generation = 0
+        self.fd: int | None = None
+        self._memory: _Memory | None = None
+        self._close_fd: weakref.finalize[[int], HostArena] | None = None
+        if kind == "shared":
+            self.fd = os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
+            self._close_fd = weakref.finalize(self, os.close, self.fd)
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def reserve(self, size_bytes: int) -> None:
+        """Have at least ``size_bytes``; nothing happens while they are there already.
+
+        Growing replaces the mapping and counts ``generation`` up. Tensors that still view the old one stay
+        valid (for ``shared``, of the same memory). Raises StagingMemoryError when the memory is not to be
+        had, and leaves the arena as it was.
+        """
+        if self._closed:
+            raise StagingError("this arena is closed")
+        if size_bytes <= self.size_bytes and self._memory is not None:
+            return
+        size = max(-(-size_bytes // _GRANULE_BYTES), 1) * _GRANULE_BYTES
+        self._require(size)
+        if self.kind != "shared":
+            # dropped first, so that the old and the new pages are not there at once
+            self._memory, self.size_bytes = None, 0
+        self._memory = self._mapped(size)
+        self.size_bytes = size
+        self.generation += 1
+
+    @property
+    def memory(self) -> _Memory:
+        """The mapping as a buffer; whatever holds it keeps the mapping alive."""
+        if self._memory is None:
+            raise StagingError(
+                "this arena is closed" if self._closed else "nothing is reserved in this arena"
+            )
+        return self._memory
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process."""
+        return ctypes.addressof(self.memory)
+
+    def bytes_tensor(self) -> torch.Tensor:
+        """The whole arena as a uint8 tensor; it keeps the mapping alive."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Let go of the memory and the descriptor; idempotent. Tensors that view it stay valid."""
+        self._closed = True
+        self._memory, self.size_bytes = None, 0
+        if self._close_fd is not None:
+            self._close_fd()
+            self.fd = None
+
+    def _require(self, size_bytes: int) -> None:
+        """Refuse what cannot be had: the kernel would promise it, and kill the process when it is written."""
+        held = self.size_bytes
+        available = available_bytes()
+        if available is not None and size_bytes - held > available:
+            raise _no_memory(self.kind, size_bytes, available)
+
+    def _mapped(self, size_bytes: int) -> _Memory:
+        if self.kind == "pinned" and not torch.cuda.is_available():
+            return _pinned(size_bytes)
+        if self.fd is None:
+            address = _map(size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            # After a fork the next staging would copy every page once more, for a child without use for it.
+            _libc.madvise(address, size_bytes, _MADV_DONTFORK)
+        else:
+            self._allocate(self.fd, size_bytes)
+            address = _map(size_bytes, mmap.MAP_SHARED, self.fd)
+        # advice, no more: kernels without huge pages refuse it
+        _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
+        return _owned(address, size_bytes, pin=self.kind != "private" and torch.cuda.is_available())
+
+    def _allocate(self, fd: int, size_bytes: int) -> None:
+        """Have the pages now: without, a full memory would be a SIGBUS in the middle of a copy."""
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            os.ftruncate(fd, self.size_bytes)
+            raise _no_memory(self.kind, size_bytes, available_bytes()) from error
+
+
+def _no_memory(kind: str, needed_bytes: int, available: int | None) -> StagingMemoryError:
+    there = "" if available is None else f", {available / 2**30:.2f} GiB are available"
+    return StagingMemoryError(
+        f"staging needs {needed_bytes / 2**30:.2f} GiB of {kind} host memory{there}; "
+        "stage fewer saves at once, shard the state over more hosts, or save synchronously",
+        needed_bytes=needed_bytes,
+        available_bytes=available,
+    )
+
+
+def _map(size_bytes: int, flags: int, fd: int) -> int:
+    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        cause = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        raise _no_memory("mapped", size_bytes, available_bytes()) from cause
+    return int(address)
+
+
+def _owned(address: int, size_bytes: int, *, pin: bool) -> _Memory:
+    """The mapping as a buffer; it is unmapped when the last tensor that views it is gone."""
+    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    finalizer = weakref.finalize(memory, _unmap, address, size_bytes, pin)
+    # At exit the kernel does it: until then a thread may still be copying.
+    finalizer.atexit = False
+    if pin:
+        # exactly what is needed; torch's allocator of pinned memory takes powers of two, and keeps them
+        torch.cuda.check_error(_cuda().cudaHostRegister(address, size_bytes, 0))
+    return memory
+
+
+def _unmap(address: int, size_bytes: int, pinned: bool) -> None:
+    if pinned:
+        _cuda().cudaHostUnregister(address)
+    _libc.munmap(address, size_bytes)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _pinned(size_bytes: int) -> _Memory:
+    """Page-locked memory of the accelerator's own allocator."""
+    tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
+    weakref.finalize(memory, lambda kept: None, tensor).atexit = False
+    return memory

@@ -1,0 +1,182 @@
+"""The stager: state into host memory that is allocated once, so that training can go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultStager
+from torch.distributed.checkpoint.staging import StagingOptions
+
+from dcp.local_state import LocalState
+from dcp.staging.arena import ArenaKind, HostArena
+from dcp.staging.gate import Gate
+from dcp.staging.guard import changed_error
+from dcp.staging.layout import Structure
+from dcp.staging.machine import Machine, Staging
+from dcp.staging.pool import SlotPool
+from dcp.staging.samples import Guard
+from dcp.storage.formats.index import Int64
+
+__all__ = ["DefaultStager", "StagedState"]
+
+_TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True, eq=False)
+class StagedState:
+    """A rank's state, copied or being copied into an arena.
+
+    ``local`` is the state with views of the arena for its sources: on the CPU, contiguous, of the sources'
+    shapes and dtypes, the same view for ties. ``offsets`` are their places in the arena in bytes, multiples
+    of 64, by source. ``layout`` is equal for two states that have the same arena mapping, places, shapes and
+    dtypes; no other staging of this process has its number. ``done`` ends when the copies are complete and
+    were found to be true, with StagingError otherwise; ``seconds`` has "staging" from then on.
+    """
+
+    local: LocalState
+    offsets: Int64
+    arena: HostArena
+    layout: int
+    done: Future[None] = field(default_factory=Future)
+    seconds: dict[str, float] = field(default_factory=dict)
+    _give_back: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    def release(self) -> None:
+        """The arena may be used for another save; idempotent, from any thread."""
+        self._give_back()
+
+
+class DefaultStager(TorchDefaultStager):
+    """Copies state to host memory that is allocated at the first save and used again by all others.
+
+    ``config`` is torch's. What needs an accelerator (pinned memory, non-blocking copies, `stage` behind the
+    caller's back) is ignored where there is none, where torch's stager raises. ``guard`` says how the copies
+    are compared with the state: ``sampled`` (some bytes of every tensor), ``full`` (a CRC of all) or ``off``.
+    ``threads`` copy host memory; by default as many as this process has cores for, eight at most.
+
+    At most ``arenas`` saves are staged at once, each with memory of its own. ``process`` says that their
+    memory is to be shared with a process that writes.
+
+    One thread stages; the others may only release, lock and wait.
+    """
+
+    def __init__(
+        self,
+        config: StagingOptions | None = None,
+        *,
+        guard: Guard = "sampled",
+        threads: int | None = None,
+        arenas: int = 1,
+        process: bool = False,
+    ) -> None:
+        # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
+        self._config = config if config is not None else StagingOptions()
+        self._process = process
+        self._machine = Machine(guard, threads)
+        self._gate = Gate()
+        self._pool = SlotPool(arenas)
+        self._background: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def stage_local(
+        self,
+        local: LocalState,
+        *,
+        overlap: bool = False,
+        shared: bool = False,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
+    ) -> StagedState:
+        """Copy the sources of ``local`` into an arena; ``shared``: one that another process can map.
+
+        Returns when the copies are complete, or with ``overlap`` at once, and then the state must not change
+        until ``done`` of the result is, or inside of `lock`. Waits for an arena that a former save still has,
+        at most ``timeout_seconds`` (StagingTimeoutError). A copy that is not what the state was is the error
+        of ``done``; StagingMemoryError is raised when the host has not the memory.
+        """
+        begun = time.perf_counter()
+        slot = self._pool.take(self._kind(local, shared=shared or self._process), timeout_seconds)
+        give_back = self._pool.giving_back(slot)
+        try:
+            self._gate.begin_copying(timeout_seconds)
+        except BaseException:
+            give_back()
+            raise
+        try:
+            sources = local.sources
+            staging = self._machine.begin(
+                slot, sources, lambda first: Structure.of_columns(local.columns, first)
+            )
+            layout = staging.layout
+            staged = StagedState(
+                replace(local, sources=layout.views),
+                layout.offsets,
+                slot.arena,
+                layout.number,
+                _give_back=give_back,
+            )
+            if overlap:
+                self._behind().submit(self._finish, staging, staged, local, begun)
+        except BaseException:
+            self._gate.end_copying()
+            give_back()
+            raise
+        if not overlap:
+            self._finish(staging, staged, local, begun)
+        return staged
+
+    def _finish(self, staging: Staging, staged: StagedState, local: LocalState, begun: float) -> None:
+        error: BaseException | None = None
+        try:
+            wrong = staging.run()
+            if wrong:
+                error = changed_error(_fqns(local, wrong))
+        except BaseException as failure:  # noqa: BLE001 - the future's, whatever it is
+            error = failure
+        staged.seconds["staging"] = time.perf_counter() - begun
+        self._gate.end_copying()
+        if error is None:
+            staged.done.set_result(None)
+        else:
+            staged.done.set_exception(error)
+
+    def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
+        """To be held while the state changes (around ``optimizer.step()``) where stagings overlap.
+
+        Entering waits for the staging under way, one that `stage_local` has begun before; a further one
+        waits until the block is left. StagingTimeoutError after ``timeout_seconds``.
+        """
+        return self._gate.changing(timeout_seconds)
+
+    def close(self) -> None:
+        """Finish the copies under way, then let go of threads and memory; idempotent. Memory of saves that
+        have not ended is kept until they release it."""
+        self._closed = True
+        if self._background is not None:
+            self._background.shutdown()
+            self._background = None
+        self._machine.close()
+        self._pool.close()
+
+    def _kind(self, local: LocalState, *, shared: bool) -> ArenaKind:
+        if shared:
+            return "shared"
+        accelerated = self._config.use_pinned_memory and torch.accelerator.is_available()
+        return "pinned" if accelerated and not all(source.is_cpu for source in local.sources) else "private"
+
+    def _behind(self) -> ThreadPoolExecutor:
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
+        return self._background
+
+
+def _fqns(local: LocalState, sources: list[int]) -> list[str]:
+    """Names of the tensors that lie in these sources."""
+    columns = local.columns
+    wrong = set(sources)
+    pairs = zip(columns.item_sources.tolist(), columns.item_tensors.tolist(), strict=True)
+    return list(dict.fromkeys(columns.fqns[tensor] for source, tensor in pairs if source in wrong))
