@@ -56,10 +56,15 @@ class Schedule:
             self._first = step
         self._step, self._time_is_up = step, time_is_up
 
-    def reason(self, step: int, *, last: bool = False) -> Reason | None:
-        """Why ``step``, which was begun, has to be saved; None if it has not, or was already."""
+    def reason(self, step: int, *, last: bool = False, stop: bool = False) -> Reason | None:
+        """Why ``step``, which was begun, has to be saved; None if it has not, or was already.
+
+        ``stop``: the run is to end after it.
+        """
         if step == self._saved:
             return None
+        if stop:
+            return "stop"
         if last:
             return "last"
         if self._save_first and not self._restored and step == self._first:

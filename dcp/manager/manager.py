@@ -1,0 +1,458 @@
+"""`CheckpointManager`: the checkpoints of one training run, from the first save to a resume."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch.distributed as dist
+
+from dcp.background.future import SaveFuture, SaveOutcome
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
+from dcp.manager.events import EventCallback, Events
+from dcp.manager.ledger import Ledger
+from dcp.manager.retention import Retention
+from dcp.manager.saves import Mode, SaveOptions, saves_of
+from dcp.manager.schedule import Reason, Schedule
+from dcp.manager.steps import StepFolders
+from dcp.manager.turns import Turns
+from dcp.manager.upkeep import Check, Upkeep
+from dcp.manager.user_metadata import user_metadata_of
+from dcp.progress import ProgressCallback
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+__all__ = ["CheckpointManager"]
+
+_AFTER_ERROR_SECONDS = 60.0
+"""How long a save under way may take when training has ended with an exception: other ranks may be dead."""
+
+_UPKEEP_SECONDS = 5.0
+"""What verification and deletions get at least at the end, when saves took all of the time."""
+
+_PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
+"""Saves that wait for the one before, whatever ``when_busy`` says."""
+
+
+class CheckpointManager:
+    """Saves, keeps and restores the checkpoints of one training run::
+
+        with dcp.CheckpointManager("ckpt", every_steps=100, keep=dcp.Retention(last=3)) as manager:
+            restored = manager.restore(state)
+            for step in range(restored.step + 1 if restored else 1, steps + 1):
+                loss = train_step()
+                manager.save(step, state, metrics={"loss": loss}, last=step == steps)
+                if manager.stop_requested:
+                    break
+
+    All ranks make the manager alike (it opens gloo groups of its own, whatever backend training uses), call
+    `save` or `should_save` for the same steps, and `restore` and `close` together. Each checkpoint is a
+    folder below ``root``, named by ``name``. Managers share nothing: a process may have several.
+
+    - ``mode``: where saves are written. "thread" and "process" copy the state, and write the copy in a
+      thread of this process or in one of its own, which commits what it was given even if this process is
+      killed; "sync" writes before `save` returns.
+    - ``every_steps``, ``every_seconds``: when `save` saves, whichever comes first; without either, whenever
+      it is called. Steps are saved at multiples of ``every_steps``, also after a resume. ``save_first``: also
+      the first step of a run that was not restored.
+    - ``keep``: which checkpoints stay; None keeps all. Only committed ones that were not found damaged
+      count; pinned ones stay.
+    - ``when_busy``: what a save by interval does while the one before is not finished: "wait", "skip" (until
+      the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
+    - ``on_failure``: a save that failed in spite of ``retries`` (for errors of the storage, after
+      ``retry_pause_seconds``, doubled each time) is logged, told as an event and counted in `failures`, and
+      training goes on ("warn"); or `save` raises what it raised at the next call, on all ranks at the same
+      step, and so do `wait` and `close` ("raise").
+    - ``verify_saved``: after each commit, in the background, "sizes" sees to it that all files are there with
+      the committed sizes, "full" reads all of their bytes again. What is found is noted beside the
+      checkpoint.
+    - ``handle_sigterm``: SIGTERM on any rank makes the next `save` save and wait for the commit, and then
+      sets `stop_requested`, on all ranks at the same step. A Python handler that was there is called too.
+    - ``writer`` makes the writer of a checkpoint id, for its options: ``partial(FileSystemWriter,
+      torch_compatible=False)``. ``planner`` and ``stager`` are those of `dcp.async_save`.
+    - ``run``: a name that is stored with each checkpoint.
+    - ``on_event``: called with each `Event`, which also becomes a log record and a `torch.monitor` event.
+    - ``progress``: a bar (True), or a function that gets `dcp.progress.Progress`.
+    - ``timeout_seconds`` bounds every wait for other ranks. ``agree_every_steps``: exchange with the other
+      ranks whether to stop, or to save by the clock, only at each so many-th step.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        mode: Mode = "thread",
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        save_first: bool = False,
+        keep: Retention | None = None,
+        when_busy: Literal["wait", "skip", "raise"] = "wait",
+        on_failure: Literal["warn", "raise"] = "warn",
+        retries: int = 2,
+        retry_pause_seconds: float = 1.0,
+        verify_saved: Check = "sizes",
+        handle_sigterm: bool = True,
+        name: Callable[[int], str] | str = "step-{step:08d}",
+        writer: Callable[[str], FileSystemWriter] | None = None,
+        planner: SavePlanner | None = None,
+        stager: AsyncStager | None = None,
+        run: str | None = None,
+        on_event: EventCallback | Sequence[EventCallback] | None = None,
+        progress: bool | ProgressCallback | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        agree_every_steps: int = 1,
+    ) -> None:
+        _check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
+        _check_choice("on_failure", on_failure, ("warn", "raise"))
+        _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
+        self._folders = StepFolders(root, name)
+        self._when_busy = when_busy
+        self._on_failure = on_failure
+        self._make_writer = writer if writer is not None else FileSystemWriter
+        self._run = run
+        self._progress = progress
+        self._timeout_seconds = timeout_seconds
+        self._ledger = Ledger(keep_failures=on_failure == "raise")
+        self._is_sync = mode == "sync"
+        self._closed = False
+        alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        channel = None if alone else _own_channel(process_group, timeout_seconds)
+        self.rank = 0 if channel is None else channel.rank
+        self.world_size = 1 if channel is None else channel.world_size
+        self._events = Events(self._folders.root.url, self.rank, on_event)
+        schedule = Schedule(
+            every_steps=every_steps,
+            every_seconds=every_seconds,
+            save_first=save_first,
+            now_seconds=time.monotonic(),
+        )
+        self._turns = Turns(
+            schedule,
+            channel,
+            handle_sigterm=handle_sigterm,
+            exchange=handle_sigterm or on_failure == "raise" or schedule.needs_clock,
+            every_steps=agree_every_steps,
+            timeout_seconds=timeout_seconds,
+        )
+        self._upkeep = (
+            Upkeep(self._folders, keep, verify_saved, self._events, on_damage=self._ledger.damaged)
+            if self.rank == 0
+            else None
+        )
+        self._saves = saves_of(
+            mode,
+            SaveOptions(
+                process_group,
+                no_dist,
+                planner,
+                stager,
+                retries,
+                retry_pause_seconds,
+                progress,
+                timeout_seconds,
+            ),
+        )
+        _open_managers.add(self)
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int, *, last: bool = False) -> bool:
+        """Whether `save` would save this step; the same on all ranks, who all have to ask.
+
+        For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
+        """
+        self._begin_step(step)
+        return self._turns.reason(step, last=last) is not None
+
+    def save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        force: bool = False,
+        last: bool = False,
+        overlap: bool = False,
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> SaveFuture | None:
+        """Save ``state_dict`` as the checkpoint of ``step`` if it is time for that; call it at every step.
+
+        A step is saved by the interval, as the ``last``, because of a SIGTERM (then this waits for the
+        commit), or with ``force``, which also saves a step again; all ranks alike. ``state_dict`` is what
+        `dcp.save` takes: `Stateful` objects (a model and optimizer in one, a data loader), tensors, plain
+        values; `PerRank` around what differs by rank. When this returns, the state may change; with
+        ``overlap`` it may only inside of `lock`.
+
+        ``metrics`` (numbers, also 0-d tensors; NaN is allowed) are stored with the checkpoint and are what
+        `Best` goes by; those of rank 0 count. ``user_metadata`` is more plain data to store.
+
+        Returns the save's future, whose ``result()`` waits for the commit, or None if nothing is saved.
+        Raises, with ``on_failure="raise"``, what an earlier save raised, and CheckpointError for a manager
+        that is closed or busy.
+        """
+        self._begin_step(step)
+        reason: Reason | None = "force" if force else self._turns.reason(step, last=last)
+        if reason is None:
+            return None
+        described = user_metadata_of(step, metrics, self._run, user_metadata)
+        if not self._may_begin(step, reason):
+            return None
+        future = self._begin_save(step, reason, state_dict, described, overlap)
+        if reason == "stop":
+            self._ledger.settle(self._timeout_seconds)
+        if reason == "stop" or self._is_sync:
+            self._ledger.raise_failure(damage=False)
+        return future
+
+    def _begin_step(self, step: int) -> None:
+        """Once a step: exchange with the other ranks what to do."""
+        self._check_open()
+        was_stopping = self._turns.stopping
+        agreed = self._turns.begin(step, failed=self._ledger.has_failure)
+        if agreed.stop and not was_stopping:
+            self._events.emit("stop_requested", step)
+        if agreed.failed:
+            self._ledger.settle(self._timeout_seconds)
+            self._ledger.raise_failure(damage=True)
+            raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
+
+    def _may_begin(self, step: int, reason: Reason) -> bool:
+        """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
+        impatient = self._when_busy != "wait" and reason not in _PATIENT
+        if impatient and self._turns.any_rank(bool(self._ledger.running())):
+            if self._when_busy == "raise":
+                raise CheckpointError(
+                    f"the save of step {step} came before the one before was finished, and "
+                    "when_busy='raise'; save less often, or let it wait or be skipped",
+                    step=step,
+                )
+            self._turns.saved(step, reason)
+            self._events.emit("save_skipped", step, reason=reason)
+            return False
+        self._ledger.settle(self._timeout_seconds)
+        self._ledger.raise_failure(damage=False)
+        return True
+
+    def _begin_save(
+        self,
+        step: int,
+        reason: Reason,
+        state_dict: dict[str, Any],
+        user_metadata: Mapping[str, Any],
+        overlap: bool,
+    ) -> SaveFuture:
+        self._turns.saved(step, reason)
+        if self._upkeep is not None:
+            self._upkeep.saving(step)
+        try:
+            writer = self._make_writer(self.checkpoint_id(step))
+            future = self._saves.begin(state_dict, writer, user_metadata, overlap=overlap)
+        except BaseException:
+            if self._upkeep is not None:
+                self._upkeep.failed(step)
+            raise
+        self._ledger.begun(step, future)
+        future.add_done_callback(partial(self._on_ended, step, reason, future))
+        return future
+
+    def _on_ended(self, step: int, reason: Reason, future: SaveFuture, _: object) -> None:
+        """In the thread that carried out the save, or that of `save` in mode "sync"."""
+        error = future.exception()
+        try:
+            self._tell_end(step, reason, future, error)
+            committed = error is None or bool(getattr(error, "facts", {}).get("committed"))
+            if self._upkeep is not None:
+                (self._upkeep.committed if committed else self._upkeep.failed)(step)
+        finally:
+            self._ledger.ended(future, error)
+
+    def _tell_end(self, step: int, reason: Reason, future: SaveFuture, error: BaseException | None) -> None:
+        if error is not None:
+            self._events.emit("save_failed", step, error=error, reason=reason)
+            return
+        outcome = future.outcome or SaveOutcome()
+        if outcome.attempts > 1:
+            self._events.emit("save_retried", step, attempts=outcome.attempts)
+        self._events.emit(
+            "saved",
+            step,
+            seconds=outcome.seconds,
+            size_bytes=outcome.staged_bytes,
+            reason=reason,
+            save_id=outcome.save_id,
+        )
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed for good, and how many checkpoints were found damaged after them."""
+        return self._ledger.failures
+
+    def request_stop(self) -> None:
+        """Stop as at a SIGTERM: the next step's `save` saves, on all ranks, and sets `stop_requested`.
+
+        One rank's call is enough. With several ranks it needs ``handle_sigterm``, or another reason for the
+        ranks to exchange something at each step.
+        """
+        self._check_open()
+        self._turns.request_stop()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the ranks have agreed to stop: `save` saves that step, and the loop is to end after it."""
+        return self._turns.stopping
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
+        that is being taken, and holds off the next one."""
+        return self._saves.lock()
+
+    # -- which there are -------------------------------------------------------------------------------------
+
+    def checkpoint_id(self, step: int) -> str:
+        """What `dcp.load` takes to load the checkpoint of ``step``."""
+        return self._folders.checkpoint_id(step)
+
+    def all_steps(self) -> list[int]:
+        """The committed steps, ascending, as this process sees them on the storage; not those that are to be
+        deleted."""
+        going = set() if self._upkeep is None else set(self._upkeep.deleting())
+        return [step for step in self._folders.all_steps() if step not in going]
+
+    def latest(self) -> int | None:
+        """The newest of `all_steps`; `restore` may find it damaged and take an older one."""
+        return max(self.all_steps(), default=None)
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
+
+        Rank 0 acts, and other ranks need not call it. Raises CheckpointNotFoundError if there is none, and
+        CheckpointError if it is pinned, or being saved or verified.
+        """
+        self._check_open()
+        if self._upkeep is None:
+            return
+        if step not in self.all_steps():
+            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
+        if self._folders.notes(step).pinned:
+            raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
+        self._upkeep.delete(step)
+
+    def pin(self, step: int) -> None:
+        """Keep ``step``, whatever `Retention` says. Rank 0 acts. Raises CheckpointNotFoundError if there is
+        none."""
+        self._set_pin(step, True)
+
+    def unpin(self, step: int) -> None:
+        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts."""
+        self._set_pin(step, False)
+
+    def _set_pin(self, step: int, pinned: bool) -> None:
+        self._check_open()
+        if self.rank != 0:
+            return
+        if step not in self.all_steps():
+            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
+        self._folders.update_notes(step, lambda notes: replace(notes, pinned=pinned))
+
+    def pinned(self) -> list[int]:
+        """The pinned ones of `all_steps`."""
+        return [step for step in self.all_steps() if self._folders.notes(step).pinned]
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Whether all saves have ended, and on rank 0 all verifications and deletions, within
+        ``timeout_seconds`` (None: no bound but their own). Raises as ``on_failure`` says."""
+        begun = time.monotonic()
+        done = self._ledger.wait(timeout_seconds)
+        if done and self._upkeep is not None:
+            left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - begun)
+            done = self._upkeep.wait(None if left is None else max(0.0, left))
+        if done:
+            self._ledger.raise_failure(damage=True)
+        return done
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the saves under way and what follows them, then give everything back; idempotent.
+
+        Bounded by ``timeout_seconds`` (the manager's own by default); a save that has not ended by then is
+        called off. All ranks close together. Leaving a ``with`` block closes, and so does the end of the
+        interpreter; after an exception a save under way gets a minute, because other ranks may be dead.
+        Raises as ``on_failure`` says, unless there is an exception already.
+        """
+        self._close(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        self._ledger.raise_failure(damage=True)
+
+    def _close(self, timeout_seconds: float, *, together: bool = True) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _open_managers.discard(self)
+        self._turns.deafen()
+        deadline = time.monotonic() + timeout_seconds
+        self._saves.close(timeout_seconds)
+        self._ledger.wait(max(0.0, deadline - time.monotonic()))
+        if self._upkeep is not None:
+            self._upkeep.close(max(_UPKEEP_SECONDS, deadline - time.monotonic()))
+        self._turns.close(together=together)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"this manager of {self._folders.root.url} is closed; make another one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close(min(self._timeout_seconds, _AFTER_ERROR_SECONDS), together=False)
+
+
+def _own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
+    """A gloo group that only this manager uses; None for one rank."""
+    shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="manager")
+    if shared.world_size == 1:
+        return None
+    store = dist.PrefixStore(shared.key, shared.store)  # type: ignore[attr-defined]
+    return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+_open_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    # After an exception that ended the program, as after one in a with block.
+    failed = getattr(sys, "last_value", None) is not None
+    for manager in list(_open_managers):
+        bound = manager._timeout_seconds
+        manager._close(min(bound, _AFTER_ERROR_SECONDS) if failed else bound, together=False)
+
+
+# Before the interpreter forbids new threads, and before sessions drain by the same means (what was registered
+# last comes first), so that what follows a commit still happens, and the bound is the manager's.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]

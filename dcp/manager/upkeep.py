@@ -1,0 +1,248 @@
+"""What follows a commit, behind the training loop: verification, its note, retention, deletions.
+
+On the coordinator only: one process of a run deletes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from dcp.manager import retention
+from dcp.manager.deletion import Deleter, DeletionEvent
+from dcp.manager.events import Events
+from dcp.manager.notes import Verified
+from dcp.manager.retention import Retention
+from dcp.manager.steps import Commit, StepFolders, read_commit
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.formats.index import UNKNOWN
+from dcp.storage.stores.base import Store
+from dcp.verification import verify
+
+__all__ = ["Check", "Upkeep", "problem_of"]
+
+logger = logging.getLogger(__name__)
+
+Check = Literal["sizes", "full", "off"]
+"""How a committed checkpoint is verified: its files are there with the committed sizes; all of its bytes
+match their checksums; not at all."""
+
+_HARMLESS = "stray-file"
+"""What verification also tells, and what does not keep a checkpoint from loading as committed."""
+
+
+def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
+    """What is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
+    index = commit.index
+    if index is None:
+        return str(commit.problem)
+    if check == "full":
+        findings = [found for found in verify(store.url).findings if found.kind != _HARMLESS]
+        return "; ".join(found.message for found in findings[:8]) or None
+    sizes = {info.name: info.size_bytes for info in store.list()}
+    wrong = []
+    for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
+        if name not in sizes:
+            wrong.append(f"{name} is missing")
+        elif size not in (UNKNOWN, sizes[name]):
+            wrong.append(f"{name} has {sizes[name]} bytes, committed were {size}")
+    return "; ".join(wrong[:8]) or None
+
+
+class Upkeep:
+    """Looks after the checkpoints below ``folders``, in a daemon thread that the first commit starts.
+
+    ``on_damage`` is called from that thread with what is wrong with a checkpoint that has just been
+    committed.
+    """
+
+    def __init__(
+        self,
+        folders: StepFolders,
+        keep: Retention | None,
+        check: Check,
+        events: Events,
+        *,
+        on_damage: Callable[[CorruptCheckpointError], None],
+    ) -> None:
+        self._folders = folders
+        self._keep = keep
+        self._check = check
+        self._events = events
+        self._on_damage = on_damage
+        self._deleter = Deleter(folders, on_event=self._on_deletion)
+        self._changed = threading.Condition()
+        self._committed: list[int] = []
+        self._busy = False
+        self._begun = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._unsettled: Counter[int] = Counter()
+        """Steps being saved or verified: retention must neither count nor delete them."""
+
+    # -- of saves --------------------------------------------------------------------------------------------
+
+    def saving(self, step: int) -> None:
+        """A save of ``step`` begins: a deletion there is finished first, whatever became of it."""
+        with self._changed:
+            self._unsettled[step] += 1
+        try:
+            self._deleter.make_way(step)
+        except (CheckpointError, OSError) as error:  # what is left belongs to another commit: it cannot hurt
+            self._events.emit("delete_failed", step, error=error)
+
+    def failed(self, step: int) -> None:
+        """The save of ``step`` did not commit."""
+        self._settle(step)
+
+    def committed(self, step: int) -> None:
+        """The save of ``step`` has committed: look after it in the background."""
+        with self._changed:
+            self._committed.append(step)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._work, name="dcp-upkeep", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    # -- of the user's -------------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoint of ``step`` in the background."""
+        if step in self._unsettled_now():
+            raise CheckpointError(
+                f"step {step} is being saved or verified, and cannot be deleted yet; wait() first", step=step
+            )
+        self._deleter.delete(step)
+
+    def deleting(self) -> list[int]:
+        """Steps that are to be deleted."""
+        return self._deleter.pending()
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Until all that was committed is looked after, and all that had to go is deleted."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._committed and not self._busy, timeout_seconds):
+                return False
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return self._deleter.wait(left)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """As `wait`, and nothing is begun after it. What is cut off, the next manager here finishes."""
+        begun = time.monotonic()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            done = self._thread is None or self._changed.wait_for(
+                lambda: not self._committed and not self._busy, timeout_seconds
+            )
+        left = max(0.0, timeout_seconds - (time.monotonic() - begun))
+        return self._deleter.close(left) and done
+
+    def _settle(self, step: int) -> None:
+        with self._changed:
+            self._unsettled[step] -= 1
+
+    def _unsettled_now(self) -> set[int]:
+        with self._changed:
+            return set(+self._unsettled)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (step := self._next()) is not None:
+            try:
+                self._look_after(step)
+            except Exception as error:  # noqa: BLE001 - told; the next checkpoint is to be looked after
+                self._events.emit("verify_failed", step, error=error, damaged=False)
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._committed or self._closed)
+            if not self._committed:
+                return None
+            self._busy = True
+            return self._committed.pop(0)
+
+    def _look_after(self, step: int) -> None:
+        if not self._begun:
+            self._begun = True
+            self._go_on_with_what_was_left()
+        try:
+            self._folders.forget(step)
+            if self._check != "off":
+                problem = self._verify(step)
+                if problem is not None:
+                    self._on_damage(problem)
+        finally:
+            self._settle(step)
+        self._retain()
+
+    def _go_on_with_what_was_left(self) -> None:
+        """What an earlier process began here: deletions; verifications that its end has cut off."""
+        try:
+            self._deleter.resume()
+            self._deleter.abandoned()
+            if self._check != "off":
+                for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
+                    self._verify(step)
+        except CheckpointError as error:
+            logger.warning("%s: upkeep goes on without it: %s", self._folders.root.url, error)
+
+    def _verify(self, step: int) -> CorruptCheckpointError | None:
+        """Verify, note and tell; returns what is wrong with the checkpoint."""
+        begun = time.monotonic()
+        store = self._folders.store(step)
+        commit = read_commit(store)
+        if commit is None:
+            raise CheckpointNotFoundError(
+                f"{store.url} was committed a moment ago and is gone: something else deletes here",
+                path=store.url,
+            )
+        problem = problem_of(store, commit, self._check)
+        found = Verified(commit.save_id, time.time(), problem is None, problem or self._check)
+        self._folders.update_notes(step, lambda notes: replace(notes, verified=found))
+        seconds = {"verify": time.monotonic() - begun}
+        if problem is None:
+            self._events.emit("verified", step, seconds=seconds, check=self._check)
+            return None
+        self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
+        return CorruptCheckpointError(
+            f"{store.url} is damaged, right after it was committed: {problem}. It is not counted on; look at "
+            "the storage.",
+            path=store.url,
+            step=step,
+        )
+
+    def _retain(self) -> None:
+        if self._keep is None:
+            return
+        states = self._folders.survey(self._unsettled_now())
+        for step in retention.plan(self._keep, states, time.time()).delete:
+            self._deleter.delete(step)
+
+    def _on_deletion(self, event: DeletionEvent) -> None:
+        seconds = {"delete": event.seconds}
+        if event.kind == "deleted":
+            self._events.emit(
+                "deleted",
+                event.step,
+                seconds=seconds,
+                size_bytes=event.size_bytes,
+                files=event.files,
+                what=event.what,
+            )
+        elif event.kind == "failed":
+            self._events.emit(
+                "delete_failed", event.step, seconds=seconds, error=event.error, what=event.what
+            )
