@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from dcp.inspection import open_index as open_index
+    from dcp.manager.manager import CheckpointManager as CheckpointManager
+    from dcp.manager.retention import Best as Best
+    from dcp.manager.retention import Retention as Retention
     from dcp.metadata import BytesStorageMetadata as BytesStorageMetadata
     from dcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from dcp.metadata import Metadata as Metadata
@@ -95,6 +98,8 @@ _NAMES = {
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
     "dcp.inspection": ("open_index",),
+    "dcp.manager.manager": ("CheckpointManager",),
+    "dcp.manager.retention": ("Best", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
