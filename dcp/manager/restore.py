@@ -1,0 +1,267 @@
+"""Resuming: the newest checkpoint that can be read, chosen by all ranks alike.
+
+What a failed load means decides what comes next. Stored bytes that are not what was committed, or a
+checkpoint that is gone, are a reason to take an older one. A storage that does not answer is not: training
+would be set back by an outage that is over in a minute; so the same checkpoint is tried again, and then the
+error is raised. A state dict that does not fit is the wrong one, even if an older checkpoint would take it:
+raised at once.
+
+`dcp.load` raises the same on all ranks, and the coordinator alone looks which steps there are, so that no
+rank can take another step than the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import msgpack
+import torch.distributed as dist
+
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
+from dcp.failures import causes_of, is_damage
+from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.report import LoadReport
+from dcp.state_dict_loader import LoadOptions, load
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.stores import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import LoadPlanner
+    from torch.distributed.checkpoint.storage import StorageReader
+
+__all__ = ["Restored", "restore"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_REASON_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: the checkpoint of ``step``.
+
+    ``report`` is this rank's. ``skipped``: newer steps that could not be used, newest first, and why.
+    ``metrics`` and ``user_metadata`` (all of it) were given to the save; ``world_size`` is the number of
+    ranks that saved, where the checkpoint tells.
+    """
+
+    step: int
+    report: LoadReport
+    skipped: tuple[tuple[int, str], ...]
+    metrics: Mapping[str, float]
+    user_metadata: dict[str, Any]
+    world_size: int | None
+    checkpoint_id: str
+
+
+def restore(
+    state_dict: dict[str, Any],
+    *,
+    list_steps: Callable[[], Iterable[int]],
+    checkpoint_id: Callable[[int], str],
+    step: int | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+    reader: Callable[[str], StorageReader] | None = None,
+    on_damage: Callable[[int, CheckpointError], None] | None = None,
+    retries: int = 3,
+    retry_pause_seconds: float = 1.0,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    **options: Unpack[LoadOptions],
+) -> Restored | None:
+    """Load the newest step that can be read into ``state_dict``, or ``step`` and no other; all ranks alike.
+
+    ``list_steps`` gives the committed steps, and is called on the coordinator only. ``checkpoint_id`` is that
+    of a step. ``options`` are those of `dcp.load`; ``reader`` makes the reader of an id. ``on_damage`` is
+    called on every rank for each step whose stored bytes are not what was committed, and is still there; what
+    it raises is logged. Errors of the storage are retried ``retries`` times, after ``retry_pause_seconds``,
+    doubled each time.
+
+    None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
+    none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
+    once, and those of the storage after the retries. With ``step`` what that load raises.
+
+    After it has returned, everything that a load which failed had filled has been filled from the restored
+    step; `Stateful` objects have got their state once.
+    """
+    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
+    planner = planner if planner is not None else DefaultLoadPlanner()
+
+    def load_once(name: str) -> LoadReport:
+        report: LoadReport = load(
+            state_dict,
+            checkpoint_id=None if reader is not None else name,
+            storage_reader=reader(name) if reader is not None else None,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            timeout_seconds=timeout_seconds,
+            **options,
+        )
+        return report
+
+    restoring = _Restoring(ranks, planner, checkpoint_id, load_once, on_damage, retries, retry_pause_seconds)
+    before = planner.must_fill if isinstance(planner, DefaultLoadPlanner) else frozenset()
+    try:
+        return restoring.newest(list_steps) if step is None else restoring.only(step)
+    finally:
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.must_fill = before
+
+
+@dataclass(eq=False)
+class _Restoring:
+    ranks: Ranks
+    planner: LoadPlanner
+    checkpoint_id: Callable[[int], str]
+    load_once: Callable[[str], LoadReport]
+    on_damage: Callable[[int, CheckpointError], None] | None
+    retries: int
+    pause_seconds: float
+
+    def newest(self, list_steps: Callable[[], Iterable[int]]) -> Restored | None:
+        skipped: dict[int, str] = {}
+        while True:
+            # Anew each time: a writer that outlived the job before may commit and clean up meanwhile.
+            steps = self._steps(list_steps)
+            step = max((step for step in steps if step not in skipped), default=None)
+            if step is None:
+                break
+            try:
+                return self._restored(step, self._load(step), tuple(sorted(skipped.items(), reverse=True)))
+            except CheckpointError as error:
+                if not _is_unusable(error):
+                    raise
+                skipped[step] = self._skip(step, error)
+        if not skipped:
+            return None
+        raise _none_usable(skipped)
+
+    def only(self, step: int) -> Restored:
+        try:
+            return self._restored(step, self._load(step), ())
+        except CheckpointError as error:
+            if _is_unusable(error):
+                self._skip(step, error)
+            raise
+
+    def _steps(self, list_steps: Callable[[], Iterable[int]]) -> list[int]:
+        def packed() -> bytes:
+            return bytes(msgpack.packb(sorted(list_steps())))
+
+        what = "the listing of the steps"
+        steps: list[int] = msgpack.unpackb(self._retried(what, lambda: self.ranks.broadcast("steps", packed)))
+        return steps
+
+    def _load(self, step: int) -> LoadReport:
+        name = self.checkpoint_id(step)
+
+        def attempt() -> LoadReport:
+            try:
+                return self.load_once(name)
+            except CheckpointError:
+                # What it has filled must not stay where the next one leaves something as it is.
+                if isinstance(self.planner, DefaultLoadPlanner):
+                    self.planner.must_fill = self.planner.touched_keys
+                raise
+
+        return self._retried(f"the restore of step {step}", attempt)
+
+    def _retried(self, what: str, attempt: Callable[[], T]) -> T:
+        """The result of ``attempt``, tried again while the storage fails; its errors are of all ranks
+        alike."""
+        for number in range(self.retries):
+            try:
+                return attempt()
+            except CheckpointError as error:
+                if not _is_passing(error):
+                    raise
+                pause_seconds = self.pause_seconds * 2**number
+                logger.warning("%s failed and is tried again in %g s: %s", what, pause_seconds, error)
+            time.sleep(pause_seconds)
+        try:
+            return attempt()
+        except CheckpointError as error:
+            if _is_passing(error):
+                error.add_note(
+                    f"{what} was tried {self.retries + 1} times. No older checkpoint was taken instead: the "
+                    "storage may answer again. To load an older one all the same, name its step."
+                )
+            raise
+
+    def _restored(self, step: int, report: LoadReport, skipped: tuple[tuple[int, str], ...]) -> Restored:
+        stored = report.user_metadata.get("metrics")
+        metrics = stored if isinstance(stored, dict) else {}
+        return Restored(
+            step=step,
+            report=report,
+            skipped=skipped,
+            metrics={name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
+            user_metadata=report.user_metadata,
+            world_size=report.world_size,
+            checkpoint_id=self.checkpoint_id(step),
+        )
+
+    def _skip(self, step: int, error: CheckpointError) -> str:
+        """Tell about a step that cannot be used; why, in one line."""
+        vanished = not self.ranks.broadcast("look", lambda: b"\x01" if self._is_committed(step) else b"")
+        reason = "it is not there any more" if vanished else _reason(error)
+        logger.warning("%s cannot be restored: %s", self.checkpoint_id(step), reason)
+        if not vanished and self.on_damage is not None:
+            try:
+                self.on_damage(step, error)
+            except Exception:  # one rank's trouble with noting it must not part it from the others
+                logger.exception("the damage of %s could not be noted", self.checkpoint_id(step))
+        return reason
+
+    def _is_committed(self, step: int) -> bool:
+        try:
+            return has_checkpoint(open_store(self.checkpoint_id(step)))
+        except CheckpointError:
+            return True
+
+
+def _is_unusable(error: CheckpointError) -> bool:
+    """Whether the checkpoint is damaged or gone, so that another one is to be loaded."""
+    return all(is_damage(cause) or isinstance(cause, CheckpointNotFoundError) for cause in causes_of(error))
+
+
+def _is_passing(error: CheckpointError) -> bool:
+    """Whether only the storage is to blame, on some ranks at least, and the rest is no reason to give up."""
+    causes = causes_of(error)
+    passing = [isinstance(cause, StorageError | CheckpointConflictError) for cause in causes]
+    return any(passing) and all(
+        passes or is_damage(cause) or isinstance(cause, CheckpointNotFoundError)
+        for cause, passes in zip(causes, passing, strict=True)
+    )
+
+
+def _reason(error: CheckpointError) -> str:
+    return " ".join(str(causes_of(error)[0]).split())[:_MAX_REASON_CHARACTERS]
+
+
+def _none_usable(skipped: Mapping[int, str]) -> CorruptCheckpointError:
+    steps = sorted(skipped, reverse=True)
+    listed = "\n".join(f"  step {step}: {skipped[step]}" for step in steps)
+    return CorruptCheckpointError(
+        f"none of the {len(steps)} committed steps can be restored:\n{listed}\nRestore their files from a "
+        "backup; to start training afresh, use another root or delete them.",
+        steps=steps,
+        reasons=[skipped[step] for step in steps],
+    )
