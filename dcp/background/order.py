@@ -31,7 +31,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["RanksFor", "SaveOrder", "carry_out"]
+__all__ = ["RanksFor", "SaveOrder", "carry_out", "is_passing"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def carry_out(
         try:
             return _attempt(order, payload, ranks_for(abort), attempt, abort, progress)
         except CheckpointError as error:
-            if attempt > order.retries or not _is_passing(error):
+            if attempt > order.retries or not is_passing(error):
                 raise
             pause = order.retry_pause_seconds * 2 ** (attempt - 1)
             logger.warning("attempt %d of a save failed, the next follows in %g s: %s", attempt, pause, error)
@@ -87,7 +87,7 @@ def carry_out(
             order.writer.reset()
 
 
-def _is_passing(error: CheckpointError) -> bool:
+def is_passing(error: CheckpointError) -> bool:
     """Whether another attempt may succeed. The class of the error is the same on all ranks."""
     if error.facts.get("committed") or isinstance(error, CheckpointConflictError):
         return False
@@ -119,6 +119,7 @@ def _attempt(
             state = given()
             if not isinstance(state, LocalState):
                 raise CheckpointError("a save on columns was given a state dict")
+            save.seconds.update(order.seconds)  # staging may have ended only now
             compare = order.use_collectives and ranks.world_size > 1
             return state.with_digests(options.replica_check) if compare else state
 
@@ -129,7 +130,6 @@ def _attempt(
             options,
             use_collectives=order.use_collectives,
             progress=_watched(abort, progress, show=ranks.is_coordinator),
-            seconds=order.seconds,
         )
         metadata, seconds = save.run(), save.seconds
     else:

@@ -69,7 +69,7 @@ class ThreadWriter(Worker):
         try:
             metadata, outcome = carry_out(
                 order,
-                lambda: payload_of(task.payload, order.timeout_seconds),
+                lambda: payload_of(task.payload, order),
                 self._ranks_for,
                 abort=future.abort_event,
                 progress=task.progress,

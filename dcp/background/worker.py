@@ -59,9 +59,11 @@ class FailedStaging:
         """Nothing was taken."""
 
 
-def payload_of(payload: Payload, timeout_seconds: float) -> LocalState | dict[str, Any]:
-    """What ``payload`` holds, once staging is complete; raises what staging raised."""
-    result = payload.done.result(timeout_seconds)
+def payload_of(payload: Payload, order: SaveOrder) -> LocalState | dict[str, Any]:
+    """What ``payload`` holds, once staging is complete; raises what staging raised. Its duration goes into
+    ``order``."""
+    result = payload.done.result(order.timeout_seconds)
+    order.seconds.update(getattr(payload, "seconds", {}))
     local: LocalState | None = getattr(payload, "local", None)
     return local if local is not None else result
 
