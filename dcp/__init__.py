@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from dcp.inspection import open_index as open_index
     from dcp.manager.manager import CheckpointManager as CheckpointManager
+    from dcp.manager.restore import Restored as Restored
     from dcp.manager.retention import Best as Best
     from dcp.manager.retention import Retention as Retention
     from dcp.metadata import BytesStorageMetadata as BytesStorageMetadata
@@ -99,6 +100,7 @@ _NAMES = {
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
     "dcp.inspection": ("open_index",),
     "dcp.manager.manager": ("CheckpointManager",),
+    "dcp.manager.restore": ("Restored",),
     "dcp.manager.retention": ("Best", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
+from dcp.manager.restore import Restored, restore
 from dcp.manager.retention import Retention
 from dcp.manager.saves import Mode, SaveOptions, saves_of
 from dcp.manager.schedule import Reason, Schedule
@@ -28,6 +29,7 @@ from dcp.manager.turns import Turns
 from dcp.manager.upkeep import Check, Upkeep
 from dcp.manager.user_metadata import user_metadata_of
 from dcp.progress import ProgressCallback
+from dcp.state_dict_loader import LoadOptions
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.writer import FileSystemWriter
 
@@ -125,6 +127,7 @@ class CheckpointManager:
         self._when_busy = when_busy
         self._on_failure = on_failure
         self._make_writer = writer if writer is not None else FileSystemWriter
+        self._process_group, self._no_dist = process_group, no_dist
         self._run = run
         self._progress = progress
         self._timeout_seconds = timeout_seconds
@@ -321,6 +324,45 @@ class CheckpointManager:
         """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
         that is being taken, and holds off the next one."""
         return self._saves.lock()
+
+    # -- restoring -------------------------------------------------------------------------------------------
+
+    def restore(
+        self, state_dict: dict[str, Any], step: int | None = None, **options: Unpack[LoadOptions]
+    ) -> Restored | None:
+        """Load the newest good checkpoint into ``state_dict``, or that of ``step`` and no other; all ranks
+        together. The next saves count from it.
+
+        ``state_dict`` is what was given to `save`. ``options`` are those of `dcp.load`: ``only`` and
+        ``exclude`` for a part of the state, ``rename`` for other names, ``per_rank="keep"`` to resume on
+        another number of ranks, ``dtype``, ``verify`` and so on.
+
+        None if nothing is committed: the run starts afresh. A damaged checkpoint is noted, told, and an older
+        one taken; if there is none left, CorruptCheckpointError. Errors of the storage are retried and then
+        raised, as all others are, rather than set training back.
+        """
+        self._check_open()
+        self._ledger.settle(self._timeout_seconds)
+        options.setdefault("progress", self._progress)
+        restored = restore(
+            state_dict,
+            list_steps=self.all_steps,
+            checkpoint_id=self.checkpoint_id,
+            step=step,
+            on_damage=None if self._upkeep is None else self._upkeep.note_damage,
+            timeout_seconds=self._timeout_seconds,
+            process_group=self._process_group,
+            no_dist=self._no_dist,
+            **options,
+        )
+        if restored is None:
+            return None
+        self._turns.restored(restored.step)
+        for skipped, reason in restored.skipped:
+            self._events.emit("skipped_damaged", skipped, error=reason)
+        report = restored.report
+        self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=report.bytes_needed)
+        return restored
 
     # -- which there are -------------------------------------------------------------------------------------
 

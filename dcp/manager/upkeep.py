@@ -32,6 +32,8 @@ Check = Literal["sizes", "full", "off"]
 """How a committed checkpoint is verified: its files are there with the committed sizes; all of its bytes
 match their checksums; not at all."""
 
+_MAX_NOTED_CHARACTERS = 1000
+
 _HARMLESS = "stray-file"
 """What verification also tells, and what does not keep a checkpoint from loading as committed."""
 
@@ -123,6 +125,12 @@ class Upkeep:
         """Steps that are to be deleted."""
         return self._deleter.pending()
 
+    def note_damage(self, step: int, error: CheckpointError) -> None:
+        """Note that the checkpoint of ``step`` could not be read: retention counts it no more."""
+        commit = read_commit(self._folders.store(step))
+        if commit is not None:
+            self._note(step, commit, str(error))
+
     # -- the end ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -210,8 +218,7 @@ class Upkeep:
                 path=store.url,
             )
         problem = problem_of(store, commit, self._check)
-        found = Verified(commit.save_id, time.time(), problem is None, problem or self._check)
-        self._folders.update_notes(step, lambda notes: replace(notes, verified=found))
+        self._note(step, commit, problem)
         seconds = {"verify": time.monotonic() - begun}
         if problem is None:
             self._events.emit("verified", step, seconds=seconds, check=self._check)
@@ -223,6 +230,12 @@ class Upkeep:
             path=store.url,
             step=step,
         )
+
+    def _note(self, step: int, commit: Commit, problem: str | None) -> None:
+        what = self._check if problem is None else " ".join(problem.split())[:_MAX_NOTED_CHARACTERS]
+        what = what.encode(errors="replace").decode()  # names of files need not be text
+        found = Verified(commit.save_id, time.time(), problem is None, what)
+        self._folders.update_notes(step, lambda notes: replace(notes, verified=found))
 
     def _retain(self) -> None:
         if self._keep is None:

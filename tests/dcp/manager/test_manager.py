@@ -1,0 +1,518 @@
+"""One process with a manager: what is saved, kept, told and raised."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.manager.events import Event
+from dcp.manager.notes import Deleting, read_notes, update_notes
+from dcp.manager.steps import read_commit
+from dcp.storage.formats.manifest import MANIFEST_NAME, decode_manifest
+from dcp.storage.stores.posix import PosixStore
+from tests.dcp.manager.manager_support import (
+    Failing,
+    Gate,
+    Recorder,
+    data_files,
+    loaded_step,
+    plain_writer,
+    state_at,
+    writer_with,
+)
+
+MODES = ["thread", "sync"]
+
+
+def manager_of(root: Path, **options: Any) -> dcp.CheckpointManager:
+    """A manager with a fast writer."""
+    return dcp.CheckpointManager(root, **{"writer": plain_writer, "retry_pause_seconds": 0.01} | options)
+
+
+def user_of(root: Path, step: int) -> dict[str, Any]:
+    """The user metadata of a step."""
+    data = (root / f"step-{step:08d}" / MANIFEST_NAME).read_bytes()
+    return dict(decode_manifest(data).user)
+
+
+# -- what is saved -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["thread", "process", "sync"])
+def test_each_checkpoint_has_the_values_of_its_step(tmp_path: Path, mode: Any) -> None:
+    """The state changes right after each save; what is loaded is what it was when it was saved."""
+    state = state_at(0)
+    with manager_of(tmp_path, mode=mode, every_steps=3) as manager:
+        for step in range(1, 11):
+            state["model"]["weight"].fill_(step)
+            state["model"]["bias"].copy_(torch.arange(4) + step)
+            state["step"] = step
+            future = manager.save(step, state, last=step == 10)
+            assert (future is not None) == (step in (3, 6, 9, 10))
+            state["model"]["weight"].fill_(-1.0)
+        assert manager.wait(60.0)
+        assert manager.all_steps() == [3, 6, 9, 10]
+        assert manager.latest() == 10
+        assert manager.failures == 0
+    assert [loaded_step(manager.checkpoint_id(step)) for step in (3, 6, 9, 10)] == [3, 6, 9, 10]
+
+
+def test_should_save_says_what_save_does_and_asking_changes_nothing(tmp_path: Path) -> None:
+    """Asked any number of times, with save in between; a step is not saved twice unless forced."""
+    with manager_of(tmp_path, every_steps=2, save_first=True) as manager:
+        answers = []
+        for step in (1, 2, 3):
+            answers.append([manager.should_save(step), manager.should_save(step)])
+            assert (manager.save(step, state_at(step)) is not None) == answers[-1][0]
+            assert not manager.should_save(step, last=step == 2)
+        assert answers == [[True, True], [True, True], [False, False]]
+        assert manager.save(2, state_at(2)) is None
+        assert manager.save(3, state_at(30), force=True) is not None
+        assert manager.save(3, state_at(31), force=True) is not None
+    assert manager.all_steps() == [1, 2, 3]
+    assert loaded_step(manager.checkpoint_id(3)) == 31
+
+
+def test_without_an_interval_each_call_saves(tmp_path: Path) -> None:
+    """For loops that decide themselves; names and run are the user's, metadata is stored beside."""
+    with manager_of(tmp_path, name=lambda step: f"epoch_{step}", run="tuesday") as manager:
+        manager.save(7, state_at(7), user_metadata={"tags": ["good"]}, metrics={"loss": 0.5})
+        manager.save(9, state_at(9))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_7", "epoch_9"]
+    user = decode_manifest((tmp_path / "epoch_7" / MANIFEST_NAME).read_bytes()).user
+    assert user == {"step": 7, "metrics": {"loss": 0.5}, "run": "tuesday", "tags": ["good"]}
+
+
+def test_metrics_are_numbers(tmp_path: Path) -> None:
+    """Whatever is a number is stored as a float, NaN too; anything else is refused before it is saved."""
+    with manager_of(tmp_path) as manager:
+        given = {"a": torch.tensor(2, dtype=torch.bfloat16), "b": 3, "c": math.nan, "d": torch.tensor(0.25)}
+        manager.save(1, state_at(1), metrics=given)  # type: ignore[arg-type]  # tensors are allowed
+        for wrong in ({"x": "0.5"}, {"x": torch.zeros(2)}, {"x": True}, {5: 1.0}, {"x": 1j}):
+            with pytest.raises(TypeError, match=r"metrics: .*(x|5)"):
+                manager.save(2, state_at(2), metrics=wrong)  # type: ignore[arg-type]  # on purpose
+        with pytest.raises(ValueError, match="may not have 'step'"):
+            manager.save(2, state_at(2), user_metadata={"step": 9})
+    assert manager.all_steps() == [1]
+    stored = user_of(tmp_path, 1)["metrics"]
+    assert math.isnan(stored.pop("c"))
+    assert stored == {"a": 2.0, "b": 3.0, "d": 0.25}
+
+
+def test_seconds_save_by_the_clock(tmp_path: Path) -> None:
+    """An interval that has always passed saves at each step, one that never passes at none."""
+    with manager_of(tmp_path / "often", every_seconds=1e-9) as manager:
+        assert [manager.save(step, state_at(step)) is not None for step in (1, 2)] == [True, True]
+    with manager_of(tmp_path / "seldom", every_seconds=1e9) as manager:
+        assert [manager.save(step, state_at(step)) is not None for step in (1, 2)] == [False, False]
+
+
+# -- what is kept --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_retention_keeps_the_last_the_best_and_the_pinned(tmp_path: Path, mode: Any) -> None:
+    """Rules are combined; NaN is never the best; pinned steps stay until they are unpinned."""
+    losses = {1: 5.0, 2: 1.0, 3: math.nan, 4: 2.0, 5: 0.5, 6: 3.0, 7: 4.0, 8: 9.0}
+    seen = Recorder()
+    keep = dcp.Retention(last=2, best=dcp.Best("loss", 2), every_steps=4)
+    with manager_of(tmp_path, mode=mode, keep=keep, on_event=seen) as manager:
+        for step, loss in losses.items():
+            manager.save(step, state_at(step), metrics={"loss": loss})
+            if step == 3:
+                assert manager.wait(30.0)
+                manager.pin(3)
+        assert manager.wait(30.0)
+        assert manager.all_steps() == [2, 3, 4, 5, 7, 8]  # best 2, 5; every fourth 4, 8; last 7, 8; pinned 3
+        assert manager.pinned() == [3]
+        manager.unpin(3)
+        manager.save(9, state_at(9))
+    assert manager.all_steps() == [2, 4, 5, 8, 9]
+    assert sorted(step for step in seen.steps("deleted") if step) == [1, 3, 6, 7]
+    assert seen.steps("verified") == list(range(1, 10))
+    assert [loaded_step(manager.checkpoint_id(step)) for step in manager.all_steps()] == [2, 4, 5, 8, 9]
+
+
+def test_deleting_by_hand(tmp_path: Path) -> None:
+    """Gone from the listing at once and from the disk after a wait; pinned and absent ones are errors."""
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+        assert manager.wait(30.0)
+        manager.delete(2)
+        assert manager.all_steps() == [1, 3]
+        manager.pin(1)
+        with pytest.raises(dcp.CheckpointError, match="step 1 is pinned"):
+            manager.delete(1)
+        for absent in (2, 17):
+            with pytest.raises(dcp.CheckpointNotFoundError):
+                manager.delete(absent)
+            with pytest.raises(dcp.CheckpointNotFoundError):
+                manager.pin(absent)
+        assert manager.wait(30.0)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+        manager.save(2, state_at(20))
+        assert manager.wait(30.0)
+        assert loaded_step(manager.checkpoint_id(2)) == 20
+
+
+def test_a_step_being_saved_cannot_be_deleted(tmp_path: Path) -> None:
+    """It is replaced while somebody wants it gone: said, rather than a race."""
+    gate = Gate()
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state_at(1))
+        assert manager.wait(30.0)
+    with manager_of(tmp_path, writer=writer_with(gate)) as manager:
+        manager.save(1, state_at(10))
+        assert gate.reached.wait(30.0)
+        with pytest.raises(dcp.CheckpointError, match="step 1 is being saved"):
+            manager.delete(1)
+        gate.open()
+    assert loaded_step(manager.checkpoint_id(1)) == 10
+
+
+def test_the_next_manager_finishes_what_a_crash_cut_off(tmp_path: Path) -> None:
+    """A deletion that has begun is finished, a commit without a verdict is verified, at the first save."""
+    with manager_of(tmp_path, verify_saved="off") as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+    half = PosixStore(tmp_path / "step-00000001")
+    commit = read_commit(half)
+    assert commit is not None
+    tombstone = Deleting(commit.save_id, time.time(), (commit.save_id,), time.time())
+    update_notes(half, lambda notes: replace(notes, deleting=tombstone))
+    seen = Recorder()
+    with manager_of(tmp_path, on_event=seen) as manager:
+        assert manager.all_steps() == [2]
+        manager.save(3, state_at(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    assert sorted(seen.kinds("verified", "deleted"), key=str) == [
+        ("deleted", 1),
+        ("verified", 2),
+        ("verified", 3),
+    ]
+
+
+# -- verification --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("check", "found"), [("sizes", True), ("full", True), ("off", False)])
+def test_damage_at_the_commit_is_found_noted_and_not_counted(tmp_path: Path, check: Any, found: bool) -> None:
+    """The storage loses half of a file: told, noted, counted as a failure, and retention keeps the older."""
+
+    def truncate(operation: Any) -> None:
+        if (tmp_path / "step-00000002").exists():
+            (file,) = data_files(tmp_path / "step-00000002")
+            with file.open("r+b") as opened:
+                opened.truncate(file.stat().st_size // 2)
+
+    seen = Recorder()
+    keep = dcp.Retention(last=1)
+    writer = writer_with(truncate)
+    with manager_of(tmp_path, writer=writer, verify_saved=check, keep=keep, on_event=seen) as manager:
+        manager.save(1, state_at(1))
+        manager.save(2, state_at(2))
+        assert manager.wait(30.0)
+        assert manager.failures == int(found)
+        assert manager.all_steps() == ([1, 2] if found else [2])
+    if found:
+        event = seen.one("verify_failed")
+        assert (event.step, event.data["damaged"]) == (2, True)
+        assert event.error is not None
+        assert "__0_0." in event.error
+        noted = read_notes(PosixStore(tmp_path / "step-00000002")).verified
+        assert noted is not None
+        assert not noted.ok
+
+
+def test_full_verification_reads_the_bytes(tmp_path: Path) -> None:
+    """A flipped byte leaves all sizes as they are: only "full" sees it."""
+
+    def flip(operation: Any) -> None:
+        for file in data_files(tmp_path / "full" / "step-00000001") + data_files(
+            tmp_path / "sizes" / "step-00000001"
+        ):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            file.write_bytes(data)
+
+    failures = {}
+    for check in ("sizes", "full"):
+        writer = writer_with(flip)
+        state = {"w": torch.arange(4096)}
+        with manager_of(tmp_path / check, writer=writer, verify_saved=check) as manager:
+            manager.save(1, state)
+            assert manager.wait(30.0)
+            failures[check] = manager.failures
+    assert failures == {"sizes": 0, "full": 1}
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_save_is_retried(tmp_path: Path, mode: Any) -> None:
+    """The storage is away twice: the third attempt commits, and that is told."""
+    seen, failing = Recorder(), Failing(times=2)
+    with manager_of(tmp_path, mode=mode, writer=writer_with(failing), on_event=seen) as manager:
+        manager.save(1, state_at(1))
+        assert manager.wait(30.0)
+        assert (manager.failures, manager.all_steps()) == (0, [1])
+    assert seen.one("save_retried").data["attempts"] == 3
+    assert seen.steps("saved") == [1]
+    assert loaded_step(manager.checkpoint_id(1)) == 1
+    assert len(data_files(tmp_path / "step-00000001")) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_save_does_not_end_training(tmp_path: Path, mode: Any) -> None:
+    """With on_failure="warn" the loop goes on; the failure is told and counted, the next save works."""
+    seen, failing = Recorder(), Failing(times=2)
+    with manager_of(tmp_path, mode=mode, writer=writer_with(failing), on_event=seen, retries=1) as manager:
+        futures = [manager.save(step, state_at(step)) for step in (1, 2, 3)]
+        assert manager.wait(30.0)
+        assert (manager.failures, manager.all_steps()) == (1, [2, 3])
+    assert isinstance(futures[0], dcp.state_dict_saver.SaveFuture)
+    assert isinstance(futures[0].exception(), dcp.StorageError)
+    event = seen.one("save_failed")
+    assert event.step == 1
+    assert "the storage is away" in str(event.error)
+    assert data_files(tmp_path / "step-00000001") == []
+
+
+def test_a_failure_is_raised_at_the_next_call(tmp_path: Path) -> None:
+    """With on_failure="raise": once, by whatever is called next; then the manager goes on."""
+    failing = Failing()
+    options: dict[str, Any] = {"on_failure": "raise", "retries": 0, "every_steps": 1}
+    with manager_of(tmp_path, writer=writer_with(failing), **options) as manager:
+        future = manager.save(1, state_at(1))
+        assert future is not None
+        assert isinstance(future.exception(30.0), dcp.StorageError)
+        with pytest.raises(dcp.StorageError, match="the storage is away"):
+            manager.save(2, state_at(2))
+        assert manager.should_save(2)
+        manager.save(2, state_at(2))
+        with pytest.raises(dcp.StorageError, match="the storage is away"):
+            manager.wait(30.0)
+        failing.times = 0
+        manager.save(3, state_at(3))
+    assert manager.failures == 2
+    assert manager.all_steps() == [3]
+    other = manager_of(tmp_path, writer=writer_with(Failing()), **options)
+    other.save(4, state_at(4))
+    with pytest.raises(dcp.StorageError, match="the storage is away"):
+        other.close()
+    other.close()
+
+
+def test_sync_failures_are_raised_at_once(tmp_path: Path) -> None:
+    """Nothing is under way, so there is no next call to wait for."""
+    options: dict[str, Any] = {"on_failure": "raise", "retries": 0, "mode": "sync"}
+    with manager_of(tmp_path, writer=writer_with(Failing()), **options) as manager:
+        with pytest.raises(dcp.StorageError, match="the storage is away"):
+            manager.save(1, state_at(1))
+        assert manager.failures == 1
+
+
+def test_damage_is_raised_too(tmp_path: Path) -> None:
+    """A checkpoint found damaged after its commit is a failure of its save."""
+
+    def truncate(operation: Any) -> None:
+        (file,) = data_files(tmp_path / "step-00000001")
+        file.write_bytes(b"")
+
+    with manager_of(tmp_path, writer=writer_with(truncate), on_failure="raise") as manager:
+        manager.save(1, state_at(1))
+        with pytest.raises(dcp.CorruptCheckpointError, match=r"step-00000001 is damaged, right after"):
+            manager.wait(30.0)
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
+def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
+    """Waits, is left out, or is an error; one that is the last always waits."""
+    gate, seen = Gate(), Recorder()
+    options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": seen}
+    with manager_of(tmp_path, writer=writer_with(gate), **options) as manager:
+        manager.save(1, state_at(1))
+        assert gate.reached.wait(30.0)
+        if when_busy == "skip":
+            assert manager.save(2, state_at(2)) is None
+            assert not manager.should_save(2)
+        elif when_busy == "raise":
+            with pytest.raises(dcp.CheckpointError, match="when_busy='raise'"):
+                manager.save(2, state_at(2))
+        gate.open()
+        manager.save(3, state_at(3), last=True)
+    assert manager.all_steps() == [1, 3]
+    assert seen.steps("save_skipped") == ([2] if when_busy == "skip" else [])
+
+
+# -- restoring -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_goes_on_where_the_one_before_ended(tmp_path: Path, mode: Any) -> None:
+    """Nothing there: None. Else the newest values, per rank ones too, and the interval goes on from there."""
+    with manager_of(tmp_path, mode=mode, every_steps=5) as manager:
+        assert manager.restore(state_at(-1)) is None
+        for step in range(1, 8):
+            manager.save(step, state_at(step), metrics={"loss": step / 2}, last=step == 7)
+    seen = Recorder()
+    with manager_of(tmp_path, mode=mode, every_steps=5, save_first=True, on_event=seen) as manager:
+        state = state_at(-1)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, restored.skipped, restored.metrics) == (7, (), {"loss": 3.5})
+        assert state["own"].value == {"rank": 0, "step": 7}
+        assert state["model"]["weight"].tolist() == [7.0] * 64
+        saved = [step for step in range(8, 21) if manager.save(step, state_at(step))]
+        assert saved == [10, 15, 20]
+        back = manager.restore(state, 5)
+        assert back is not None
+        assert (back.step, state["step"]) == (5, 5)
+        assert [step for step in range(6, 12) if manager.save(step, state_at(step + 100))] == [10]
+    assert seen.steps("restored") == [7, 5]
+    assert [loaded_step(manager.checkpoint_id(step)) for step in (5, 7, 10, 15)] == [5, 7, 110, 15]
+
+
+def test_a_part_of_the_state_under_other_names(tmp_path: Path) -> None:
+    """What `dcp.load` can leave out and rename, the manager can."""
+    with manager_of(tmp_path) as manager:
+        manager.save(3, state_at(3))
+        state = {"net": {"weight": torch.zeros(64), "bias": torch.zeros(4)}, "step": -1}
+        restored = manager.restore(state, only="net", exclude="net.bias", rename={"^net": "model"})
+        assert restored is not None
+        assert state["step"] == -1
+        assert state["net"]["weight"].tolist() == [3.0] * 64  # type: ignore[index]  # a nested dict
+        assert state["net"]["bias"].tolist() == [0.0] * 4  # type: ignore[index]  # a nested dict
+
+
+def test_a_damaged_newest_step_is_noted_and_an_older_one_restored(tmp_path: Path) -> None:
+    """Told as events, noted for retention, which keeps the good one although it wants only the last."""
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+    (file,) = data_files(tmp_path / "step-00000003")
+    data = bytearray(file.read_bytes())
+    offset = data.index(torch.full((64,), 3.0).numpy().tobytes())
+    data[offset] ^= 0x01
+    file.write_bytes(data)
+    seen = Recorder()
+    with manager_of(tmp_path, on_event=seen, keep=dcp.Retention(last=1)) as manager:
+        state = state_at(-1)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, state["step"]) == (2, 2)
+        assert seen.kinds() == [("skipped_damaged", 3), ("restored", 2)]
+        noted = manager._folders.notes(3).verified
+        assert noted is not None
+        assert not noted.ok
+        assert file.name in noted.what
+        with pytest.raises(dcp.CorruptCheckpointError):
+            manager.restore(state, 3)
+        manager.save(3, state_at(30), force=True)
+        manager.save(4, state_at(4), force=True)
+    assert manager.all_steps() == [4]
+
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+def test_events_go_to_log_monitor_and_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same facts everywhere, phases included; a listener that fails is logged, and harms nobody."""
+    monitored: list[Any] = []
+
+    def broken(event: Event) -> None:
+        raise RuntimeError("a listener that fails")
+
+    seen = Recorder()
+    handle = torch.monitor.register_event_handler(monitored.append)
+    try:
+        with caplog.at_level(logging.INFO), manager_of(tmp_path, on_event=[broken, seen]) as manager:
+            manager.save(5, state_at(5))
+    finally:
+        torch.monitor.unregister_event_handler(handle)
+    assert seen.kinds() == [("saved", 5), ("verified", 5)]
+    saved = seen.one("saved")
+    assert {"blocked", "staging", "local_plan", "global_plan", "write", "save"} <= saved.seconds.keys()
+    assert saved.size_bytes == 64 * 4 + 4 * 8
+    assert (saved.rank, saved.error, saved.data["reason"]) == (0, None, "call")
+    (record,) = [record for record in caplog.records if getattr(record, "dcp_event", "") == "saved"]
+    assert vars(record)["dcp_step"] == 5
+    assert vars(record)["dcp_seconds"] == saved.seconds
+    assert "a listener failed on the event 'saved' of step 5" in caplog.text
+    (torchs,) = [event for event in monitored if event.name == "dcp.saved"]
+    assert torchs.data["step"] == 5
+    assert torchs.data["seconds.write"] == saved.seconds["write"]
+
+
+# -- the rest ------------------------------------------------------------------------------------------------
+
+
+def test_two_managers_do_not_influence_each_other(tmp_path: Path) -> None:
+    """Schedules, failures, futures, retention and stopping are each manager's own."""
+    gate = Gate()
+    one_options: dict[str, Any] = {"every_steps": 2, "writer": writer_with(Failing()), "retries": 0}
+    other_options: dict[str, Any] = {"every_steps": 3, "keep": dcp.Retention(last=1)}
+    with (
+        manager_of(tmp_path / "one", **one_options) as one,
+        manager_of(tmp_path / "other", on_failure="raise", **other_options) as other,
+        manager_of(tmp_path / "slow", writer=writer_with(gate)) as slow,
+    ):
+        slow.save(1, state_at(100))
+        assert gate.reached.wait(30.0)
+        for step in range(1, 7):
+            one.save(step, state_at(step))
+            other.save(step, state_at(step + 10))
+        assert other.wait(30.0)
+        one.wait(30.0)
+        assert (one.failures, one.all_steps()) == (3, [])
+        assert (other.failures, other.all_steps()) == (0, [6])
+        assert (slow.failures, slow.all_steps()) == (0, [])
+        one.request_stop()
+        one.save(7, state_at(7))
+        other.save(7, state_at(17))
+        assert (one.stop_requested, other.stop_requested) == (True, False)
+        gate.open()
+    assert loaded_step(other.checkpoint_id(6)) == 16
+    assert loaded_step(slow.checkpoint_id(1)) == 100
+
+
+def test_a_closed_manager_says_so(tmp_path: Path) -> None:
+    """Closing twice is fine; saving, asking and pinning are not; listing still works."""
+    manager = manager_of(tmp_path)
+    manager.save(1, state_at(1))
+    manager.close()
+    manager.close()
+    for call in (
+        lambda: manager.save(2, state_at(2)),
+        lambda: manager.should_save(2),
+        lambda: manager.delete(1),
+        lambda: manager.pin(1),
+        lambda: manager.request_stop(),
+    ):
+        with pytest.raises(dcp.CheckpointError, match="is closed; make another one"):
+            call()
+    assert manager.all_steps() == [1]
+
+
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    """By name, when the manager is made."""
+    for wrong in (
+        {"mode": "async"},
+        {"when_busy": "no"},
+        {"on_failure": "ignore"},
+        {"verify_saved": "some"},
+        {"every_steps": 0},
+        {"name": "constant"},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            dcp.CheckpointManager(tmp_path, **wrong)  # type: ignore[arg-type]  # on purpose
