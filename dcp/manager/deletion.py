@@ -70,7 +70,7 @@ class _Job:
 
 
 class Deleter:
-    """Deletes checkpoints of ``folders``, one after another, in a daemon thread that the first one starts.
+    """Deletes checkpoints of ``folders``, one after another, in a daemon thread while there are any.
 
     For one process of a run, the coordinator. A deletion that fails is repeated up to ``attempts`` times in
     all, after a pause that doubles from ``pause_seconds`` on. ``on_event`` is called from the thread.
@@ -216,7 +216,8 @@ class Deleter:
         with self._changed:
             self._give_up = True
             self._changed.notify_all()
-        thread.join(1.0 if done else 0.0)
+        if done:  # then it is about to end
+            thread.join(1.0)
         return done
 
     # -- the thread ------------------------------------------------------------------------------------------
@@ -234,18 +235,18 @@ class Deleter:
             self._end(job, again)
 
     def _next_job(self) -> _Job | None:
-        """Wait for what is due; None at the end."""
+        """Wait for what is due; None if nothing is left, and the thread with it."""
         with self._changed:
-            while True:
-                if self._give_up or (self._closing and not self._jobs):
-                    return None
-                job = min(self._jobs.values(), key=lambda job: job.due_seconds, default=None)
-                left = 0.0 if job is None else job.due_seconds - time.monotonic()
-                if job is not None and (left <= 0 or self._closing):
+            while self._jobs and not self._give_up:
+                job = min(self._jobs.values(), key=lambda job: job.due_seconds)
+                left_seconds = job.due_seconds - time.monotonic()
+                if left_seconds <= 0 or self._closing:
                     job.is_running = True
                     job.attempt += 1
                     return job
-                self._changed.wait(None if job is None else left)
+                self._changed.wait(left_seconds)
+            self._thread = None
+            return None
 
     def _remove(self, job: _Job) -> Removed:
         store = self._folders.store(job.step)
