@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -21,7 +23,9 @@ from dcp.planners.codec import (
     encode_write_columns,
 )
 from dcp.planners.columns import WriteColumns
+from dcp.planners.digest import ReplicaCheck
 from dcp.planners.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.plan_cache import PlanCache
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write import WriteOutcome
@@ -31,16 +35,30 @@ from dcp.storage.formats.open import open_index
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import FileSystemWriter, WriteRequest
 
-__all__ = ["ColumnarSave"]
+__all__ = ["ColumnarSave", "cache_of"]
 
 _SAVE_ID_BYTES = 8
+_LENGTH_BYTES = 8
+
+_caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
+"""By identity: equal writers are not one, and a user's may not be hashable. Entries go with their owners."""
+
+
+def cache_of(owner: object) -> PlanCache:
+    """The plan cache of a writer or planner that is used again; it lives as long as its owner, and is no one
+    else's."""
+    number = id(owner)
+    if number not in _caches:
+        _caches[number] = (weakref.ref(owner, lambda _: _caches.pop(number, None)), PlanCache())
+    return _caches[number][1]
 
 
 class ColumnarSave:
     """One save on columns: no plan object per tensor is made on any rank.
 
-    ``local`` gives this rank's part, in the first step, so that its failure reaches all ranks. ``seconds``
-    are phases that came before; all of them end up in the manifest, by rank.
+    ``local`` gives this rank's part, in the first step, so that its failure reaches all ranks; digests that
+    it lacks are made where they are needed. ``cache``, on all ranks or on none, lets the plan of the save
+    before serve again. ``seconds`` are phases that came before; all of them end up in the manifest, by rank.
     """
 
     def __init__(
@@ -53,6 +71,7 @@ class ColumnarSave:
         use_collectives: bool = True,
         progress: bool | ProgressCallback | None = None,
         seconds: Mapping[str, float] | None = None,
+        cache: PlanCache | None = None,
     ) -> None:
         self._collect = local
         self._writer = writer
@@ -60,18 +79,33 @@ class ColumnarSave:
         self._options = options
         self._together = use_collectives
         self._progress = progress
+        self._cache = cache
         self.seconds: dict[str, float] = dict(seconds or {})
+        self.plan_reused = False
+        self._offered = 0.0
         self._local: LocalState | None = None
         self._plan: GlobalSavePlan | None = None
 
     def run(self) -> Metadata:
         """Plan, write, commit."""
-        if not self._together:
-            return self._run_alone()
+        try:
+            if self._together:
+                self._run_together()
+            else:
+                self._run_alone()
+        except BaseException:
+            if self._cache is not None:
+                self._cache.drop()
+            raise
+        if self._cache is not None:
+            self._cache.commit()
+        return self._metadata()
+
+    def _run_together(self) -> None:
         writer, ranks = self._writer, self._ranks
-        reply = ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
-        writer.save_id = reply[:_SAVE_ID_BYTES].decode("ascii")
-        columns = decode_write_columns(reply[_SAVE_ID_BYTES:])
+        columns = None if self._cache is None else self._known_plan(self._cache)
+        if columns is None:
+            columns = self._received(ranks.reduce_scatter("plan", self._local_plan, self._global_plan))
         try:
             ranks.reduce_broadcast("write", lambda: self._write(columns).encode(), self._commit)
         except BaseException as error:  # an interrupt, too, must not leave files behind
@@ -82,24 +116,24 @@ class ColumnarSave:
                     error.facts["committed"] = True
                     error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
             raise
-        return self._metadata()
 
-    def _run_alone(self) -> Metadata:
+    def _run_alone(self) -> None:
         """Each rank by itself, then a barrier: no plan is exchanged, no rank sees another's failure."""
 
         def everything() -> bytes:
-            parts = [self._local_plan()]
+            columns = None
+            if (cache := self._cache) is not None:
+                columns = self._answered(cache, self._compare(cache, [self._offer(cache)]))
+            if columns is None:
+                columns = self._received(self._global_plan([self._local_plan()])[0])
             try:
-                reply = self._global_plan(parts)[0]
-                outcome = self._write(decode_write_columns(reply[_SAVE_ID_BYTES:]))
-                self._commit([outcome.encode()])
+                self._commit([self._write(columns).encode()])
             except BaseException:
                 self._writer.discard()
                 raise
             return b""
 
         self._ranks.all_gather("save", everything)
-        return self._metadata()
 
     def _metadata(self) -> Metadata:
         writer = self._writer
@@ -111,18 +145,76 @@ class ColumnarSave:
         rank = None if self._together else self._ranks.rank
         return LazyMetadata.of(lambda: open_index(store, rank=rank), meta)
 
+    # -- the plan of the save before -------------------------------------------------------------------------
+
+    def _known_plan(self, cache: PlanCache) -> WriteColumns | None:
+        """This rank's part of the cached plan where all ranks have it and their parts are unchanged.
+
+        Every rank of a save with caches takes this step: one that has no plan any more says so in it.
+        """
+        answer = self._ranks.reduce_broadcast(
+            "digests", lambda: self._offer(cache), lambda offers: self._compare(cache, offers)
+        )
+        self.seconds["digests"] = time.perf_counter() - self._offered
+        return self._answered(cache, answer)
+
+    def _offer(self, cache: PlanCache) -> bytes:
+        begun = time.perf_counter()
+        local, ranks, check = self._local_state(), self._ranks, self._check
+        offer = cache.offer(
+            local,
+            local.digested_objects(check).digests,
+            check=check,
+            options=[*astuple(self._options), self._together, ranks.rank, ranks.world_size],
+        )
+        self._offered = time.perf_counter()
+        self.seconds["local_plan"] = self._offered - begun
+        return offer
+
+    def _compare(self, cache: PlanCache, offers: list[bytes]) -> bytes:
+        """The id of the save if the cached plan serves, else nothing."""
+        begun = time.perf_counter()
+        if not cache.hit(offers):
+            return b""
+        self._plan = cache.plan
+        self.seconds["global_plan"] = time.perf_counter() - begun
+        return self._writer.save_id.encode("ascii")
+
+    def _answered(self, cache: PlanCache, answer: bytes) -> WriteColumns | None:
+        if not answer:
+            return None
+        self._writer.save_id = answer.decode("ascii")
+        self.plan_reused = True
+        return cache.writes
+
     # -- the steps -------------------------------------------------------------------------------------------
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self._together and self._ranks.world_size > 1
+
+    @property
+    def _check(self) -> ReplicaCheck:
+        """How replicas are compared: a rank that plans alone has none."""
+        return self._options.replica_check if self._is_exchanged else "off"
+
+    def _local_state(self) -> LocalState:
+        if self._local is None:
+            writer, ranks = self._writer, self._ranks
+            writer.set_up_storage_writer(
+                ranks.is_coordinator, rank=ranks.rank, use_collectives=self._together
+            )
+            if ranks.is_coordinator or not self._together:
+                writer.prepare()
+            self._local = self._collect()
+        return self._local
 
     def _local_plan(self) -> bytes:
         begun = time.perf_counter()
-        writer, ranks = self._writer, self._ranks
-        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=self._together)
-        if ranks.is_coordinator or not self._together:
-            writer.prepare()
-        self._local = self._collect()
-        alone = not self._together or ranks.world_size == 1
-        encoded = b"" if alone else encode_save_columns(self._local.columns)
-        self.seconds["local_plan"] = time.perf_counter() - begun
+        local = self._local_state()
+        local = self._local = local.with_digests(self._check)
+        encoded = encode_save_columns(local.columns) if self._is_exchanged else b""
+        self.seconds["local_plan"] = self.seconds.get("local_plan", 0.0) + time.perf_counter() - begun
         return encoded
 
     def _global_plan(self, parts: list[bytes]) -> list[bytes]:
@@ -138,10 +230,27 @@ class ColumnarSave:
             split_bytes=self._options.split_bytes,
             check_replicas=self._options.replica_check != "off",
         )
-        save_id = self._writer.save_id.encode("ascii")
-        replies = [save_id + encode_write_columns(writes) for writes in self._plan.writes]
+        save_id = self._writer.save_id
+        extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan, save_id)
+        replies = [
+            save_id.encode("ascii")
+            + len(extra).to_bytes(_LENGTH_BYTES, "little")
+            + extra
+            + encode_write_columns(writes)
+            for extra, writes in zip(extras, self._plan.writes, strict=True)
+        ]
         self.seconds["global_plan"] = time.perf_counter() - begun
         return replies
+
+    def _received(self, reply: bytes) -> WriteColumns:
+        """What this rank has to write, from the coordinator's `_global_plan`."""
+        begin = _SAVE_ID_BYTES + _LENGTH_BYTES
+        end = begin + int.from_bytes(reply[_SAVE_ID_BYTES:begin], "little")
+        self._writer.save_id = reply[:_SAVE_ID_BYTES].decode("ascii")
+        columns = decode_write_columns(reply[end:])
+        if self._cache is not None and self._local is not None:
+            self._cache.receive(self._local, columns, reply[begin:end], check=self._check)
+        return columns
 
     def _write(self, columns: WriteColumns) -> WriteOutcome:
         begun = time.perf_counter()

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from dcp.objects import encode_object
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save_planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
+from dcp.storage.formats.plain import encode_plain
 
 __all__ = ["EncodedObject", "LocalState", "PlanOptions"]
 
@@ -45,19 +46,21 @@ class LocalState:
 
     ``sources`` are the local tensors by the source numbers of ``columns``: the state's own, on any device, or
     staged copies. ``objects`` are the values by object row, encoded where they must not change any more.
-    ``replicated`` (by item) says which boxes other ranks may hold too.
+    ``replicated`` (by item) says which boxes other ranks may hold too. ``digested``: the columns have the
+    digests of the replica check.
     """
 
     columns: SaveColumns
     sources: Sequence[torch.Tensor]
     objects: Sequence[Any]
     replicated: npt.NDArray[np.uint8]
+    digested: bool = False
 
     @classmethod
     def collect(cls, planner: DefaultSavePlanner, *, digests: bool) -> LocalState:
         """The state that ``planner`` was set up with; ``digests=False`` leaves them for later."""
         columns, sources, objects = planner.create_local_columns(digests=digests)
-        return cls(columns, sources, objects, planner.item_replicated)
+        return cls(columns, sources, objects, planner.item_replicated, digested=digests)
 
     def encoded(self) -> LocalState:
         """The same with all values encoded: later changes of lists and dicts do not reach them."""
@@ -65,22 +68,33 @@ class LocalState:
         return replace(self, objects=[encoded_object(value, cache) for value in self.objects])
 
     def with_digests(self, check: ReplicaCheck) -> LocalState:
-        """The same with the digests that the replica check compares; the values must be encoded."""
-        if check == "off":
+        """The same with the digests that the replica check compares."""
+        if check == "off" or self.digested:
             return self
-        objects = self.columns.objects
-        digests = np.zeros(len(objects.fqns), np.uint64)
-        sizes = np.zeros(len(objects.fqns), np.int64)
-        for row, value in enumerate(self.objects):
-            plain = value.plain
-            digests[row] = digest_bytes(plain) if plain is not None else 0
-            sizes[row] = len(plain) if plain is not None else max(len(value.blob), OPAQUE_OBJECT_BYTES)
         columns = replace(
             self.columns,
             item_digests=item_digests(self.columns, self.replicated, self.sources, check),
-            objects=replace(objects, digests=digests, sizes=sizes),
+            objects=self.digested_objects(check),
         )
-        return replace(self, columns=columns)
+        return replace(self, columns=columns, digested=True)
+
+    def digested_objects(self, check: ReplicaCheck) -> SaveObjects:
+        """The names of the values with their digests, 0 for what is no plain data, and about their sizes."""
+        fqns = self.columns.objects.fqns
+        digests, sizes = np.zeros(len(fqns), np.uint64), np.zeros(len(fqns), np.int64)
+        for row, value in enumerate(self.objects if check != "off" else ()):
+            encoded = value.plain if type(value) is EncodedObject else encode_plain(value)
+            if encoded is None:
+                sizes[row] = _opaque_bytes(value)
+            else:
+                digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
+        return SaveObjects(fqns, digests, sizes)
+
+
+def _opaque_bytes(value: Any) -> int:
+    if type(value) is EncodedObject:
+        return max(len(value.blob), OPAQUE_OBJECT_BYTES)
+    return len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
 
 
 def encoded_object(value: Any, cache: dict[bytes, bytes]) -> EncodedObject:

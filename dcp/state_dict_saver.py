@@ -27,9 +27,10 @@ from typing_extensions import deprecated
 from dcp import object_steps
 from dcp.background.future import SaveFuture
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
-from dcp.columnar_save import ColumnarSave
+from dcp.columnar_save import ColumnarSave, cache_of
 from dcp.local_state import LocalState, PlanOptions
 from dcp.planners import save_planner
+from dcp.planners.plan_cache import PlanCache
 from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
 from dcp.provenance import provenance_of
@@ -79,6 +80,9 @@ def save(
     bounds every wait for other ranks. ``user_metadata`` is plain data kept in the manifest. ``progress``
     draws a bar (True) or is called with `dcp.progress.Progress`.
 
+    A ``storage_writer`` that is used again, or without one a planner with ``enable_plan_caching``, remembers
+    the plan: as long as no rank's structure changes, the next save exchanges digests instead of plans.
+
     When it returns the checkpoint is committed and, unless the writer was told otherwise, durable. When it
     raises, on any rank, it raises on all: a `RankFailedError` that is also of the cause's class; what was
     under the id before is untouched.
@@ -91,6 +95,7 @@ def save(
         choose_writer(storage_writer, checkpoint_id),
         Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save"),
         planner,
+        cache=_cache_for(storage_writer, planner),
         use_collectives=use_collectives,
         user_metadata=user_metadata,
         progress=progress,
@@ -171,6 +176,7 @@ def _save(
     ranks: Ranks,
     planner: SavePlanner | None,
     *,
+    cache: PlanCache | None = None,
     use_collectives: bool = True,
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
@@ -190,12 +196,25 @@ def _save(
         and isinstance(planner, DefaultSavePlanner)
         and save_planner.uses_columns(planner)
     ):
-        local = partial(_collect, state, writer, ranks, planner, use_collectives)
-        options = PlanOptions.of(planner)
         return ColumnarSave(
-            local, writer, ranks, options, use_collectives=use_collectives, progress=progress
+            partial(_collect, state, writer, ranks, planner, cache),
+            writer,
+            ranks,
+            PlanOptions.of(planner),
+            use_collectives=use_collectives,
+            progress=progress,
+            cache=cache,
         ).run()
     return object_steps.save(state, writer, ranks, planner, use_collectives=use_collectives)
+
+
+def _cache_for(writer: StorageWriter | None, planner: SavePlanner | None) -> PlanCache | None:
+    """The cache of what the caller can use again; what is made for one save has none."""
+    if writer is not None:
+        return cache_of(writer)
+    if isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
+        return cache_of(planner)
+    return None
 
 
 def _collect(
@@ -203,9 +222,10 @@ def _collect(
     writer: FileSystemWriter,
     ranks: Ranks,
     planner: DefaultSavePlanner,
-    use_collectives: bool,
+    cache: PlanCache | None,
 ) -> LocalState:
+    planner.known = None if cache is None else cache.known
     planner.set_up_planner(
         state_dict=state(), storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
     )
-    return LocalState.collect(planner, digests=use_collectives and ranks.world_size > 1)
+    return LocalState.collect(planner, digests=False)

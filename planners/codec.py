@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
+from dcp.planners.replica_sets import RankSets
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.column_codec import (
@@ -28,8 +29,10 @@ from dcp.storage.formats.index import Int64, Path, starts
 
 __all__ = [
     "SectionCache",
+    "decode_rank_sets",
     "decode_save_columns",
     "decode_write_columns",
+    "encode_rank_sets",
     "encode_save_columns",
     "encode_write_columns",
 ]
@@ -254,3 +257,41 @@ def decode_write_columns(data: bytes) -> WriteColumns:
     if (shares < -1).any() or (shares >= np.arange(rows)).any():
         raise CheckpointFormatError("a write plan shares a payload that is not written before")
     return WriteColumns(box_start=starts(ndims), **column)
+
+
+_SET_COLUMNS = ("numbers", "items", "item_rows", "objects", "object_rows")
+
+
+def encode_rank_sets(sets: RankSets) -> bytes:
+    """Which rows a rank has to fold, as bytes."""
+    columns = (
+        sets.numbers,
+        np.diff(sets.item_start),
+        sets.item_rows,
+        np.diff(sets.object_start),
+        sets.object_rows,
+    )
+    encoder = ColumnEncoder()
+    return _pack({name: encoder.column(column) for name, column in zip(_SET_COLUMNS, columns, strict=True)})
+
+
+def decode_rank_sets(data: bytes, *, items: int, objects: int) -> RankSets:
+    """The inverse of `encode_rank_sets` on a rank of ``items`` and ``objects`` rows; raises
+    CheckpointFormatError for what no coordinator sends."""
+    raw = _fields(_unpack(data, "a fold plan"), _SET_COLUMNS, "a fold plan")
+    budget = Budget(len(data))
+    column = {name: decode_column(raw[name], budget) for name in _SET_COLUMNS}
+    for counts, rows, limit in (("items", "item_rows", items), ("objects", "object_rows", objects)):
+        if len(column[counts]) != len(column["numbers"]) or (column[counts] < 0).any():
+            raise CheckpointFormatError("a fold plan's columns disagree in length")
+        if int(column[counts].sum()) != len(column[rows]):
+            raise CheckpointFormatError("a fold plan's rows do not fit its sets")
+        if (column[rows] < 0).any() or (column[rows] >= limit).any():
+            raise CheckpointFormatError("a fold plan names a row that the rank does not have")
+    return RankSets(
+        numbers=column["numbers"],
+        item_start=starts(column["items"]),
+        item_rows=column["item_rows"],
+        object_start=starts(column["objects"]),
+        object_rows=column["object_rows"],
+    )

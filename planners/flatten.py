@@ -18,20 +18,33 @@ from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Path
 
-__all__ = ["flatten_state_dict", "replace_element", "set_element", "unflatten"]
+__all__ = [
+    "LIST",
+    "MAPPING",
+    "OTHER",
+    "PER_RANK",
+    "TENSOR",
+    "flatten_state_dict",
+    "is_closed_list",
+    "kind_of",
+    "replace_element",
+    "set_element",
+    "unflatten",
+]
 
-_OTHER, _TENSOR, _MAPPING, _LIST, _PER_RANK = range(5)
+OTHER, TENSOR, MAPPING, LIST, PER_RANK = range(5)
+"""Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them."""
 _MAX_LISTED = 10
 
 
 def _kind_of(cls: type) -> int:
     if issubclass(cls, torch.Tensor):
-        return _TENSOR
+        return TENSOR
     if issubclass(cls, Mapping):
-        return _MAPPING
+        return MAPPING
     if issubclass(cls, list):
-        return _LIST
-    return _PER_RANK if issubclass(cls, PerRank) else _OTHER
+        return LIST
+    return PER_RANK if issubclass(cls, PerRank) else OTHER
 
 
 class _Kinds(dict[type, int]):
@@ -42,23 +55,36 @@ class _Kinds(dict[type, int]):
         return kind
 
 
+_KINDS = _Kinds()
+
+
+def kind_of(cls: type) -> int:
+    """The kind of values of a class."""
+    return _KINDS[cls]
+
+
+def is_closed_list(entries: list[Any]) -> bool:
+    """Whether flattening keeps a list as one value."""
+    return _Flattener(0, legacy=False).closed(entries)
+
+
 class _Flattener:
     def __init__(self, rank: int, *, legacy: bool) -> None:
         self.rank = rank
         self.legacy = legacy
-        self.kinds = _Kinds()
+        self.kinds = _KINDS
         self.flat: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.duplicates: list[str] = []
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
         kind = self.kinds[type(value)]
-        if kind == _PER_RANK:
+        if kind == PER_RANK:
             key = rank_key(self.rank)
             self.visit(f"{fqn}.{key}", (*path, key), value.value)
-        elif kind == _MAPPING and not (self.legacy and self.closed(value.values())):
+        elif kind == MAPPING and not (self.legacy and self.closed(value.values())):
             self.visit_all(fqn, path, value)
-        elif kind == _LIST and not self.closed(value):
+        elif kind == LIST and not self.closed(value):
             for position, entry in enumerate(value):
                 self.visit(f"{fqn}.{position}", (*path, position), entry)
         elif fqn in self.flat:
@@ -77,11 +103,11 @@ class _Flattener:
         kinds = self.kinds
         for entry in entries:
             kind = kinds[type(entry)]
-            if kind in (_TENSOR, _PER_RANK):
+            if kind in (TENSOR, PER_RANK):
                 return False
-            if kind == _MAPPING and not (self.legacy and self.closed(entry.values())):
+            if kind == MAPPING and not (self.legacy and self.closed(entry.values())):
                 return False
-            if kind == _LIST and not self.closed(entry):
+            if kind == LIST and not self.closed(entry):
                 return False
         return True
 
@@ -99,7 +125,7 @@ def flatten_state_dict(
     for key, value in state_dict.items():
         fqn = str(key)
         # the common case, inlined: models are flat dicts of tensors
-        if kinds[type(value)] == _TENSOR and fqn not in flat:
+        if kinds[type(value)] == TENSOR and fqn not in flat:
             flat[fqn] = value
             paths[fqn] = (fqn,)
         else:

@@ -17,6 +17,7 @@ from dcp.planners.balance import Balancer, Part, Replicated, tie_clusters
 from dcp.planners.boxes import expand_ranges, gather_rows, row_products
 from dcp.planners.columns import SaveColumns, WriteColumns
 from dcp.planners.merge import MergedObjects, MergedTensors, merge_objects, merge_tensors
+from dcp.planners.replica_sets import Holders
 from dcp.planners.validate import (
     check_bounds,
     check_boxes,
@@ -41,10 +42,11 @@ LARGE_OBJECT_BYTES = 64 << 10
 @dataclass(frozen=True, eq=False)
 class GlobalSavePlan:
     """``index`` says what the checkpoint will hold (files, offsets and CRCs still to come), ``writes[r]``
-    what rank r has to write."""
+    what rank r has to write. ``holders`` is None where replicas were not compared."""
 
     index: CheckpointIndex
     writes: list[WriteColumns]
+    holders: Holders | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,6 +425,7 @@ def plan_save(
     return GlobalSavePlan(
         index=_index(tensors, objects, items, pieces, planner_data),
         writes=_writes(items, pieces, objects, owners, world_size),
+        holders=Holders.of(items, boxes, objects, all_columns) if check_replicas else None,
     )
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Piece",
     "SpecCache",
     "collect_tensors",
+    "has_plain_memory",
     "has_sharded_tensor",
     "is_tensor_like",
     "local_tensor",
@@ -108,6 +109,15 @@ def is_tensor_like(value: object) -> bool:
     """True for what is stored as a tensor: tensors of all kinds, and what implements torch's protocol for
     them."""
     return _KINDS[type(value)] != _OBJECT
+
+
+def has_plain_memory(value: object) -> bool:
+    """True for a plain tensor and a DTensor over one: facts of these, and no code of a class, say what is
+    stored."""
+    kind = _KINDS[type(value)]
+    if kind == _DTENSOR and isinstance(value, DTensor):
+        return _KINDS[type(value._local_tensor)] == _PLAIN
+    return kind == _PLAIN
 
 
 def has_sharded_tensor(values: Iterable[object]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,11 @@ from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.global_plan import SPLIT_BYTES, plan_save
-from dcp.planners.local import LocalTensors, collect_tensors, has_sharded_tensor
+from dcp.planners.item_views import item_views
+from dcp.planners.known_state import KnownState, LocalPart
+from dcp.planners.local import collect_tensors, has_sharded_tensor
 from dcp.planners.lookup import BoxLookup
+from dcp.planners.ties import item_ties
 from dcp.planners.torch_plans import columns_from_plan, metadata_from_plans, plan_from_writes, write_items
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.plain import encode_plain
@@ -55,6 +57,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     touched. ``replica_check`` says how replicas are compared between ranks: by samples, in full, or not at
     all. ``split_bytes``: a replicated box above it is written by several ranks, a part each; None: never
     split. ``rank`` is this process's number in the save, the default process group's if not set before.
+    ``known`` is lent by who saves again and again: what an unchanged state dict is then not asked for again.
     """
 
     mappings: dict[str, Path]
@@ -78,6 +81,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.replica_check = replica_check
         self.split_bytes = split_bytes
         self.rank: int | None = None
+        self.known: KnownState | None = None
         self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
@@ -92,7 +96,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         flat = state_dict
         if self.flatten_state_dict:
             rank = self.rank if self.rank is not None else _current_rank()
-            flat, self.mappings = flatten(state_dict, rank=rank)
+            known = self._known_state()
+            flat, self.mappings = (
+                flatten(state_dict, rank=rank) if known is None else known.flatten(state_dict, rank)
+            )
         self.state_dict = flatten_sharded(flat) if self.flatten_sharded_tensors else flat
         self.is_coordinator = is_coordinator
         self._lookup = BoxLookup()
@@ -108,8 +115,25 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
         out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
         """
-        local = collect_tensors(self.state_dict)
         check: ReplicaCheck = self.replica_check if digests else "off"
+        part = self._local_part()
+        self.item_replicated = part.replicated
+        columns = part.columns
+        if digests:
+            columns = replace(
+                columns,
+                item_digests=item_digests(columns, part.replicated, part.sources, check),
+                objects=_objects(columns.objects.fqns, part.objects, check),
+            )
+        return columns, part.sources, part.objects
+
+    def _local_part(self) -> LocalPart:
+        known = self._known_state()
+        if known is not None:
+            part = known.recall(self.state_dict, with_paths=self.flatten_state_dict)
+            if part is not None:
+                return part
+        local = collect_tensors(self.state_dict)
         columns = SaveColumns(
             fqns=local.fqns,
             dtype_codes=local.dtype_codes,
@@ -123,16 +147,21 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             item_sources=local.item_sources,
             item_sharded=local.item_sharded,
             item_digests=np.zeros(len(local.item_tensors), np.uint64),
-            item_ties=_item_ties(local),
-            objects=_objects(local.objects, check),
+            item_ties=item_ties(local, local.sources, local.pointers),
+            objects=_objects(tuple(local.objects), list(local.objects.values()), "off"),
             planner_data=self.mappings if self.flatten_state_dict else None,
             stride_orders=local.stride_orders,
         )
-        self.item_replicated = local.item_replicated
-        columns = replace(
-            columns, item_digests=item_digests(columns, local.item_replicated, local.sources, check)
-        )
-        return columns, local.sources, list(local.objects.values())
+        if known is not None:
+            return known.remember(self.state_dict, local, columns)
+        return LocalPart.of(local, columns)
+
+    def _known_state(self) -> KnownState | None:
+        """`known`, unless a subclass may have changed what `set_up_planner` took from the state dict."""
+        overridden = type(
+            self
+        ).set_up_planner is not DefaultSavePlanner.set_up_planner or "set_up_planner" in vars(self)
+        return None if overridden else self.known
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -215,54 +244,17 @@ def item_digests(
     digests = np.zeros(len(columns.item_tensors), np.uint64)
     rows = np.flatnonzero(replicated) if check != "off" else np.zeros(0, np.int64)
     if len(rows):
-        boxes_of = np.bincount(columns.item_sources, minlength=len(sources))
-        views = [
-            _item_view(columns, sources, row, whole=boxes_of[columns.item_sources[row]] == 1)
-            for row in rows.tolist()
-        ]
-        digests[rows] = digest_tensors(views, check)
+        digests[rows] = digest_tensors(item_views(columns, sources, rows), check)
     return digests
 
 
-def _item_view(
-    columns: SaveColumns, sources: Sequence[torch.Tensor], row: int, *, whole: bool
-) -> torch.Tensor:
-    source = sources[int(columns.item_sources[row])]
-    if whole:
-        return source
-    begin = int(columns.box_start[row])
-    for dim in range(source.ndim):
-        place = int(columns.item_local_offsets[begin + dim])
-        source = source.narrow(dim, place, int(columns.item_sizes[begin + dim]))
-    return source
-
-
-def _item_ties(local: LocalTensors) -> npt.NDArray[np.int64]:
-    """Equal numbers for boxes with the same bytes at the same place, as tied weights have."""
-    ties = np.full(len(local.item_tensors), -1, np.int64)
-    _, inverse, counts = np.unique(local.pointers, return_inverse=True, return_counts=True)
-    shared = (counts[inverse] > 1) & (local.pointers != 0)
-    keys: dict[int, Any] = {}
-    for row in np.flatnonzero(shared[local.item_sources]).tolist():
-        source = local.sources[local.item_sources[row]]
-        box = slice(int(local.box_start[row]), int(local.box_start[row + 1]))
-        place = (local.item_sizes[box].tobytes(), local.item_local_offsets[box].tobytes())
-        keys[row] = (source.data_ptr(), source.device, source.dtype, source.shape, source.stride(), place)
-    repeated = {key for key, count in Counter(keys.values()).items() if count > 1}
-    numbers: dict[Any, int] = {}
-    for row, key in keys.items():
-        if key in repeated:
-            ties[row] = numbers.setdefault(key, len(numbers))
-    return ties
-
-
-def _objects(values: dict[str, Any], check: ReplicaCheck) -> SaveObjects:
+def _objects(fqns: Sequence[str], values: Sequence[Any], check: ReplicaCheck) -> SaveObjects:
     digests, sizes = np.zeros(len(values), np.uint64), np.zeros(len(values), np.int64)
     if check != "off":
-        for row, value in enumerate(values.values()):
+        for row, value in enumerate(values):
             encoded = encode_plain(value)
             if encoded is None:
                 sizes[row] = len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
             else:
                 digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
-    return SaveObjects(tuple(values), digests, sizes)
+    return SaveObjects(tuple(fqns), digests, sizes)

@@ -1,0 +1,284 @@
+"""What is known of a state dict from the save before, so that an unchanged one need not be looked at in full.
+
+A tensor's columns follow from facts that can be compared cheaply for all tensors together: class, dtype,
+device, sizes, strides, requires_grad, lazy conjugation and negation (one call of the guard that torch.compile
+checks its inputs with), and for DTensors mesh and placements. Objects' identities prove nothing and are not
+used: a tensor can be given other memory or another shape in place. Where any fact differs, or could not be
+compared, the state is looked at in full again. No tensor is kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp.planners.columns import SaveColumns
+from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.local import LocalTensors, has_plain_memory, is_tensor_like
+from dcp.planners.state_tree import StateTree
+from dcp.planners.ties import item_ties
+from dcp.storage.formats.index import Int64, Path
+
+__all__ = ["KnownState", "LocalPart", "Sources"]
+
+_TensorGuards: Any = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
+)
+"""Not public: where torch lacks it, every state is looked at in full."""
+
+_local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
+_mesh, _placements, _order = attrgetter("mesh"), attrgetter("placements"), attrgetter("shard_order")
+_strided = attrgetter("use_strided_shard_as_shard_order")
+
+
+class Sources(list[torch.Tensor]):
+    """Local tensors by source number.
+
+    ``memory`` is one object for as long as addresses, devices, dtypes, sizes and strides are the same from
+    save to save; None: not known. It belongs to the list, so that copies of the tensors do not inherit it.
+    """
+
+    memory: object | None = None
+
+
+class LocalPart(NamedTuple):
+    """A rank's columns, the local tensors by source number, the values by object row.
+
+    ``replicated`` (by item) says which boxes other ranks may hold too.
+    """
+
+    columns: SaveColumns
+    sources: Sources
+    objects: list[Any]
+    replicated: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, local: LocalTensors, columns: SaveColumns) -> LocalPart:
+        """The part of a state that was looked at in full."""
+        return cls(columns, Sources(local.sources), list(local.objects.values()), local.item_replicated)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layouts:
+    """Where DTensors lie: mesh and placements by tensor."""
+
+    mesh_ids: list[int]
+    meshes: list[weakref.ref[Any]]
+    placements: list[Any]
+    orders: list[Any]
+    strided: list[Any]
+
+    @classmethod
+    def of(cls, specs: list[Any]) -> _Layouts:
+        meshes = list(map(_mesh, specs))
+        distinct = {id(mesh): weakref.ref(mesh) for mesh in meshes}
+        return cls(
+            list(map(id, meshes)),
+            list(distinct.values()),
+            list(map(_placements, specs)),
+            list(map(_order, specs)),
+            list(map(_strided, specs)),
+        )
+
+    def are_of(self, specs: list[Any]) -> bool:
+        # an id is a mesh's for as long as the mesh lives
+        return (
+            all(mesh() is not None for mesh in self.meshes)
+            and list(map(id, map(_mesh, specs))) == self.mesh_ids
+            and list(map(_placements, specs)) == self.placements
+            and list(map(_order, specs)) == self.orders
+            and list(map(_strided, specs)) == self.strided
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What is compared, and the columns that follow from it.
+
+    ``types`` and the masks of tensors and objects are by flat key, ``has_source`` by tensor: a rank may hold
+    no element of one.
+    ``local_types`` keeps classes alive whose addresses the guard compares.
+    """
+
+    fqns: tuple[str, ...]
+    types: list[type]
+    is_tensor: list[bool]
+    is_object: list[bool]
+    has_source: list[bool]
+    dtensors: list[int]
+    local_types: frozenset[type]
+    guard: Any
+    layouts: _Layouts
+    pointers: Int64
+    memory: object
+    columns: SaveColumns
+    replicated: npt.NDArray[np.uint8]
+
+
+class _Held(NamedTuple):
+    """The tensors of a flat state dict in order, DTensors' local tensors and specs, and for each tensor the
+    plain one that has its bytes."""
+
+    tensors: list[Any]
+    locals: list[torch.Tensor]
+    specs: list[Any]
+    plain: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, tensors: list[Any], dtensors: list[int]) -> _Held:
+        if not dtensors:
+            return cls(tensors, [], [], tensors)
+        if len(dtensors) == len(tensors):
+            locals_ = list(map(_local, tensors))
+            return cls(tensors, locals_, list(map(_spec, tensors)), locals_)
+        chosen = [tensors[position] for position in dtensors]
+        locals_, plain = list(map(_local, chosen)), tensors.copy()
+        for position, local in zip(dtensors, locals_, strict=True):
+            plain[position] = local
+        return cls(tensors, locals_, list(map(_spec, chosen)), plain)
+
+    def are_as(self, facts: _Facts) -> bool:
+        with torch.enable_grad():  # without it requires_grad would not be compared
+            same = bool(facts.guard.check(*self.tensors, *self.locals))
+        return same and facts.layouts.are_of(self.specs)
+
+
+class KnownState:
+    """The shape and the facts of the state dict that was saved last.
+
+    Used by one thread at a time; `clear` may be called from another.
+    """
+
+    def __init__(self) -> None:
+        self._tree: tuple[StateTree, int, tuple[str, ...], dict[str, Path]] | None = None
+        self._facts: _Facts | None = None
+
+    def __reduce__(self) -> tuple[type[KnownState], tuple[()]]:
+        return KnownState, ()  # a copy, in this process or another, knows nothing yet
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tree = None
+        self._facts = None
+
+    # -- names -----------------------------------------------------------------------------------------------
+
+    def flatten(self, state_dict: Mapping[Any, Any], rank: int) -> tuple[dict[str, Any], dict[str, Path]]:
+        """What `flatten_state_dict` gives."""
+        known = self._tree
+        if known is not None and known[1] == rank:
+            tree, _, fqns, paths = known
+            leaves = tree.leaves(state_dict)
+            if leaves is not None:
+                # a copy of the paths, since planners show theirs to everybody
+                return dict(zip(fqns, leaves, strict=True)), dict(paths)
+        self.clear()  # equal flat names do not make equal paths
+        flat, paths = flatten_state_dict(state_dict, rank=rank)
+        tree_now = StateTree.of(state_dict)
+        if tree_now is not None:
+            self._tree = (tree_now, rank, tuple(flat), dict(paths))
+        return flat, paths
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def recall(self, flat: Mapping[str, Any], *, with_paths: bool) -> LocalPart | None:
+        """The columns of a flat state dict whose facts are those that `remember` was given, else None.
+
+        Only where tensors lie may differ: ties are then found anew. ``with_paths`` if `flatten` made it.
+        """
+        facts = self._facts
+        if facts is None or with_paths != (facts.columns.planner_data is not None):
+            return None
+        if tuple(flat) != facts.fqns or not {str}.issuperset(map(type, flat)):
+            return None
+        values = list(flat.values())
+        if list(map(type, values)) != facts.types:
+            return None
+        held = _Held.of(list(compress(values, facts.is_tensor)), facts.dtensors)
+        if not held.are_as(facts):
+            return None
+        sources = Sources(compress(held.plain, facts.has_source))
+        pointers = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
+        if not np.array_equal(pointers, facts.pointers):
+            if not np.array_equal(pointers != 0, facts.pointers != 0):
+                return None  # freed memory is an error, which names the tensor when it is looked at in full
+            facts = self._moved(facts, sources, pointers)
+        sources.memory = facts.memory
+        objects = list(compress(values, facts.is_object))
+        return LocalPart(facts.columns, sources, objects, facts.replicated)
+
+    def _moved(self, facts: _Facts, sources: list[torch.Tensor], pointers: Int64) -> _Facts:
+        columns = facts.columns
+        ties = item_ties(columns, sources, pointers)
+        if not np.array_equal(ties, columns.item_ties):
+            columns = replace(columns, item_ties=ties)
+        moved = replace(facts, pointers=pointers, columns=columns, memory=object())
+        if self._facts is facts:  # else it was cleared meanwhile
+            self._facts = moved
+        return moved
+
+    def remember(self, flat: Mapping[str, Any], local: LocalTensors, columns: SaveColumns) -> LocalPart:
+        """Keep the facts of a state that was looked at in full.
+
+        Of a state that holds other than plain tensors, DTensors and values nothing is kept: what such tensors
+        are made of cannot be compared cheaply.
+        """
+        facts = self._facts = self._facts_of(flat, local, columns)
+        part = LocalPart.of(local, columns if facts is None else facts.columns)
+        part.sources.memory = None if facts is None else facts.memory
+        return part
+
+    def _facts_of(self, flat: Mapping[str, Any], local: LocalTensors, columns: SaveColumns) -> _Facts | None:
+        values = list(flat.values())
+        is_tensor = list(map(is_tensor_like, values))
+        tensors = list(compress(values, is_tensor))
+        if _TensorGuards is None or not all(map(has_plain_memory, tensors)):
+            return None
+        if columns.planner_data is not None:
+            known = self._tree
+            if known is None or known[3] != columns.planner_data:
+                return None
+            columns = replace(columns, planner_data=known[3])
+        dtensors = [position for position, value in enumerate(tensors) if isinstance(value, DTensor)]
+        held = _Held.of(tensors, dtensors)
+        has_source = _matching(held.plain, local.sources)
+        if sum(has_source) != len(local.sources):
+            return None  # of a conjugated view a copy is stored
+        with torch.enable_grad():
+            guard = _TensorGuards(
+                *held.tensors, *held.locals, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            )
+        return _Facts(
+            fqns=tuple(flat),
+            types=list(map(type, values)),
+            is_tensor=is_tensor,
+            is_object=[not tensor for tensor in is_tensor],
+            has_source=has_source,
+            dtensors=dtensors,
+            local_types=frozenset(map(type, held.locals)),
+            guard=guard,
+            layouts=_Layouts.of(held.specs),
+            pointers=local.pointers,
+            memory=object(),
+            columns=columns,
+            replicated=local.item_replicated,
+        )
+
+
+def _matching(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> list[bool]:
+    """By tensor, whether it is the next of ``sources``."""
+    position, matching = 0, []
+    for tensor in tensors:
+        found = position < len(sources) and sources[position] is tensor
+        matching.append(found)
+        position += found
+    return matching
