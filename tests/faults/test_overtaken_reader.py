@@ -1,0 +1,167 @@
+"""A checkpoint that is replaced between the reading of its index and that of its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.storage.stores import PosixStore
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore
+from tests.support.ranks import RankRaised, run_ranks
+from tests.support.versions import save_version, version_of, version_state
+
+
+class TakesObjects(dcp.DefaultLoadPlanner):
+    """Overrides a step, and so gets torch's objects."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """As ever."""
+        super().commit_tensor(read_item, tensor)
+
+
+def reader(path: Any, overtake: Callable[[], None], *, times: int = 1) -> dcp.FileSystemReader:
+    """A reader before which somebody replaces the checkpoint, each time it first opens a data file."""
+    left = [times]
+
+    def hook(_: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            overtake()
+
+    def open_store(path: str | os.PathLike[str]) -> Store:
+        return FaultInjectingStore(PosixStore(path), Fault("open_read", name="*.distcp", hook=hook))
+
+    return dcp.FileSystemReader(path, open_store=open_store)
+
+
+def replacing(path: Any) -> Callable[[], None]:
+    """Saves version 2, 3, ... over what is there."""
+    version = [1]
+
+    def replace() -> None:
+        version[0] += 1
+        save_version(Path(path), version[0])
+
+    return replace
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, TakesObjects])
+def test_the_successor_is_loaded_whole(tmp_path: Path, planner: type[dcp.DefaultLoadPlanner]) -> None:
+    """Every value is of the new checkpoint, and the report says that it took a second look."""
+    save_version(tmp_path, 1)
+    state = version_state(0)
+    report = dcp.load(state, storage_reader=reader(tmp_path, replacing(tmp_path)), planner=planner())
+    assert version_of(state) == 2
+    assert report.attempts == 2
+    assert report.missing == report.unexpected == []
+
+
+def test_it_is_looked_at_once_more_and_not_for_ever(tmp_path: Path) -> None:
+    """A reader that is overtaken again raises what it found."""
+    save_version(tmp_path, 1)
+    replace, calls = replacing(tmp_path), []
+
+    def overtake() -> None:
+        calls.append(1)
+        replace()
+
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        dcp.load(version_state(0), storage_reader=reader(tmp_path, overtake, times=99))
+    assert len(calls) == 2
+    state = version_state(0)
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert version_of(state) == 3
+
+
+@pytest.mark.parametrize("gone", ["*.distcp", "*"])
+def test_a_file_that_is_only_missing_stays_an_error(tmp_path: Path, gone: str) -> None:
+    """Nobody has committed since; nor is there anything to look at once the checkpoint was deleted."""
+    save_version(tmp_path, 1)
+    calls = []
+
+    def remove() -> None:
+        calls.append(1)
+        for path in tmp_path.glob(gone):
+            path.unlink()
+
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        dcp.load(version_state(0), storage_reader=reader(tmp_path, remove, times=99))
+    assert len(calls) == 1
+
+
+def test_a_successor_that_lacks_what_was_filled_is_refused(tmp_path: Path) -> None:
+    """A partial load would leave values of the first checkpoint beside those of the second."""
+    dcp.save({"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=tmp_path)
+
+    def without_b() -> None:
+        dcp.save({"a": torch.zeros(2)}, checkpoint_id=tmp_path)
+
+    with pytest.raises(PlanError, match=r"'b'.*two checkpoints"):
+        dcp.load(
+            {"a": torch.zeros(2), "b": torch.zeros(2)},
+            storage_reader=reader(tmp_path, without_b),
+            allow_partial_load=True,
+        )
+
+
+class Counted:
+    """A `Stateful` that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.state = {"w": torch.zeros(8)}
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state itself."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count it."""
+        self.given += 1
+
+
+def save_counted(path: str, value: float) -> None:
+    """A checkpoint full of ``value``."""
+    state = {"part": {"w": torch.full((8,), value)}, "value": value}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def load_overtaken(rank: int, world_size: int, path: str, overtaken: int, how: str) -> Any:
+    """Of the ranks one is overtaken; the others may have read all they need."""
+
+    def overtake() -> None:
+        if how == "replaced":
+            save_counted(path, 2.0)
+        else:
+            next(Path(path).glob("*.distcp")).unlink()
+
+    state: dict[str, Any] = {"part": Counted(), "value": 0.0}
+    source = reader(path, overtake) if rank == overtaken else dcp.FileSystemReader(path)
+    report = dcp.load(state, storage_reader=source, timeout_seconds=30)
+    return state["part"].state["w"].tolist(), state["value"], state["part"].given, report.attempts
+
+
+@pytest.mark.parametrize("overtaken", [0, 1])
+def test_all_ranks_load_the_successor(tmp_path: Path, overtaken: int) -> None:
+    """Also those that had read the first one to the end; objects get their state once."""
+    save_counted(str(tmp_path), 1.0)
+    for values, value, given, attempts in run_ranks(2, load_overtaken, str(tmp_path), overtaken, "replaced"):
+        assert (values, value) == ([2.0] * 8, 2.0)
+        assert (given, attempts) == (1, 2)
+
+
+def test_all_ranks_raise_what_stays(tmp_path: Path) -> None:
+    """The file is gone on one rank's word; the coordinator sees the same manifest as before."""
+    save_counted(str(tmp_path), 1.0)
+    for result in run_ranks(2, load_overtaken, str(tmp_path), 1, "damaged", failures=True):
+        assert isinstance(result, RankRaised)
+        assert "CorruptCheckpointError" in result.class_names
+        assert result.seconds < 20
