@@ -101,7 +101,7 @@ class _Life:
         ]
         for name in rotated(spec.contenders, spec.life):
             _note(first, name, self._save(name, check=spec.life == 0).blocked)
-            _note(first, "memory_copy", timed(self._copy.copy))
+        _note(first, "memory_copy", timed(self._copy.copy))
         for number in range(spec.later_saves):
             for name in rotated((*spec.contenders, "memory_copy", "raw_direct_write"), spec.life + number):
                 if name == "memory_copy":

@@ -43,6 +43,7 @@ class LoopSpec:
     rounds: int
     folder: Path
     contenders: tuple[str, ...] = CONTENDERS
+    steps: int = STEPS_PER_SAVE
 
 
 class _Model(nn.Module):
@@ -126,7 +127,7 @@ class _Loop:
             self._segment(name, 2)
         for number in range(self._spec.rounds):
             for name in rotated((_NO_SAVES, *self._sides), number):
-                sample = self._segment(name, STEPS_PER_SAVE)
+                sample = self._segment(name, self._spec.steps)
                 result.samples.setdefault(name, []).append(sample.seconds)
                 result.others.setdefault(name, []).append(sample.others)
             steps = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in result.samples.items())
