@@ -21,7 +21,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("AsyncCheckpointerType", "AsyncSaveResponse"),
     ),
     "state_dict_loader": (("load", "load_state_dict"), ()),
-    "staging": ((), ("AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions")),
+    "staging": (("BlockingAsyncStager", "DefaultStager"), ("AsyncStager", "StagingOptions")),
     "stateful": ((), ("Stateful", "StatefulT")),
     "storage": ((), ("StorageReader", "StorageWriter", "WriteResult")),
     "planner": (
@@ -164,7 +164,9 @@ def test_our_names_take_every_call_that_torchs_take(module: str, name: str) -> N
     if inspect.isclass(torchs):
         base = {"Reader": "StorageReader", "Writer": "StorageWriter"}.get(name[-6:], name[7:])
         assert inspect.isclass(ours)
-        assert issubclass(ours, getattr(importlib.import_module(TORCH), base))
+        # stagers by torch's class of the name: a protocol with attributes knows no subclasses
+        named_alike = name.endswith("Stager")
+        assert issubclass(ours, torchs if named_alike else getattr(importlib.import_module(TORCH), base))
 
 
 @pytest.mark.parametrize("path", METHODS)

@@ -1,10 +1,61 @@
-"""What ``torch.distributed.checkpoint.staging`` has: torch's own for now."""
+"""Copies of state that are saved while training goes on: ``torch.distributed.checkpoint.staging``, and ours.
 
-from torch.distributed.checkpoint.staging import (
-    AsyncStager,
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-)
+`DefaultStager` and `BlockingAsyncStager` are ours, subclasses of torch's of those names; the protocol
+`AsyncStager` and `StagingOptions` are torch's own. Names are imported when they are first used.
+"""
 
-__all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
+    from torch.distributed.checkpoint.staging import StagingOptions as StagingOptions
+
+    from dcp.staging.arena import HostArena as HostArena
+    from dcp.staging.blocking import BlockingAsyncStager as BlockingAsyncStager
+    from dcp.staging.errors import StagingMemoryError as StagingMemoryError
+    from dcp.staging.errors import StagingTimeoutError as StagingTimeoutError
+    from dcp.staging.guard import check_staged as check_staged
+    from dcp.staging.guard import sample_state as sample_state
+    from dcp.staging.stager import DefaultStager as DefaultStager
+    from dcp.staging.stager import StagedState as StagedState
+
+_TORCH = "torch.distributed.checkpoint.staging"
+_MODULES = {
+    "AsyncStager": _TORCH,
+    "BlockingAsyncStager": "dcp.staging.blocking",
+    "DefaultStager": "dcp.staging.stager",
+    "HostArena": "dcp.staging.arena",
+    "StagedState": "dcp.staging.stager",
+    "StagingMemoryError": "dcp.staging.errors",
+    "StagingOptions": _TORCH,
+    "StagingTimeoutError": "dcp.staging.errors",
+    "check_staged": "dcp.staging.guard",
+    "sample_state": "dcp.staging.guard",
+}
+
+__all__ = [
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "DefaultStager",
+    "HostArena",
+    "StagedState",
+    "StagingMemoryError",
+    "StagingOptions",
+    "StagingTimeoutError",
+    "check_staged",
+    "sample_state",
+]
+
+if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return getattr(import_module(_MODULES[name]), name)
+        raise AttributeError(f"module 'dcp.staging' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -138,9 +138,11 @@ class HostArena:
         else:
             self._allocate(self.fd, size_bytes)
             address = _map(size_bytes, mmap.MAP_SHARED, self.fd)
-        # advice, no more: kernels without huge pages refuse it
-        _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
-        return _owned(address, size_bytes, pin=self.kind != "private" and torch.cuda.is_available())
+        pin = self.kind != "private" and torch.cuda.is_available()
+        if pin:
+            # Fewer pages to lock. Otherwise they gain nothing measurable, and the first copy waits for them.
+            _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
+        return _owned(address, size_bytes, pin=pin)
 
     def _allocate(self, fd: int, size_bytes: int) -> None:
         """Have the pages now: without, a full memory would be a SIGBUS in the middle of a copy."""

@@ -39,18 +39,17 @@ def default_threads() -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, neighbours)))
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Copies:
     """What to copy: ``targets`` are contiguous host tensors of the shapes and dtypes of ``sources``, which
     are strided, of any device.
 
-    ``rows`` are the numbers to copy, ``pointers`` and ``target_pointers`` the addresses by number, and
-    ``contiguous`` says which sources are contiguous host memory.
+    By number: ``pointers`` and ``target_pointers`` are addresses, ``contiguous`` says which sources are
+    contiguous host memory.
     """
 
     targets: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
-    rows: Int64
     sizes_bytes: Int64
     itemsizes: Int64
     pointers: Int64
@@ -75,9 +74,9 @@ class HostCopier:
         self.threads = threads if threads is not None else default_threads()
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, copies: Copies) -> None:
-        """Copy all rows; returns when they are there."""
-        shares = _shares(copies, self.threads)
+    def copy(self, copies: Copies, rows: Int64) -> None:
+        """Copy the sources of these numbers; returns when they are there."""
+        shares = _shares(copies, rows, self.threads)
         others = [self._helpers().submit(_carry_out, copies, share) for share in shares[1:]]
         try:
             _carry_out(copies, shares[0])
@@ -97,9 +96,8 @@ class HostCopier:
         return self._pool
 
 
-def _shares(copies: Copies, threads: int) -> list[_Share]:
+def _shares(copies: Copies, rows: Int64, threads: int) -> list[_Share]:
     """Parts of about equal bytes; a large tensor may be cut."""
-    rows = copies.rows
     sizes = copies.sizes_bytes[rows]
     total = int(sizes.sum())
     parts = max(1, min(threads, total // _SHARE_BYTES))

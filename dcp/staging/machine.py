@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +13,13 @@ import torch
 
 from dcp.staging.arena import HostArena
 from dcp.staging.copies import Copies, DeviceWork, HostCopier
+from dcp.staging.guard import changed_error
 from dcp.staging.layout import Layout, Structure, pointers_of, ties_of
 from dcp.staging.samples import Guard, Samples, plain_host
+from dcp.staging.tree import StateTree
 from dcp.storage.formats.index import Int64
 
-__all__ = ["Machine", "Slot", "Staging"]
+__all__ = ["DictStaging", "Machine", "Slot", "Staging"]
 
 
 @dataclass(eq=False)
@@ -58,8 +62,21 @@ class Machine:
         pointers = pointers_of(sources)
         layout = slot.laid_out(structure_of(ties_of(sources, pointers)), sources)
         plain = plain_host(sources)
-        samples = Samples.take(sources, self.guard, serial=self._serial, pointers=pointers, plain=plain)
+        samples = Samples.take(
+            sources,
+            self.guard,
+            serial=self._serial,
+            pointers=pointers,
+            plain=plain,
+            sizes_bytes=layout.sizes_bytes,
+            itemsizes=layout.itemsizes,
+        )
         return Staging(self, layout, list(sources), pointers, plain, samples)
+
+    def stage(self, slot: Slot, state_dict: Mapping[str, Any], *, type_check: bool = False) -> DictStaging:
+        """Begin to stage a whole state dict, as torch's protocol has it."""
+        tree = StateTree(state_dict, type_check=type_check)
+        return DictStaging(tree, self.begin(slot, tree.sources, partial(Structure.of, tree.sources)))
 
     def close(self) -> None:
         """End the threads."""
@@ -68,7 +85,7 @@ class Machine:
 
 
 class Staging:
-    """A staging that was begun; it keeps the sources until it is done."""
+    """A staging that was begun; it keeps the sources until it is dropped."""
 
     def __init__(
         self,
@@ -82,31 +99,42 @@ class Staging:
         self.layout = layout
         self._machine = machine
         self._samples = samples
-        self._target_pointers = pointers_of(layout.views)
         self._copies = Copies(
-            layout.views,
-            sources,
-            layout.copied,
-            layout.sizes_bytes,
-            layout.itemsizes,
-            pointers,
-            self._target_pointers,
-            plain,
+            targets=layout.views,
+            sources=sources,
+            sizes_bytes=layout.sizes_bytes,
+            itemsizes=layout.itemsizes,
+            pointers=pointers,
+            target_pointers=pointers_of(layout.views),
+            contiguous=plain,
         )
-        self._elsewhere = (
-            [] if plain.all() else [row for row in layout.copied.tolist() if not sources[row].is_cpu]
-        )
+        strided = np.flatnonzero(~plain).tolist()
+        devices = np.array([row for row in strided if not sources[row].is_cpu], np.int64)
+        self._here = np.setdiff1d(layout.copied, devices) if len(devices) else layout.copied
+        self._elsewhere = np.intersect1d(layout.copied, devices).tolist()
         self._devices = DeviceWork({sources[row].device for row in self._elsewhere})
 
     def run(self) -> list[int]:
         """Copy; returns the numbers of the sources whose copies are not what they were at the beginning."""
-        copies = self._copies
-        if self._elsewhere:
-            # begun first: the host's tensors are copied while the device's are on their way
-            arrive = self._devices.begin(copies, self._elsewhere, self._machine.streams)
-            copies.rows = np.setdiff1d(copies.rows, self._elsewhere)
-            self._machine.copier.copy(copies)
-            arrive()
-        else:
-            self._machine.copier.copy(copies)
-        return self._samples.differing(self.layout.views, pointers=self._target_pointers, plain=None)
+        # begun first: the host's tensors are copied while the device's are on their way
+        arrive = self._devices.begin(self._copies, self._elsewhere, self._machine.streams)
+        self._machine.copier.copy(self._copies, self._here)
+        arrive()
+        views = self.layout.views
+        plain = np.ones(len(views), np.bool_)
+        return self._samples.differing(views, pointers=self._copies.target_pointers, plain=plain)
+
+
+@dataclass(frozen=True, eq=False)
+class DictStaging:
+    """A staging of a whole state dict."""
+
+    tree: StateTree
+    staging: Staging
+
+    def run(self) -> dict[str, Any]:
+        """Copy; returns the copy. Raises StagingError where it is not what the state was."""
+        wrong = self.staging.run()
+        if wrong:
+            raise changed_error(self.tree.fqns(wrong))
+        return self.tree.rebuilt(self.staging.layout.views)

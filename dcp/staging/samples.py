@@ -47,18 +47,23 @@ class Samples:
         serial: int = 0,
         pointers: Int64 | None = None,
         plain: npt.NDArray[np.bool_] | None = None,
+        sizes_bytes: Int64 | None = None,
+        itemsizes: Int64 | None = None,
     ) -> Samples:
         """Sample ``tensors`` (strided, of any device, with memory unless empty).
 
-        ``serial`` moves the sampled places, so that further savings look elsewhere. ``pointers`` and
-        ``plain`` are what `pointers_of` and `plain_host` give, where the caller has them. Nothing waits for a
-        device, except with ``full``.
+        ``serial`` moves the sampled places, so that the next save looks elsewhere. The other arguments are by
+        tensor, what `pointers_of` and `plain_host` give and the sizes, for a caller that has them. Nothing
+        waits for a device, except with ``full``.
         """
         if guard == "off":
             return cls(guard, None, None, [])
         if guard == "full":
             return cls(guard, None, None, [_checksum(tensor) for tensor in tensors])
-        windows = Windows.over(tensors, serial)
+        if sizes_bytes is None or itemsizes is None:
+            sizes_bytes = np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
+            itemsizes = np.fromiter((tensor.itemsize for tensor in tensors), np.int64, len(tensors))
+        windows = Windows.over(sizes_bytes // itemsizes, itemsizes, serial)
         pointers = pointers_of(tensors) if pointers is None else pointers
         plain = plain_host(tensors) if plain is None else plain
         return cls(guard, windows, read_windows(windows, tensors, pointers, plain), [])

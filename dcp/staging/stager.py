@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultStager
@@ -17,9 +19,10 @@ from dcp.staging.arena import ArenaKind, HostArena
 from dcp.staging.gate import Gate
 from dcp.staging.guard import changed_error
 from dcp.staging.layout import Structure
-from dcp.staging.machine import Machine, Staging
+from dcp.staging.machine import DictStaging, Machine, Slot, Staging
 from dcp.staging.pool import SlotPool
 from dcp.staging.samples import Guard
+from dcp.storage.errors import StagingError
 from dcp.storage.formats.index import Int64
 
 __all__ = ["DefaultStager", "StagedState"]
@@ -80,6 +83,10 @@ class DefaultStager(TorchDefaultStager):
         self._machine = Machine(guard, threads)
         self._gate = Gate()
         self._pool = SlotPool(arenas)
+        self._arenas = arenas
+        self._turns: deque[Slot] = deque()
+        self._staged: Future[dict[str, Any]] | None = None
+        self._accelerated = torch.accelerator.is_available()
         self._background: ThreadPoolExecutor | None = None
         self._closed = False
 
@@ -144,6 +151,48 @@ class DefaultStager(TorchDefaultStager):
         else:
             staged.done.set_exception(error)
 
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
+        """A copy of ``state_dict`` on the CPU, by torch's protocol: the same structure, with DTensors and
+        ShardedTensors in their places, other values copied.
+
+        With an accelerator and ``use_async_staging`` a future of it, and then the state must not change
+        before that is done, or inside of `lock`. Raises StagingError (the future does) where the copy is not
+        what the state was. The result is valid until ``arenas`` further calls, which use its memory again.
+        ``kwargs`` are for torch's signature; nothing reads them.
+        """
+        self._gate.begin_copying(_TIMEOUT_SECONDS)
+        try:
+            staging = self._machine.stage(self._next_slot(), state_dict)
+            if self._accelerated and self._config.use_async_staging:
+                self._staged = self._behind().submit(self._finish_dict, staging)
+                return self._staged
+        except BaseException:
+            self._gate.end_copying()
+            raise
+        return self._finish_dict(staging)
+
+    def synchronize_staging(self) -> None:
+        """Wait for what `stage` has begun."""
+        if self._staged is not None:
+            self._staged.result(_TIMEOUT_SECONDS)
+
+    def _finish_dict(self, staging: DictStaging) -> dict[str, Any]:
+        try:
+            return staging.run()
+        finally:
+            self._gate.end_copying()
+
+    def _next_slot(self) -> Slot:
+        """Where `stage` copies to; nobody says when a copy is not needed any more, so they take turns."""
+        if self._closed:
+            raise StagingError("this stager is closed")
+        if len(self._turns) < self._arenas:
+            pinned = self._accelerated and self._config.use_pinned_memory
+            self._turns.append(Slot(HostArena("pinned" if pinned else "private")))
+        else:
+            self._turns.rotate(-1)
+        return self._turns[-1]
+
     def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
         """To be held while the state changes (around ``optimizer.step()``) where stagings overlap.
 
@@ -161,12 +210,14 @@ class DefaultStager(TorchDefaultStager):
             self._background = None
         self._machine.close()
         self._pool.close()
+        while self._turns:
+            self._turns.pop().close()
 
     def _kind(self, local: LocalState, *, shared: bool) -> ArenaKind:
         if shared:
             return "shared"
-        accelerated = self._config.use_pinned_memory and torch.accelerator.is_available()
-        return "pinned" if accelerated and not all(source.is_cpu for source in local.sources) else "private"
+        pinned = self._accelerated and self._config.use_pinned_memory
+        return "pinned" if pinned and not all(source.is_cpu for source in local.sources) else "private"
 
     def _behind(self) -> ThreadPoolExecutor:
         if self._background is None:

@@ -45,15 +45,9 @@ class Windows:
     positions: Int64
 
     @classmethod
-    def over(cls, tensors: Sequence[torch.Tensor], serial: int) -> Windows:
-        """Windows spread evenly over each tensor, shifted by ``serial``."""
-        numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
-        itemsizes = np.fromiter((tensor.itemsize for tensor in tensors), np.int64, len(tensors))
-        return cls.of_sizes(numels, itemsizes, serial)
-
-    @classmethod
-    def of_sizes(cls, numels: Int64, itemsizes: Int64, serial: int) -> Windows:
-        """The same from the numbers of elements and their sizes in bytes."""
+    def over(cls, numels: Int64, itemsizes: Int64, serial: int) -> Windows:
+        """Windows spread evenly over tensors of ``numels`` elements of ``itemsizes`` bytes, shifted by
+        ``serial``."""
         most = int(np.clip(_WINDOWS_IN_ALL // max(1, len(numels)), _MIN_WINDOWS, _MAX_WINDOWS))
         tiny = numels <= _WHOLE_ELEMENTS
         lengths = np.where(tiny, 1, np.maximum(1, _WORD_BYTES // np.maximum(itemsizes, 1)))
