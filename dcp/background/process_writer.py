@@ -284,7 +284,8 @@ class ProcessWriter(Worker):
         ranks = Ranks(
             use_dist=True,
             channel=self._agreement,
-            timeout_seconds=self._timeout_seconds,
+            # longer than a rank waits for its writer once the others have given the save up
+            timeout_seconds=self._timeout_seconds + 2 * _GRACE_SECONDS,
             operation="writers",
         )
         try:
