@@ -180,7 +180,10 @@ def _truth_last(commit: Commit) -> list[str]:
 
 
 def _clear(store: Store, tombstone: Deleting) -> Removed:
-    gone = [info for info in store.list() if _belongs(info, tombstone)]
+    files = store.list()
+    # The publish of the tombstone itself may have been killed and left a file aside, as new as the notes.
+    noted_seconds = max((info.modified_seconds for info in files if info.name == NOTES_NAME), default=0.0)
+    gone = [info for info in files if _belongs(info, tombstone, noted_seconds)]
     for info in gone:
         store.delete(info.name)
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
@@ -192,11 +195,12 @@ def _clear(store: Store, tombstone: Deleting) -> Removed:
     return _close(store, gone)
 
 
-def _belongs(info: FileInfo, tombstone: Deleting) -> bool:
+def _belongs(info: FileInfo, tombstone: Deleting, noted_seconds: float) -> bool:
     data = _DATA.fullmatch(info.name)
-    if data is not None and (data["owner"] or _STOCK_OWNER) in tombstone.owners:
-        return True
-    return _is_left_by_a_save(info.name) and info.modified_seconds <= tombstone.newest_seconds
+    if data is not None:
+        is_own = (data["owner"] or _STOCK_OWNER) in tombstone.owners
+        return is_own or info.modified_seconds <= tombstone.newest_seconds
+    return _ASIDE.fullmatch(info.name) is not None and info.modified_seconds <= noted_seconds
 
 
 def _close(store: Store, gone: list[FileInfo]) -> Removed:

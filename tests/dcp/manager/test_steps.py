@@ -128,8 +128,8 @@ def test_no_manifest_is_opened_for_the_list(tmp_path: Path) -> None:
     """Listing reads nothing, and new notes only once they have come to rest."""
     stores: list[FaultInjectingStore] = []
 
-    def watched(url: object) -> Store:
-        stores.append(FaultInjectingStore(PosixStore(str(url))))
+    def watched(url: str | os.PathLike[str]) -> Store:
+        stores.append(FaultInjectingStore(PosixStore(url)))
         return stores[-1]
 
     folders = StepFolders(open_root(tmp_path, open_store=watched))
@@ -198,8 +198,8 @@ def test_facts_are_read_once_and_again_after_a_change(tmp_path: Path) -> None:
     """As long as the commit objects are the same nothing is read; right after a save always."""
     stores: list[FaultInjectingStore] = []
 
-    def watched(url: object) -> Store:
-        stores.append(FaultInjectingStore(PosixStore(str(url))))
+    def watched(url: str | os.PathLike[str]) -> Store:
+        stores.append(FaultInjectingStore(PosixStore(url)))
         return stores[-1]
 
     folders = StepFolders(open_root(tmp_path, open_store=watched))

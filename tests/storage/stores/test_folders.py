@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import uuid
 from pathlib import Path
 
@@ -25,7 +26,11 @@ def put(root: Root, folder: str, *names: str) -> None:
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     """A root of each kind, not made yet."""
     place = tmp_path / "run 1"
-    urls = {"posix": place, "file url": place.as_uri(), "memory": f"memory://{uuid.uuid4().hex}/run 1"}
+    urls: dict[str, str | Path] = {
+        "posix": place,
+        "file url": place.as_uri(),
+        "memory": f"memory://{uuid.uuid4().hex}/run 1",
+    }
     return open_root(urls[request.param])
 
 
@@ -70,8 +75,8 @@ def test_looking_costs_few_requests_and_reads_nothing(tmp_path: Path) -> None:
     """For a committed folder a request for each file asked for, and none that grows with its data files."""
     stores: list[FaultInjectingStore] = []
 
-    def watched(url: object) -> Store:
-        stores.append(FaultInjectingStore(PosixStore(str(url))))
+    def watched(url: str | os.PathLike[str]) -> Store:
+        stores.append(FaultInjectingStore(PosixStore(url)))
         return stores[-1]
 
     root = open_root(tmp_path, open_store=watched)
