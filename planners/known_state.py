@@ -1,10 +1,9 @@
 """What is known of a state dict from the save before, so that an unchanged one need not be looked at in full.
 
-A tensor's columns follow from facts that can be compared cheaply for all tensors together: class, dtype,
-device, sizes, strides, requires_grad, lazy conjugation and negation (one call of the guard that torch.compile
-checks its inputs with), and for DTensors mesh and placements. Objects' identities prove nothing and are not
-used: a tensor can be given other memory or another shape in place. Where any fact differs, or could not be
-compared, the state is looked at in full again. No tensor is kept alive.
+A tensor's columns follow from facts that can be compared cheaply for all tensors together (`TensorFacts`),
+and for DTensors from mesh and placements. That a tensor is the same object proves nothing and is not used: it
+can be given other memory or another shape in place. Where any fact differs, or could not be compared, the
+state is looked at in full again. No tensor is kept alive.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from dcp.planners.columns import SaveColumns
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.local import LocalTensors, has_plain_memory, is_tensor_like
 from dcp.planners.state_tree import StateTree
+from dcp.planners.tensor_facts import TensorFacts
 from dcp.planners.ties import item_ties
 from dcp.storage.formats.index import Int64, Path
 
@@ -105,8 +105,7 @@ class _Facts:
     """What is compared, and the columns that follow from it.
 
     ``types`` and the masks of tensors and objects are by flat key, ``has_source`` by tensor: a rank may hold
-    no element of one.
-    ``local_types`` keeps classes alive whose addresses the guard compares.
+    no element of one. ``tensors`` are facts of all tensors and then of the DTensors' local ones.
     """
 
     fqns: tuple[str, ...]
@@ -115,8 +114,7 @@ class _Facts:
     is_object: list[bool]
     has_source: list[bool]
     dtensors: list[int]
-    local_types: frozenset[type]
-    guard: Any
+    tensors: TensorFacts
     layouts: _Layouts
     pointers: Int64
     memory: object
@@ -146,10 +144,13 @@ class _Held(NamedTuple):
             plain[position] = local
         return cls(tensors, locals_, list(map(_spec, chosen)), plain)
 
+    @property
+    def all(self) -> list[torch.Tensor]:
+        """The tensors, then the local ones."""
+        return [*self.tensors, *self.locals] if self.locals else self.tensors
+
     def are_as(self, facts: _Facts) -> bool:
-        with torch.enable_grad():  # without it requires_grad would not be compared
-            same = bool(facts.guard.check(*self.tensors, *self.locals))
-        return same and facts.layouts.are_of(self.specs)
+        return facts.tensors.are_of(self.all) and facts.layouts.are_of(self.specs)
 
 
 class KnownState:
@@ -198,22 +199,22 @@ class KnownState:
         facts = self._facts
         if facts is None or with_paths != (facts.columns.planner_data is not None):
             return None
-        if tuple(flat) != facts.fqns or not {str}.issuperset(map(type, flat)):
+        if tuple(flat) != facts.fqns or not (with_paths or {str}.issuperset(map(type, flat))):
             return None
         values = list(flat.values())
         if list(map(type, values)) != facts.types:
             return None
-        held = _Held.of(list(compress(values, facts.is_tensor)), facts.dtensors)
+        objects = list(compress(values, facts.is_object))
+        held = _Held.of(list(compress(values, facts.is_tensor)) if objects else values, facts.dtensors)
         if not held.are_as(facts):
             return None
-        sources = Sources(compress(held.plain, facts.has_source))
+        sources = Sources(held.plain if all(facts.has_source) else compress(held.plain, facts.has_source))
         pointers = np.fromiter(map(torch.Tensor.data_ptr, sources), np.int64, len(sources))
         if not np.array_equal(pointers, facts.pointers):
             if not np.array_equal(pointers != 0, facts.pointers != 0):
                 return None  # freed memory is an error, which names the tensor when it is looked at in full
             facts = self._moved(facts, sources, pointers)
         sources.memory = facts.memory
-        objects = list(compress(values, facts.is_object))
         return LocalPart(facts.columns, sources, objects, facts.replicated)
 
     def _moved(self, facts: _Facts, sources: list[torch.Tensor], pointers: Int64) -> _Facts:
@@ -241,7 +242,7 @@ class KnownState:
         values = list(flat.values())
         is_tensor = list(map(is_tensor_like, values))
         tensors = list(compress(values, is_tensor))
-        if _TensorGuards is None or not all(map(has_plain_memory, tensors)):
+        if not all(map(has_plain_memory, tensors)):
             return None
         if columns.planner_data is not None:
             known = self._tree
@@ -253,10 +254,6 @@ class KnownState:
         has_source = _matching(held.plain, local.sources)
         if sum(has_source) != len(local.sources):
             return None  # of a conjugated view a copy is stored
-        with torch.enable_grad():
-            guard = _TensorGuards(
-                *held.tensors, *held.locals, dynamic_dims_sizes=None, dynamic_dims_strides=None
-            )
         return _Facts(
             fqns=tuple(flat),
             types=list(map(type, values)),
@@ -264,8 +261,7 @@ class KnownState:
             is_object=[not tensor for tensor in is_tensor],
             has_source=has_source,
             dtensors=dtensors,
-            local_types=frozenset(map(type, held.locals)),
-            guard=guard,
+            tensors=TensorFacts(held.all),
             layouts=_Layouts.of(held.specs),
             pointers=local.pointers,
             memory=object(),
