@@ -64,10 +64,10 @@ class HostArena:
         self.generation = 0
         self.fd: int | None = None
         self._memory: _Memory | None = None
-        self._close_fd: weakref.finalize[[int], HostArena] | None = None
+        self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
         if kind == "shared":
             self.fd = os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
-            self._close_fd = weakref.finalize(self, os.close, self.fd)
+            self._close_fd = weakref.finalize(self, _close, self.fd, os.getpid())
         self._closed = False
 
     @property
@@ -174,7 +174,7 @@ def _map(size_bytes: int, flags: int, fd: int) -> int:
 def _owned(address: int, size_bytes: int, *, pin: bool) -> _Memory:
     """The mapping as a buffer; it is unmapped when the last tensor that views it is gone."""
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    finalizer = weakref.finalize(memory, _unmap, address, size_bytes, pin)
+    finalizer = weakref.finalize(memory, _unmap, address, size_bytes, pin, os.getpid())
     # At exit the kernel does it: until then a thread may still be copying.
     finalizer.atexit = False
     if pin:
@@ -183,10 +183,20 @@ def _owned(address: int, size_bytes: int, *, pin: bool) -> _Memory:
     return memory
 
 
-def _unmap(address: int, size_bytes: int, pinned: bool) -> None:
-    if pinned:
-        _cuda().cudaHostUnregister(address)
-    _libc.munmap(address, size_bytes)
+# A forked child has neither the private mapping nor a use for the descriptor, but perhaps something else in
+# their places.
+
+
+def _unmap(address: int, size_bytes: int, pinned: bool, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        if pinned:
+            _cuda().cudaHostUnregister(address)
+        _libc.munmap(address, size_bytes)
+
+
+def _close(fd: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        os.close(fd)
 
 
 def _cuda() -> Any:

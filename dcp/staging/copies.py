@@ -35,7 +35,8 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def default_threads() -> int:
     """Threads that copy: this process's share of the cores it may run on, eight at most."""
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    neighbours = int(ranks) if ranks.isdecimal() else 1
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // max(1, neighbours)))
 
 

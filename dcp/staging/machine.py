@@ -108,18 +108,21 @@ class Staging:
             target_pointers=pointers_of(layout.views),
             contiguous=plain,
         )
-        strided = np.flatnonzero(~plain).tolist()
-        devices = np.array([row for row in strided if not sources[row].is_cpu], np.int64)
-        self._here = np.setdiff1d(layout.copied, devices) if len(devices) else layout.copied
-        self._elsewhere = np.intersect1d(layout.copied, devices).tolist()
+        on_device = np.zeros(len(sources), np.bool_)
+        for row in np.flatnonzero(~plain).tolist():
+            on_device[row] = not sources[row].is_cpu
+        self._here = layout.copied[~on_device[layout.copied]]
+        self._elsewhere = layout.copied[on_device[layout.copied]].tolist()
         self._devices = DeviceWork({sources[row].device for row in self._elsewhere})
 
     def run(self) -> list[int]:
         """Copy; returns the numbers of the sources whose copies are not what they were at the beginning."""
         # begun first: the host's tensors are copied while the device's are on their way
         arrive = self._devices.begin(self._copies, self._elsewhere, self._machine.streams)
-        self._machine.copier.copy(self._copies, self._here)
-        arrive()
+        try:
+            self._machine.copier.copy(self._copies, self._here)
+        finally:
+            arrive()
         views = self.layout.views
         plain = np.ones(len(views), np.bool_)
         return self._samples.differing(views, pointers=self._copies.target_pointers, plain=plain)

@@ -50,8 +50,9 @@ class StagedState:
     _give_back: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def release(self) -> None:
-        """The arena may be used for another save; idempotent, from any thread."""
-        self._give_back()
+        """The arena may be used for another save, once nothing is copied into it any more; idempotent, from
+        any thread."""
+        self.done.add_done_callback(lambda _: self._give_back())
 
 
 class DefaultStager(TorchDefaultStager):
@@ -150,6 +151,8 @@ class DefaultStager(TorchDefaultStager):
             staged.done.set_result(None)
         else:
             staged.done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise error  # an interrupt is the training thread's too
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
         """A copy of ``state_dict`` on the CPU, by torch's protocol: the same structure, with DTensors and

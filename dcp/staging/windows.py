@@ -16,7 +16,6 @@ import torch
 
 from dcp.storage.engine.memory import view
 from dcp.storage.formats.index import Int64, starts
-from dcp.storage.tensors import as_copied
 
 __all__ = ["DeferredBytes", "Windows", "read_windows"]
 
@@ -26,6 +25,14 @@ _WINDOWS_IN_ALL = 24_000
 _MIN_WINDOWS, _MAX_WINDOWS = 3, 16
 _WHOLE_ELEMENTS = 8
 """Tensors of no more elements are looked at whole."""
+_PATTERNS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""Elements as bits, so that types which torch cannot gather are read as well."""
 _GOLDEN = 0.6180339887498949
 
 Words = npt.NDArray[np.uint64]
@@ -134,22 +141,22 @@ def _read_others(
     reading: DeferredBytes,
     words: Words,
 ) -> None:
-    """Strided and device tensors: gathered where they are, one transfer a device and dtype."""
+    """Strided and device tensors: gathered where they are, one transfer a device and size of elements."""
     first = starts(windows.counts)
-    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[torch.device, int, int], list[int]] = defaultdict(list)
     for row in others:
-        groups[tensors[row].device, tensors[row].dtype, int(windows.lengths[row])].append(row)
+        groups[tensors[row].device, tensors[row].itemsize, int(windows.lengths[row])].append(row)
     with torch.no_grad():
-        for (device, dtype, length), rows in groups.items():
+        for (device, itemsize, length), rows in groups.items():
             parts = [_elements(windows, tensors[row], row) for row in rows]
             places = np.concatenate([np.arange(first[row], first[row + 1]) for row in rows])
-            joined = torch.cat(parts).view(torch.uint8).view(len(places), length * dtype.itemsize)
+            joined = torch.cat(parts).view(torch.uint8).view(len(places), length * itemsize)
             reading.later(_arriving(joined, device, words, places))
 
 
 def _elements(windows: Windows, tensor: torch.Tensor, row: int) -> torch.Tensor:
     """The elements of a tensor's windows, (count, length) on its device."""
-    tensor = as_copied(tensor.detach().resolve_conj().resolve_neg())
+    tensor = tensor.detach().resolve_conj().resolve_neg().view(_PATTERNS[tensor.itemsize])
     count, length = int(windows.counts[row]), int(windows.lengths[row])
     begin, step = int(windows.begins[row]), int(windows.steps[row])
     if tensor.is_contiguous():
