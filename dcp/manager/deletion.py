@@ -73,8 +73,8 @@ class Deleter:
     """Deletes checkpoints of ``folders``, one after another, in a daemon thread while there are any.
 
     For one process of a run, the coordinator. A deletion that fails is repeated up to ``attempts`` times in
-    all, after a pause that doubles from ``pause_seconds`` on. ``on_event`` is called from the thread, and must
-    not wait for it.
+    all, after a pause that doubles from ``pause_seconds`` on. ``on_event`` is called from the thread, and
+    must not wait for it.
     """
 
     def __init__(
