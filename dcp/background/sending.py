@@ -56,6 +56,7 @@ class Sender:
             "go": go,
             "place": place,
             "together": order.use_collectives,
+            "on_columns": order.options is not None,
             "timeout_seconds": order.timeout_seconds,
             "progress": "report" if callable(progress) else bool(progress),
         }
@@ -134,6 +135,8 @@ class Sender:
 
 def _same(mine: object, others: object) -> bool:
     """Whether columns are equal, by value."""
+    if mine is others:
+        return True
     if type(mine) is not type(others):
         return False
     if isinstance(mine, np.ndarray) and isinstance(others, np.ndarray):

@@ -27,8 +27,9 @@ from dcp.background.rendezvous import Address, own_store
 from dcp.background.wire import Connection, Message
 from dcp.collectives import Ranks
 from dcp.failures import RankFailedError
-from dcp.local_state import LocalState
+from dcp.local_state import LocalState, PlanOptions
 from dcp.planners.columns import SaveColumns
+from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.progress import Progress, ProgressCallback
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import torch_dtype
@@ -136,16 +137,17 @@ class WriterLoop:
 
     def _run(self, save: _Save) -> dict[str, Any]:
         body = save.body
-        ranks_for = self._meeting.ranks_for(body["timeout_seconds"])
+        payload: Callable[[], LocalState | dict[str, Any]]
         try:
             if "refused" in body:
                 raise error_from_wire(body["refused"])
             os.chdir(body["cwd"])
             order: SaveOrder = parcel.unpack(body["order"])
             payload = self._memory.payload(body, save.fds)
-        except Exception as error:
-            _refuse(error, ranks_for(save.abort), together=body["together"])
-            raise
+        except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
+            refusal = _Refusal(error)
+            order, payload = refusal.order(body), refusal.payload
+        ranks_for = self._meeting.ranks_for(order.timeout_seconds)
         metadata, outcome = carry_out(
             order, payload, ranks_for, abort=save.abort, progress=self._progress(save)
         )
@@ -172,16 +174,33 @@ class WriterLoop:
         return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
 
 
-def _refuse(error: Exception, ranks: Ranks, *, together: bool) -> None:
-    """Raise ``error`` on all ranks, from within the first step of the save that the others make."""
+class _Refusal(FileSystemWriter):
+    """Stands for a storage that this process was not given: a save with it takes part in the first step that
+    the other ranks make, and fails there with ``error`` on all of them."""
 
-    def fail() -> bytes:
-        raise error
+    def __init__(self, error: Exception) -> None:
+        super().__init__(os.curdir)
+        self._error = error
 
-    if together:
-        ranks.reduce_scatter("plan", fail, lambda parts: parts)
-    else:
-        ranks.all_gather("save", fail)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        raise self._error
+
+    def discard(self) -> None:
+        pass  # nothing was written
+
+    def order(self, body: dict[str, Any]) -> SaveOrder:
+        """In the place of the order of ``body``, on the road that the others take."""
+        return SaveOrder(
+            body["serial"],
+            self,
+            options=PlanOptions() if body["on_columns"] else None,
+            planner=DefaultSavePlanner(),
+            use_collectives=body["together"],
+            timeout_seconds=body["timeout_seconds"],
+        )
+
+    def payload(self) -> dict[str, Any]:
+        raise self._error
 
 
 class _Meeting:

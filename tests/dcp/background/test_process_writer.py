@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
@@ -257,7 +258,7 @@ def test_close_finishes_what_was_begun_and_leaves_nothing(tmp_path: Path) -> Non
 
 def sharded(version: int) -> dict[str, Any]:
     """A state dict with a sharded, a replicated and a per-rank part."""
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(40.0).reshape(10, 4) * version
     return {
         "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
