@@ -1,0 +1,193 @@
+"""Plain PyTorch: a loop that goes on after a crash as if nothing had happened, bit for bit.
+
+    python examples/plain_pytorch.py --checkpoints /tmp/plain
+    torchrun --standalone --nproc-per-node 2 examples/plain_pytorch.py --checkpoints /tmp/plain
+
+Stop it in any way (SIGTERM, kill -9), start it again. With another number of ranks it goes on as well; then
+the losses are others, because the ranks' random generators start anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from random_state import RandomState
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import dcp
+from dcp.state_dict import get_state_dict, set_state_dict
+
+BATCH_SIZE = 4
+"""Samples of a rank in a step."""
+
+
+class Curves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Curves to sum up, shifted by chance: draws from Python's generator and from numpy's."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+        self.targets = self.inputs.sin().sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shapes [16] and [1]."""
+        shift = float(np.random.normal(0.0, 0.01)) if random.random() < 0.5 else 0.0
+        return self.inputs[index] + shift, self.targets[index]
+
+
+class Position(Sampler[int]):
+    """Which samples this rank takes, and how far it is; a `Stateful`.
+
+    An epoch's order follows from its number, so ``epoch`` and ``taken`` say everything. ``taken`` counts what
+    the loop has trained on, not what the loader has asked for: workers of a loader run ahead.
+    """
+
+    def __init__(self, size: int, rank: int, world_size: int) -> None:
+        self.size, self.rank, self.world_size = size, rank, world_size
+        self.epoch = self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[self.rank :: self.world_size][self.taken : self.size // self.world_size])
+
+    def __len__(self) -> int:
+        return self.size // self.world_size - self.taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """A rank's own: with data of its own, each rank would be somewhere else."""
+        return {"position": dcp.PerRank({"epoch": self.epoch, "taken": self.taken})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there."""
+        position = state_dict["position"].value
+        self.epoch, self.taken = position["epoch"], position["taken"]
+
+    def go_to(self, samples: int) -> None:
+        """Where this number of ranks is once all together have taken ``samples``, from the first epoch on."""
+        self.epoch, taken = divmod(samples, self.size)
+        self.taken = taken // self.world_size
+
+
+class Training:
+    """Model, optimizer and scheduler; a `Stateful`."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)  # all ranks begin with the same weights
+        self.device = device
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1)).to(device)
+        self.model: nn.Module = DistributedDataParallel(model) if dist.is_initialized() else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=1000)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Under the model's own names, with or without DDP around it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what a restore has filled."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Learn from a batch; the mean loss over all ranks."""
+        loss = F.mse_loss(self.model(inputs.to(self.device)), targets.to(self.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        mean = loss.detach()
+        if dist.is_initialized():
+            dist.all_reduce(mean, dist.ReduceOp.SUM)
+            mean /= dist.get_world_size()
+        return mean
+
+
+def batches(loader: DataLoader[Any], position: Position) -> Iterator[list[torch.Tensor]]:
+    """Epoch after epoch; a batch that is handed out counts as taken, so save after its step."""
+    while True:
+        for batch in loader:
+            position.taken += BATCH_SIZE
+            yield batch
+        position.epoch, position.taken = position.epoch + 1, 0
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train up to ``--steps``, from the newest good checkpoint on."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    data = Curves()
+    cuda = torch.cuda.is_available()
+    training = Training(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+    position = Position(len(data), rank, world_size)
+    # A loader without a generator of its own draws from the global one for each iterator, so for each resume.
+    loader = DataLoader(
+        data, BATCH_SIZE, sampler=position, drop_last=True, generator=torch.Generator().manual_seed(0)
+    )
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(1000 + rank)
+    state = {"training": training, "position": position, "random": RandomState()}
+    with dcp.CheckpointManager(
+        arguments.checkpoints, every_steps=arguments.every, keep=dcp.Retention(last=3)
+    ) as manager:
+        restored = manager.restore(state, per_rank="keep")
+        if restored and restored.world_size and restored.world_size != world_size:
+            position.go_to(restored.step * BATCH_SIZE * restored.world_size)
+        first = restored.step + 1 if restored else 1
+        print(f"rank {rank} begins with step {first}", flush=True)
+        for step, batch in zip(range(first, arguments.steps + 1), batches(loader, position), strict=False):
+            loss = training.step(*batch).item()
+            if rank == 0:
+                with arguments.losses.open("a") as log:
+                    log.write(json.dumps({"step": step, "loss": loss}) + "\n")
+            manager.save(step, state, metrics={"loss": loss}, last=step == arguments.steps)
+            if manager.stop_requested:  # SIGTERM on any rank: this step is saved
+                break
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--checkpoints", type=Path, required=True)
+    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line a step")
+    options.add_argument("--steps", type=int, default=1000)
+    options.add_argument("--every", type=int, default=100, help="save every so many steps")
+    return options
+
+
+def main() -> None:
+    """Run alone, or as a rank of torchrun."""
+    arguments = parser().parse_args()
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    try:
+        train(arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The random generators of a process as a `Stateful`. The recipes beside this file use it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+import dcp
+
+__all__ = ["RandomState"]
+
+
+class RandomState:
+    """The global generators of torch, of CUDA's current device, of numpy and of Python: each rank's own.
+
+    A rank gets its own back; a rank that the checkpoint does not know goes on with what it has, if it is
+    restored with ``per_rank="keep"``. Tensors and plain numbers throughout: numpy's own state holds an array,
+    which would be pickled, and a pickle is refused at load.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        name, key, *rest = np.random.get_state(legacy=True)
+        states = {
+            "torch": torch.get_rng_state(),
+            "numpy": (name, *rest),
+            "numpy_key": torch.from_numpy(np.array(key)),
+            "python": random.getstate(),
+        }
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state()
+        return {"generators": dcp.PerRank(states)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set all generators."""
+        states = state_dict["generators"].value
+        torch.set_rng_state(states["torch"])
+        name, *rest = states["numpy"]
+        np.random.set_state((name, states["numpy_key"].numpy(), *rest))
+        random.setstate(states["python"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,207 @@
+"""The scripts of examples/, run as a user runs them: stopped, resumed, compared with a run that was not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import dcp
+from tests.support.ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+TIMEOUT_SECONDS = 120.0
+
+UPSTREAM_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".json")
+"""Of the files that the Trainer and Accelerate write."""
+
+
+def command(script: str, folder: Path, *options: object, ranks: int = 0) -> list[str]:
+    """The command line; with ``ranks``, of torchrun on a free port of this machine."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [
+        sys.executable,
+        *(torchrun if ranks else []),
+        str(EXAMPLES / script),
+        *("--checkpoints", str(folder / "checkpoints")),
+        *("--losses", str(folder / "losses.jsonl")),
+        *map(str, options),
+    ]
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, so that ranks do not fight for the cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run(script: str, folder: Path, *options: object, ranks: int = 0) -> str:
+    """Run to the end; what was printed."""
+    done = subprocess.run(
+        command(script, folder, *options, ranks=ranks),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def stop(script: str, folder: Path, *options: object, at_line: int, by: signal.Signals) -> int:
+    """Run until the losses have ``at_line`` lines, then send a signal; the exit status."""
+    losses = folder / "losses.jsonl"
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    with subprocess.Popen(
+        command(script, folder, *options), env=environment(), stdout=subprocess.DEVNULL
+    ) as process:
+        while not losses.exists() or losses.read_text().count("\n") < at_line:
+            assert process.poll() is None, f"ended by itself, with status {process.returncode}"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(by)
+        return process.wait(TIMEOUT_SECONDS)
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    """What a script noted at each step. JSON keeps all bits of a float."""
+    return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+
+
+def as_left_at(step: int, folder: Path, copy: Path) -> Path:
+    """A copy of a finished run's checkpoints as they were when ``step`` was committed."""
+    shutil.copytree(folder / "checkpoints", copy / "checkpoints")
+    for checkpoint in (copy / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+def steps(noted: Sequence[dict[str, float]]) -> list[int]:
+    """The numbers of the steps."""
+    return [int(line["step"]) for line in noted]
+
+
+def test_plain_pytorch_goes_on_bit_for_bit_after_kill_and_saves_at_sigterm(tmp_path: Path) -> None:
+    """Killed, then resumed and told to stop: each loss is the uninterrupted run's, the last step is saved."""
+    options = ("--steps", 200, "--every", 20)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    run("plain_pytorch.py", whole, *options)
+    expected = lines(whole)
+    assert steps(expected) == list(range(1, 201))
+
+    assert stop("plain_pytorch.py", stopped, *options, at_line=50, by=signal.SIGKILL) == -signal.SIGKILL
+    noted = lines(stopped)
+    assert stop("plain_pytorch.py", stopped, *options, at_line=len(noted) + 30, by=signal.SIGTERM) == 0
+    resumed = lines(stopped)[len(noted) :]
+    assert 1 < steps(resumed)[0] <= steps(noted)[-1] + 1
+    for line in [*noted, *resumed]:
+        assert line == expected[int(line["step"]) - 1]
+    last = steps(resumed)[-1]
+    assert last < 200
+    with dcp.CheckpointManager(stopped / "checkpoints", handle_sigterm=False) as manager:
+        assert manager.latest() == last
+
+
+def train_in_pool(rank: int, world_size: int, script: str, options: Sequence[str]) -> None:
+    """A rank of a pool that is there already runs a script's training loop."""
+    import importlib
+
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        module = importlib.import_module(script)
+        module.train(module.parser().parse_args(options))
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def train(script: str, folder: Path, *options: object, ranks: int) -> None:
+    """The training loop of a script on ``ranks`` ranks of the pool; quicker than torchrun."""
+    program = command(script + ".py", folder, *options)
+    run_ranks(ranks, train_in_pool, script, program[program.index("--checkpoints") :])
+
+
+def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tmp_path: Path) -> None:
+    """With two ranks bit for bit, each with its generators and its place in the data; with one it goes on."""
+    options = ("--steps", 17, "--every", 6)
+    folders = [tmp_path / name for name in ("whole", "two", "one")]
+    for folder in folders:
+        folder.mkdir()
+    train("plain_pytorch", folders[0], *options, ranks=2)
+    expected = lines(folders[0])
+    for folder in folders[1:]:
+        as_left_at(6, folders[0], folder)
+    train("plain_pytorch", folders[1], *options, ranks=2)
+    assert lines(folders[1]) == expected[6:]
+    train("plain_pytorch", folders[2], *options, ranks=1)
+    assert steps(lines(folders[2])) == list(range(7, 18))
+
+
+def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(tmp_path: Path) -> None:
+    """Four ranks on a 2x2 mesh: bit for bit on the same; on two ranks the model is the same, to rounding."""
+    options = ("--steps", 7, "--every", 3)
+    folders = [tmp_path / name for name in ("whole", "same", "tp-only", "dp-only")]
+    whole, same, *others = folders
+    for folder in folders:
+        folder.mkdir()
+    run("fsdp2_tensor_parallel.py", whole, *options, ranks=4)
+    expected = lines(whole)
+    assert steps(expected) == list(range(8))
+    for folder in folders[1:]:
+        as_left_at(3, whole, folder)
+
+    train("fsdp2_tensor_parallel", same, *options, "--mode", "thread", ranks=4)
+    assert lines(same)[1:] == expected[4:]
+    for folder, parallel in zip(others, (2, 1), strict=True):
+        train("fsdp2_tensor_parallel", folder, *options, "--mode", "thread", "--tp", parallel, ranks=2)
+        assert steps(lines(folder)) == [3, 4, 5, 6, 7]
+        assert lines(folder)[0]["validation"] == pytest.approx(expected[3]["validation"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "pickles"),
+    [
+        ("huggingface_trainer.py", 0, False),
+        ("accelerate_hooks.py", 0, True),
+        pytest.param("huggingface_trainer.py", 2, False, marks=pytest.mark.exhaustive),
+        pytest.param("accelerate_hooks.py", 2, True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_hugging_face_recipes_resume_bit_for_bit(
+    tmp_path: Path, script: str, ranks: int, pickles: bool
+) -> None:
+    """In the middle of the second epoch, losses, gradient norms and rates are the uninterrupted run's; of its
+    own Hugging Face writes nothing but Accelerate's random states."""
+    epoch = 40 // 4 // max(ranks, 1)
+    every = epoch + 2
+    options = ("--steps", 2 * every + 1, "--every", every)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    resumed.mkdir()
+    run(script, whole, *options, ranks=ranks)
+    expected = lines(whole)
+    assert steps(expected) == list(range(1, 2 * every + 2))
+    written = {path.name for path in (whole / "checkpoints").rglob("*") if path.suffix in UPSTREAM_SUFFIXES}
+    assert written == ({f"random_states_{rank}.pkl" for rank in range(max(ranks, 1))} if pickles else set())
+    as_left_at(every, whole, resumed)
+    run(script, resumed, *options, ranks=ranks)
+    assert lines(resumed)[-every - 1 :] == expected[every:]
+
+
+def test_every_recipe_is_documented() -> None:
+    """docs/recipes.md has each script's command lines, as they stand in the script."""
+    text = (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+    for script in sorted(EXAMPLES.glob("*.py")):
+        assert f"examples/{script.name}" in text
+        docstring = script.read_text().split('"""')[1]
+        for line in docstring.splitlines():
+            if line.startswith("    "):
+                assert line.strip() in text
