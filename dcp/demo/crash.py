@@ -1,4 +1,4 @@
-"""A writer that takes its whole job down in the middle of writing, as a machine's power loss would."""
+"""Ways for a job to go down while it saves, all of it at once, as with a machine's power."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dcp.storage.stores.posix import PosixStore
 __all__ = ["KILL_VARIABLE", "CrashPoint", "DyingWriter"]
 
 KILL_VARIABLE = "DCP_DEMO_KILL_AT"
-"""``STEP:N``: in the save of training step STEP, every rank dies before its Nth write to its data file."""
+"""``STEP:N``: in the save of training step STEP, every rank dies before its Nth write to its data file.
+``STEP:staged``: every rank dies once all have handed the state of STEP over to their writer processes."""
 
 _WRITES = frozenset({"write", "pwrite"})
 
@@ -22,9 +23,9 @@ class CrashPoint:
     """When to die, and who started this process and is to die too. Made early in a rank's life."""
 
     def __init__(self, setting: str) -> None:
-        step, nth_write = setting.split(":")
-        self.step = int(step)
-        self.nth_write = int(nth_write)
+        step, when = setting.split(":")
+        self._step = int(step)
+        self._nth_write = 0 if when == "staged" else int(when)
         self._launcher = os.getppid()
 
     @classmethod
@@ -35,17 +36,26 @@ class CrashPoint:
             return cls(setting)
         return None
 
+    def is_in_save_of(self, step: int) -> bool:
+        """Whether the job is to die while the checkpoint of ``step`` is being written."""
+        return step == self._step and self._nth_write > 0
+
+    def is_after_staging_of(self, step: int) -> bool:
+        """Whether the job is to die when the copy of ``step`` has been handed over."""
+        return step == self._step and self._nth_write == 0
+
     def observer(self) -> Callable[[str, str], None]:
         """A hook for `PosixStore`, which calls it before each of its system calls that change storage."""
         writes = itertools.count(1)
 
         def observe(step: str, name: str) -> None:
-            if step in _WRITES and name.endswith(".distcp") and next(writes) == self.nth_write:
-                self._die()
+            if step in _WRITES and name.endswith(".distcp") and next(writes) == self._nth_write:
+                self.die()
 
         return observe
 
-    def _die(self) -> None:
+    def die(self) -> None:
+        """Kill the launcher and this process."""
         # The launcher first: it would notice a dead rank, and end the others with SIGTERM. The other rank may
         # have killed it already; then this process has another parent, which must live.
         if os.getppid() == self._launcher:

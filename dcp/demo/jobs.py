@@ -75,11 +75,14 @@ class Workplace:
         ranks: int,
         *,
         checkpoints: str,
-        resume: Path | None = None,
+        writer: str = "thread",
         kill_at: str | None = None,
         on_step: Callable[[int, float], None],
     ) -> JobOutcome:
         """Run one training job under torchrun to its end, or its death if ``kill_at`` is given.
+
+        It goes on from the newest good checkpoint of its folder, and saves behind the training loop, in a
+        thread or in a ``writer`` process by rank.
 
         Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
         """
@@ -91,9 +94,8 @@ class Workplace:
             "--results": results,
             "--steps": self.steps,
             "--save-every": self.save_every,
+            "--writer": writer,
         }
-        if resume is not None:
-            arguments["--resume"] = resume
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         # its default would stay behind in the folder for temporary files
         command += [f"--log-dir={self.root / 'logs' / name}"]

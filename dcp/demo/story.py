@@ -44,8 +44,10 @@ DESCRIPTION = (
     "Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."
 )
 
-_NEEDED_BYTES = 600 << 20
-"""Fourteen checkpoints of 31 MiB, and room to spare."""
+_NEEDED_BYTES = 700 << 20
+"""Eighteen checkpoints of 31 MiB, and room to spare."""
+
+_COMMIT_SECONDS = 60.0
 
 _KILLED_BEFORE_WRITE = 2
 """A rank's file is written 8 MiB at a time and holds about 16: one write is done, one is not."""
@@ -84,17 +86,18 @@ class Story:
         self.narrator.say(
             f"""A transformer of 2.8 million parameters learns to write Python from this package's own source
             ({characters:,} characters), with FSDP2 on CPU processes that torchrun starts. Model, AdamW
-            state, step and each rank's random generator go through dcp.save and dcp.load. It takes a minute
-            or two. Folder: {self.work.root}"""
+            state, step and each rank's random generator go through a dcp.CheckpointManager, which saves
+            behind the training loop. It takes a minute or two. Folder: {self.work.root}"""
         )
         reference = self.train_without_interruption()
         killed = self.kill_in_a_save(reference)
         self.find_last_checkpoint()
+        self.kill_after_staging(reference)
         resumed = self.resume(reference, killed)
         self.compare_curves(reference, killed, resumed)
         self.use_the_command_line()
         damaged = self.flip_a_bit()
-        self.read_with_stock_torch(resumed, damaged)
+        self.read_with_stock_torch(reference, resumed, damaged)
 
     # -- chapters --------------------------------------------------------------------------------------------
 
@@ -116,11 +119,12 @@ class Story:
         self.narrator.chapter(f"The same again, but killed in the middle of the save of step {step}")
         kill_at = f"{step}:{_KILLED_BEFORE_WRITE}"
         killed = self._train("killed", 2, checkpoints="run", kill_at=kill_at)
-        died = killed.exit_code == -signal.SIGKILL and max(killed.losses, default=0) == step
+        last = max(killed.losses, default=0)
+        died = killed.exit_code == -signal.SIGKILL and last >= step
         self.narrator.check(
-            f"kill -9 ended the launcher and both ranks in the save of step {step}",
+            f"kill -9 ended the launcher and both ranks while step {step} was being saved behind them",
             died,
-            f"exit code {killed.exit_code}, last step {max(killed.losses, default=0)}",
+            f"exit code {killed.exit_code}, last step {last}",
         )
         whole = {path.name.split(".")[0]: path for path in self._data_files("uninterrupted", step)}
         sizes = {
@@ -136,9 +140,9 @@ class Story:
         self.narrator.check(
             "the half-written folder is no checkpoint", not has_checkpoint(open_store(folder))
         )
-        same = largest_difference(reference.losses, killed.losses, range(1, step + 1)) == 0
+        same = largest_difference(reference.losses, killed.losses, range(1, last + 1)) == 0
         self.narrator.check(
-            f"until then it was the same run: losses of steps 1 to {step} equal bit for bit",
+            f"until then it was the same run: losses of steps 1 to {last} equal bit for bit",
             same,
             "losses differ",
         )
@@ -165,13 +169,36 @@ class Story:
             f"found {found}",
         )
 
+    def kill_after_staging(self, reference: JobOutcome) -> None:
+        """The same again, with writers in processes of their own, which outlive the job."""
+        step = self.last_step
+        self.narrator.chapter(f"Kill it once more, just after the state of step {step} was copied")
+        self.narrator.say(
+            """This time each rank writes in a process of its own. Both ranks and their launcher are killed
+            as soon as both have handed over their copies."""
+        )
+        job = self._train(
+            "handed-over", 2, checkpoints="handed-over", writer="process", kill_at=f"{step}:staged"
+        )
+        folder = self.work.checkpoints("handed-over") / checkpoint_name(step)
+        died = job.exit_code == -signal.SIGKILL and max(job.losses, default=0) == step
+        self.narrator.check(f"kill -9 ended the job at step {step}", died, f"exit code {job.exit_code}")
+        committed = _await_commit(folder)
+        self.narrator.check("the writers have committed the checkpoint all the same", committed)
+        self._dcp("verify", f"handed-over/{folder.name}", status=0, claim="and every byte of it verifies")
+        saved = job.digests(f"saved-{step}")
+        difference = compare_digests(reference.digests(f"saved-{step}"), saved)
+        self.narrator.check("it is the state that the uninterrupted job saved", not difference, difference)
+
     def resume(self, reference: JobOutcome, killed: JobOutcome) -> dict[int, JobOutcome]:
         """From the last committed step, on as many ranks, on fewer, on more."""
         folder = self.run_folder / checkpoint_name(self.last_step)
+        for where in ("on-1-rank", "on-3-ranks"):  # the manager takes the newest step of a job's own folder
+            shutil.copytree(folder, self.work.checkpoints(where) / folder.name)
         self.narrator.chapter(f"Resume from step {self.last_step} on 2, on 1 and on 3 ranks")
         jobs = {}
         for ranks, where in ((2, "run"), (1, "on-1-rank"), (3, "on-3-ranks")):
-            jobs[ranks] = job = self._train(f"resumed-on-{ranks}", ranks, checkpoints=where, resume=folder)
+            jobs[ranks] = job = self._train(f"resumed-on-{ranks}", ranks, checkpoints=where)
             self._check_loaded(ranks, killed, job)
             if ranks == 2:
                 self._check_same_number(reference, job)
@@ -235,17 +262,21 @@ class Story:
         self.narrator.check(f"and names the tensor: {name}", name in output)
         return damaged
 
-    def read_with_stock_torch(self, resumed: dict[int, JobOutcome], damaged: Path) -> None:
+    def read_with_stock_torch(
+        self, reference: JobOutcome, resumed: dict[int, JobOutcome], damaged: Path
+    ) -> None:
         """One process, torch's own loader, no code of ours but the comparison."""
         self.narrator.chapter("Load with stock torch.distributed.checkpoint, in a single process")
         last = self.work.steps
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
         folders = [str(self.work.checkpoints(where) / checkpoint_name(last)) for where in places.values()]
+        folders.append(str(self.work.checkpoints("handed-over") / checkpoint_name(self.last_step)))
         done = self.work.command("dcp.demo.stock", str(damaged), *folders)
         if done.returncode != 0:
             raise DemoError(f"the process that loads with stock torch failed:\n{done.stderr[-4000:]}")
         result = json.loads(done.stdout)
-        for ranks, digests in zip(places, result["stock"], strict=True):
+        *of_jobs, handed_over = result["stock"]
+        for ranks, digests in zip(places, of_jobs, strict=True):
             difference = compare_digests(resumed[ranks].digests(f"saved-{last}"), digests)
             who = f"{ranks} ranks" if ranks > 1 else "1 rank"
             self.narrator.check(
@@ -253,6 +284,13 @@ class Story:
                 not difference,
                 difference,
             )
+        difference = compare_digests(reference.digests(f"saved-{self.last_step}"), handed_over)
+        self.narrator.check(
+            "committed after its job had died, loaded by stock torch: every entry is that of the "
+            "uninterrupted job",
+            not difference,
+            difference,
+        )
         self._show_damaged(result)
 
     # -- what chapters share ---------------------------------------------------------------------------------
@@ -323,6 +361,16 @@ class Story:
         return output
 
 
+def _await_commit(folder: Path) -> bool:
+    """Whether a checkpoint is committed in ``folder``, or soon will be: its writers are on their own now."""
+    give_up = time.monotonic() + _COMMIT_SECONDS
+    while time.monotonic() < give_up:
+        if has_checkpoint(open_store(folder)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def _flip_bit_of_largest_chunk(folder: Path) -> str:
     """Flip one bit of the checkpoint in ``folder``, in the middle of its longest payload; whose it is."""
     index = open_index(open_store(folder))
@@ -347,7 +395,8 @@ def _sum_up(checks: Checks, narrator: Narrator, seconds: float, kept: str) -> in
         """A job killed in the middle of a save loses the steps since its last checkpoint, and nothing else:
         the half-written save is not taken for one, and on the same number of ranks training goes on as if
         nothing had happened, bit for bit. The same checkpoint loads on fewer and on more ranks, every bit of
-        it. Stock torch reads what dcp wrote. A flipped bit is found, and the tensor named."""
+        it. With a writer process even a job that is killed right after a step was copied gets that step
+        committed. Stock torch reads what dcp wrote. A flipped bit is found, and the tensor named."""
     )
     narrator.say(f"All {len(checks.results)} checks passed, in {seconds:.0f} s. {kept}")
     return 0

@@ -20,7 +20,6 @@ import dcp
 from dcp.demo.batches import batch_of_step, read_tokens, window_batch
 from dcp.demo.crash import CrashPoint, DyingWriter
 from dcp.demo.digests import digests_of_state
-from dcp.demo.jobs import checkpoint_name
 from dcp.demo.model import ModelSize, build_model
 
 __all__ = ["main"]
@@ -40,7 +39,7 @@ class Job:
     results: Path
     steps: int
     save_every: int
-    resume: Path | None
+    writer: str
 
 
 class Training:
@@ -93,40 +92,59 @@ class Training:
         return {"step": self.step, "loss": by_rank[:, 0].mean().item(), "looks": by_rank[:, 1].tolist()}
 
 
-def save(training: Training, job: Job, crash: CrashPoint | None, loss: float) -> None:
-    """Save the state of this step, and beside the checkpoints what the state was, for the comparison."""
-    folder = job.checkpoints / checkpoint_name(training.step)
-    state = {"app": training, "rng": dcp.PerRank(training.generator.get_state())}
-    _note_digests(training, job, f"saved-{training.step}.json")
-    dying = crash is not None and crash.step == training.step
-    dcp.save(
-        state,
-        checkpoint_id=None if dying else folder,
-        storage_writer=DyingWriter(folder, crash) if dying and crash is not None else None,
-        user_metadata={"step": training.step, "loss": loss},
-        timeout_seconds=_TIMEOUT_SECONDS,
-    )
+class Checkpoints:
+    """What the job saves and restores: through a `dcp.CheckpointManager`, behind the training loop."""
 
+    def __init__(self, training: Training, job: Job, crash: CrashPoint | None) -> None:
+        self._training = training
+        self._job = job
+        self._crash = crash
+        self.manager = dcp.CheckpointManager(
+            job.checkpoints,
+            mode="process" if job.writer == "process" else "thread",
+            every_steps=job.save_every,
+            writer=self._writer,
+            on_failure="raise",
+            timeout_seconds=_TIMEOUT_SECONDS,
+        )
 
-def resume(training: Training, job: Job, folder: Path) -> None:
-    """Load the checkpoint of any number of ranks into the shards of this one's."""
-    state: dict[str, Any] = {"app": training}
-    saved_by = dcp.open_index(folder).provenance["world_size"]
-    # Generators belong to ranks: with other ranks than before they start anew.
-    own = dcp.PerRank(torch.empty_like(training.generator.get_state()))
-    if saved_by == dist.get_world_size():
-        state["rng"] = own
-    report = dcp.load(state, checkpoint_id=folder, timeout_seconds=_TIMEOUT_SECONDS)
-    if "rng" in state:
-        training.generator.set_state(own.value)
-    else:
-        training.generator.manual_seed(1000 * training.step + dist.get_rank())
-    _note_digests(training, job, f"loaded-{training.step}.json")
-    numbers = [report.bytes_needed, report.bytes_read, report.blocks_verified, report.blocks_unverified]
-    counts = torch.tensor(numbers)
-    dist.all_reduce(counts)
-    if dist.get_rank() == 0:
-        (job.results / "load.json").write_text(json.dumps(counts.tolist()))
+    def _writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
+        if self._crash is not None and self._crash.is_in_save_of(self._training.step):
+            return DyingWriter(checkpoint_id, self._crash)
+        return dcp.FileSystemWriter(checkpoint_id)
+
+    def save(self, loss: float) -> None:
+        """Save this step if it is time for that, and beside the checkpoints note what the state was, for the
+        comparison."""
+        training, job = self._training, self._job
+        if not self.manager.should_save(training.step):
+            return
+        _note_digests(training, job, f"saved-{training.step}.json")
+        state = {"app": training, "rng": dcp.PerRank(training.generator.get_state())}
+        self.manager.save(training.step, state, metrics={"loss": loss})
+        if self._crash is not None and self._crash.is_after_staging_of(training.step):
+            dist.barrier()  # all ranks have handed their copy over
+            self._crash.die()
+
+    def restore(self) -> None:
+        """Load the newest good checkpoint, of any number of ranks, into the shards of this one's."""
+        training = self._training
+        own = dcp.PerRank(torch.empty_like(training.generator.get_state()))
+        # Generators belong to ranks: with other ranks than before they start anew.
+        restored = self.manager.restore({"app": training, "rng": own}, per_rank="keep")
+        if restored is None:
+            return
+        if restored.report.kept_per_rank:
+            training.generator.manual_seed(1000 * training.step + dist.get_rank())
+        else:
+            training.generator.set_state(own.value)
+        _note_digests(training, self._job, f"loaded-{training.step}.json")
+        report = restored.report
+        numbers = [report.bytes_needed, report.bytes_read, report.blocks_verified, report.blocks_unverified]
+        counts = torch.tensor(numbers)
+        dist.all_reduce(counts)
+        if dist.get_rank() == 0:
+            (self._job.results / "load.json").write_text(json.dumps(counts.tolist()))
 
 
 def _note_digests(training: Training, job: Job, name: str) -> None:
@@ -142,15 +160,19 @@ def _run(job: Job) -> None:
     (job.results / f"rank-{rank}.pid").write_text(str(os.getpid()))
     tokens = read_tokens(job.corpus)
     training = Training()
-    if job.resume is not None:
-        resume(training, job, job.resume)
-    with (job.results / "losses.jsonl").open("a") if rank == 0 else Path(os.devnull).open("w") as log:
+    checkpoints = Checkpoints(training, job, crash)
+    checkpoints.restore()
+    with (
+        checkpoints.manager,
+        (job.results / "losses.jsonl").open("a") if rank == 0 else Path(os.devnull).open("w") as log,
+    ):
         while training.step < job.steps:
             line = training.train_step(tokens)
             log.write(json.dumps(line) + "\n")
             log.flush()
-            if training.step % job.save_every == 0:
-                save(training, job, crash, line["loss"])
+            checkpoints.save(line["loss"])
+            if checkpoints.manager.stop_requested:
+                break
 
 
 def main() -> None:
@@ -160,7 +182,7 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     for name in ("--steps", "--save-every"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--writer", choices=("thread", "process"), default="thread")
     job = Job(**vars(parser.parse_args()))
     # torch's advice on views between FSDP modules; nothing here writes into one
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
