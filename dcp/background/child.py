@@ -126,7 +126,7 @@ class Child:
 def _popen(theirs: socket.socket, nice: int) -> subprocess.Popen[bytes]:
     fd = theirs.fileno()
     # -P: a folder that training happens to run in must not provide modules that it does not provide there
-    command = [sys.executable, "-P", "-m", "dcp.background.writer_process"]
+    command = [sys.executable or "", "-P", "-m", "dcp.background.writer_process"]
     return subprocess.Popen(
         [*command, str(fd), str(os.getpid()), str(nice)],
         stdin=subprocess.DEVNULL,

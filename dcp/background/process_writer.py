@@ -21,7 +21,7 @@ from dcp.background.child import Child
 from dcp.background.failure_wire import Ending, Verdict, error_to_data, verdict
 from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.background.order import SaveOrder
-from dcp.background.rendezvous import meet
+from dcp.background.rendezvous import meet, own_client
 from dcp.background.results import end_future
 from dcp.background.sending import Sender
 from dcp.background.worker import Payload, Worker
@@ -56,6 +56,17 @@ class _Save:
     metadata: bytes | None = None
 
 
+def _report(save: _Save, progress: Progress) -> None:
+    """Tell the caller's callback; one that raises is not called again, and does not harm the save."""
+    if not callable(save.progress):
+        return
+    try:
+        save.progress(progress)
+    except Exception:
+        save.progress = None
+        logger.exception("the progress callback of a save failed and is not called any more")
+
+
 class ProcessWriter(Worker):
     """Carries out saves in one writer process by rank.
 
@@ -72,7 +83,7 @@ class ProcessWriter(Worker):
     ) -> None:
         self._rank = 0 if channel is None else channel.rank
         self._world_size = 1 if channel is None else channel.world_size
-        self._store = None if channel is None else PrefixStore("writers", channel.store.clone())
+        self._store = None if channel is None else PrefixStore("writers", own_client(channel.store))
         self._timeout_seconds = timeout_seconds
         self._nice = nice
         self._changed = threading.Condition()
@@ -177,8 +188,7 @@ class ProcessWriter(Worker):
         if save is None or save.child is not child:
             return
         if body["kind"] == "progress":
-            if callable(save.progress):
-                save.progress(Progress(**body["progress"]))
+            _report(save, Progress(**body["progress"]))
             return
         with self._changed:
             if body["ok"]:
@@ -196,13 +206,18 @@ class ProcessWriter(Worker):
     # -- one save after the other (in the thread of this object) ---------------------------------------------
 
     def _run(self) -> None:
-        self._meet()
-        while (save := self._next()) is not None:
-            ending = self._ending_of(save)
-            self._finish(save, self._verdict(save, ending))
-            del save  # it holds the staged copies of foreign stagers
-        if self._child is not None:
-            self._child.close(_CLOSE_SECONDS)
+        try:
+            self._meet()
+            while (save := self._next()) is not None:
+                ending = self._ending_of(save)
+                self._finish(save, self._verdict(save, ending))
+                del save  # it holds the staged copies of foreign stagers
+        finally:
+            with self._changed:
+                self._closing = True
+            self._give_up_the_rest()
+            if self._child is not None:
+                self._child.close(_CLOSE_SECONDS)
 
     def _next(self) -> _Save | None:
         with self._changed:
@@ -215,13 +230,6 @@ class ProcessWriter(Worker):
         if self._store is None or child is None:
             return
         try:
-            if self._agreement is None:
-                self._agreement = Channel.own_gloo(
-                    PrefixStore("agreement", self._store),
-                    self._rank,
-                    self._world_size,
-                    timeout_seconds=self._timeout_seconds,
-                )
             address, listener = meet(
                 PrefixStore(f"meeting/{self._generation}", self._store),
                 self._rank,
@@ -229,13 +237,18 @@ class ProcessWriter(Worker):
                 timeout_seconds=self._timeout_seconds,
                 check=self._check_meeting,
             )
-        except (RuntimeError, CollectiveTimeoutError) as error:
+            child.send({"kind": "join", "address": vars(address)}, [listener.fileno()] if listener else [])
+            if listener is not None:
+                listener.close()
+            if self._agreement is None:
+                self._agreement = Channel.own_gloo(
+                    PrefixStore("agreement", self._store),
+                    self._rank,
+                    self._world_size,
+                    timeout_seconds=self._timeout_seconds,
+                )
+        except (RuntimeError, OSError, CollectiveTimeoutError) as error:
             child.kill(f"was stopped, because the ranks could not agree on where their writers meet: {error}")
-            return
-        fds = [] if listener is None else [listener.fileno()]
-        child.send({"kind": "join", "address": vars(address)}, fds)
-        if listener is not None:
-            listener.close()
 
     def _check_meeting(self) -> None:
         if self._closing and not self._saves:

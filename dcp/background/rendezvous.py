@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from dcp.storage.errors import CollectiveTimeoutError
 
-__all__ = ["HOST_VARIABLE", "Address", "meet", "own_store"]
+__all__ = ["HOST_VARIABLE", "Address", "meet", "own_client", "own_store"]
 
 HOST_VARIABLE = "DCP_WRITER_HOST"
 """Set on rank 0: the name or address by which other hosts reach it, where what is found out is not right."""
@@ -63,6 +63,14 @@ def meet(
         return address, listener
     found = _read(store, "address", 0, deadline, check)
     return Address(*msgpack.unpackb(found)), None
+
+
+def own_client(store: Any) -> Any:
+    """A connection of one's own to the same store, where its kind has that; else the store."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):
+        return store
 
 
 def own_store(address: Address, listener_fd: int | None, timeout_seconds: float) -> Store:
