@@ -16,13 +16,14 @@ __all__ = ["SaveFuture", "SaveOutcome"]
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once), and the
-    ``staged_bytes`` of this rank's tensors."""
+    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once), the
+    ``staged_bytes`` of this rank's tensors, and whether the plan of an earlier save served again."""
 
     save_id: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
     staged_bytes: int = 0
+    plan_reused: bool = False
 
 
 class SaveFuture(Future[Metadata], AsyncSaveResponse):

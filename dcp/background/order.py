@@ -21,6 +21,7 @@ from dcp.background.future import SaveOutcome
 from dcp.collectives import Ranks
 from dcp.columnar_save import ColumnarSave
 from dcp.local_state import LocalState, PlanOptions
+from dcp.planners.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.provenance import provenance_of
 from dcp.storage.errors import (
@@ -67,17 +68,19 @@ def carry_out(
     *,
     abort: threading.Event,
     progress: bool | ProgressCallback | None = None,
+    cache: PlanCache | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
     """Save what ``payload`` gives: a staged `LocalState`, or a staged state dict for torch's protocol.
 
-    It is asked within the first step, so that a failed staging of one rank fails the save on all. Attempts
-    end alike on all ranks, since all see the same error.
+    It is asked within the first step, so that a failed staging of one rank fails the save on all. ``cache``
+    keeps the plan for the saves to come; all ranks have one, or none. Attempts end alike on all ranks, since
+    all see the same error.
     """
     attempt = 0
     while True:
         attempt += 1
         try:
-            return _attempt(order, payload, ranks_for(abort), attempt, abort, progress)
+            return _attempt(order, payload, ranks_for(abort), attempt, abort, progress, cache)
         except CheckpointError as error:
             if attempt > order.retries or not is_passing(error):
                 raise
@@ -101,6 +104,7 @@ def _attempt(
     attempt: int,
     abort: threading.Event,
     progress: bool | ProgressCallback | None,
+    cache: PlanCache | None,
 ) -> tuple[Metadata, SaveOutcome]:
     begun = time.perf_counter()
     writer, options = order.writer, order.options
@@ -120,8 +124,7 @@ def _attempt(
             if not isinstance(state, LocalState):
                 raise CheckpointError("a save on columns was given a state dict")
             save.seconds.update(order.seconds)  # staging may have ended only now
-            compare = order.use_collectives and ranks.world_size > 1
-            return state.with_digests(options.replica_check) if compare else state
+            return state
 
         save = ColumnarSave(
             local,
@@ -130,8 +133,9 @@ def _attempt(
             options,
             use_collectives=order.use_collectives,
             progress=_watched(abort, progress, show=ranks.is_coordinator),
+            cache=cache,
         )
-        metadata, seconds = save.run(), save.seconds
+        metadata, seconds, reused = save.run(), save.seconds, save.plan_reused
     else:
         if order.planner is None:
             raise CheckpointError("a save by torch's protocol was given no planner")
@@ -142,14 +146,14 @@ def _attempt(
                 raise CheckpointError("a save by torch's protocol was given columns")
             return state
 
-        seconds = dict(order.seconds)
+        seconds, reused = dict(order.seconds), False
         metadata = object_steps.save(
             state_dict, writer, ranks, order.planner, use_collectives=order.use_collectives
         )
     seconds["save"] = time.perf_counter() - begun
     state = staged[0] if staged else {}
     size = sum(source.nbytes for source in state.sources) if isinstance(state, LocalState) else 0
-    return metadata, SaveOutcome(str(getattr(writer, "save_id", "")), seconds, attempt, size)
+    return metadata, SaveOutcome(str(getattr(writer, "save_id", "")), seconds, attempt, size, reused)
 
 
 def _watched(

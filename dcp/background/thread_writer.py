@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dcp.background.future import SaveFuture
 from dcp.background.order import RanksFor, SaveOrder, carry_out
 from dcp.background.worker import Payload, Worker, payload_of
+from dcp.planners.plan_cache import PlanCache
 from dcp.progress import ProgressCallback
 from dcp.storage.errors import CheckpointError
 
@@ -35,6 +36,7 @@ class ThreadWriter(Worker):
         self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._cache = PlanCache()
         self._closed = False
 
     def submit(
@@ -73,6 +75,7 @@ class ThreadWriter(Worker):
                 self._ranks_for,
                 abort=future.abort_event,
                 progress=task.progress,
+                cache=self._cache,
             )
         except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
             task.payload.release()

@@ -29,6 +29,7 @@ from dcp.collectives import Ranks
 from dcp.failures import RankFailedError
 from dcp.local_state import LocalState, PlanOptions
 from dcp.planners.columns import SaveColumns
+from dcp.planners.plan_cache import PlanCache
 from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.progress import Progress, ProgressCallback
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
@@ -69,6 +70,7 @@ class WriterLoop:
         self._alone = False
         self._meeting = _Meeting()
         self._memory = _Memory()
+        self._cache = PlanCache()
 
     def run(self) -> None:
         """Serve until the trainer closes, ends, or SIGTERM comes; what was received by then is finished."""
@@ -149,7 +151,12 @@ class WriterLoop:
             order, payload = refusal.order(body), refusal.payload
         ranks_for = self._meeting.ranks_for(order.timeout_seconds)
         metadata, outcome = carry_out(
-            order, payload, ranks_for, abort=save.abort, progress=self._progress(save)
+            order,
+            payload,
+            ranks_for,
+            abort=save.abort,
+            progress=self._progress(save),
+            cache=self._cache,
         )
         ours = isinstance(order.writer, FileSystemWriter)  # the trainer can read the manifest itself
         return {

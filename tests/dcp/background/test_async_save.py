@@ -406,3 +406,32 @@ def test_views_are_copied_alone(tmp_path: Path) -> None:
     session.close()
     assert future.outcome is not None
     assert future.outcome.staged_bytes == 4000
+
+
+def plans_of_saves(rank: int, world_size: int, root: Path) -> list[bool]:
+    """Which saves of a session used a plan again; in the third a tensor has grown."""
+    session = AsyncSession(timeout_seconds=60)
+    reused = []
+    for version in range(1, 5):
+        state = sharded_state(rank, version)
+        if version > 2:
+            state["plain"] = torch.arange(7.0)
+        writer = dcp.FileSystemWriter(root / str(version))
+        future = session.save(state, storage_writer=writer)
+        future.result(60)
+        assert future.outcome is not None
+        assert {"digests", "write", "blocked", "staging"} <= set(future.outcome.seconds)
+        reused.append(future.outcome.plan_reused)
+    session.close()
+    return reused
+
+
+def test_a_session_plans_an_unchanged_structure_once(tmp_path: Path) -> None:
+    """The second save of a session exchanges digests only; a changed structure is planned anew."""
+    assert run_ranks(2, plans_of_saves, tmp_path) == [[False, True, False, True]] * 2
+    for version in range(1, 5):
+        state = {"plain": torch.zeros(7 if version > 2 else 5), "step": 0}
+        dcp.load(state, checkpoint_id=tmp_path / str(version), no_dist=True)
+        assert state["step"] == version
+        if version > 2:
+            assert state["plain"].equal(torch.arange(7.0))
