@@ -8,7 +8,8 @@ nor the address is among the facts, and no tensor is kept alive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -21,19 +22,34 @@ _TensorGuards: Any = getattr(getattr(_dynamo, "guards", None), "TensorGuards", N
 
 
 class TensorFacts:
-    """The facts of ``tensors`` when this was made."""
+    """The facts of ``tensors`` when this was made, and which of them were one and the same object."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._count = len(tensors)
         self._types = frozenset(map(type, tensors))  # the guard compares classes by address: they must live
+        first: dict[int, int] = {}
+        for position, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), position)
+        self._again = [
+            (position, first[id(tensor)])
+            for position, tensor in enumerate(tensors)
+            if first[id(tensor)] != position
+        ]
+        self._is_first = [first[id(tensor)] == position for position, tensor in enumerate(tensors)]
         self._guard: Any = None
         if _TensorGuards is not None:
+            distinct = self._distinct(tensors)
             with torch.enable_grad():  # without it requires_grad would not be compared
-                self._guard = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+                self._guard = _TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether ``tensors``, one by one, have these facts; always False where torch cannot compare them."""
         if self._guard is None or len(tensors) != self._count:
             return False
+        if not all(tensors[position] is tensors[first] for position, first in self._again):
+            return False
         with torch.enable_grad():
-            return bool(self._guard.check(*tensors))
+            return bool(self._guard.check(*self._distinct(tensors)))  # never true of one tensor given twice
+
+    def _distinct(self, tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+        return compress(tensors, self._is_first) if self._again else tensors
