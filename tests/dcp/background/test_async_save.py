@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import os
 import subprocess
 import sys
 import textwrap
@@ -219,7 +218,7 @@ def test_abort_calls_a_save_off(tmp_path: Path) -> None:
     gate.set()
     with pytest.raises(dcp.SaveAbortedError):
         future.result(60)
-    assert os.listdir(tmp_path / "x") == []
+    assert list((tmp_path / "x").iterdir()) == []
     session.save(version_state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "x")).result(60)
     session.close()
     assert seen_by_dcp(tmp_path / "x") == 2
