@@ -10,6 +10,7 @@ import copy
 import logging
 import threading
 import time
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
 
-__all__ = ["AsyncSession", "default_session"]
+__all__ = ["AsyncSession", "default_session", "own_channel"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class AsyncSession:
         self._stager = stager
         self._owns_stager = stager is None
         self._in_flight = in_flight
-        self._own_channel = _channel_of_its_own(process_group, timeout_seconds) if not alone else None
+        self._own_channel = own_channel(process_group, timeout_seconds) if not alone else None
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
         self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
         self._serial = 0
@@ -266,13 +267,15 @@ class AsyncSession:
         return self.ranks("save", abort)
 
 
-def _channel_of_its_own(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
+def own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
     """A gloo group over the store of ``group``: saves run beside the training's collectives, and two threads
-    that use one group would take each other's messages. None for one rank."""
+    that use one group would take each other's messages. None for one rank. Collective."""
     shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
     if shared.world_size == 1:
         return None
-    store = dist.PrefixStore(shared.key, shared.store)
+    # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
+    token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
+    store = dist.PrefixStore(f"{shared.key}/{token}", shared.store)
     return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
 
 

@@ -10,19 +10,20 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch.distributed as dist
 
-from dcp.background.future import SaveFuture, SaveOutcome
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
+from dcp.background.future import SaveFuture
+from dcp.background.session import own_channel
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
 from dcp.manager.restore import Restored, restore
 from dcp.manager.retention import Retention
 from dcp.manager.saves import Mode, SaveOptions, saves_of
+from dcp.manager.saving import Saver, WhenBusy
 from dcp.manager.schedule import Reason, Schedule
 from dcp.manager.steps import StepFolders
 from dcp.manager.turns import Turns
@@ -45,9 +46,6 @@ _AFTER_ERROR_SECONDS = 60.0
 
 _UPKEEP_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
-
-_PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
-"""Saves that wait for the one before, whatever ``when_busy`` says."""
 
 
 class CheckpointManager:
@@ -104,7 +102,7 @@ class CheckpointManager:
         every_seconds: float | None = None,
         save_first: bool = False,
         keep: Retention | None = None,
-        when_busy: Literal["wait", "skip", "raise"] = "wait",
+        when_busy: WhenBusy = "wait",
         on_failure: Literal["warn", "raise"] = "warn",
         retries: int = 2,
         retry_pause_seconds: float = 1.0,
@@ -124,18 +122,15 @@ class CheckpointManager:
         _check_choice("on_failure", on_failure, ("warn", "raise"))
         _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
         self._folders = StepFolders(root, name)
-        self._when_busy = when_busy
-        self._on_failure = on_failure
         self._make_writer = writer if writer is not None else FileSystemWriter
         self._process_group, self._no_dist = process_group, no_dist
         self._run = run
         self._progress = progress
         self._timeout_seconds = timeout_seconds
         self._ledger = Ledger(keep_failures=on_failure == "raise")
-        self._is_sync = mode == "sync"
         self._closed = False
         alone = no_dist or not (dist.is_available() and dist.is_initialized())
-        channel = None if alone else _own_channel(process_group, timeout_seconds)
+        channel = None if alone else own_channel(process_group, timeout_seconds)
         self.rank = 0 if channel is None else channel.rank
         self.world_size = 1 if channel is None else channel.world_size
         self._events = Events(self._folders.root.url, self.rank, on_event)
@@ -171,6 +166,9 @@ class CheckpointManager:
                 timeout_seconds,
             ),
         )
+        self._saver = Saver(
+            self._turns, self._saves, self._ledger, self._events, self._upkeep, when_busy, timeout_seconds
+        )
         _open_managers.add(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
@@ -180,7 +178,8 @@ class CheckpointManager:
 
         For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
         """
-        self._begin_step(step)
+        self._check_open()
+        self._saver.begin_step(step)
         return self._turns.reason(step, last=last) is not None
 
     def save(
@@ -209,97 +208,16 @@ class CheckpointManager:
         Raises, with ``on_failure="raise"``, what an earlier save raised, and CheckpointError for a manager
         that is closed or busy.
         """
-        self._begin_step(step)
+        self._check_open()
+        self._saver.begin_step(step)
         reason: Reason | None = "force" if force else self._turns.reason(step, last=last)
         if reason is None:
             return None
         described = user_metadata_of(step, metrics, self._run, user_metadata)
-        if not self._may_begin(step, reason):
+        if not self._saver.may_begin(step, reason):
             return None
-        future = self._begin_save(step, reason, state_dict, described, overlap)
-        if reason == "stop":
-            self._ledger.settle(self._timeout_seconds)
-        if reason == "stop" or self._is_sync:
-            self._ledger.raise_failure(damage=False)
-        return future
-
-    def _begin_step(self, step: int) -> None:
-        """Once a step: exchange with the other ranks what to do."""
-        self._check_open()
-        was_stopping = self._turns.stopping
-        agreed = self._turns.begin(step, failed=self._ledger.has_failure)
-        if agreed.stop and not was_stopping:
-            self._events.emit("stop_requested", step)
-        if agreed.failed:
-            self._ledger.settle(self._timeout_seconds)
-            self._ledger.raise_failure(damage=True)
-            raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
-
-    def _may_begin(self, step: int, reason: Reason) -> bool:
-        """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
-        impatient = self._when_busy != "wait" and reason not in _PATIENT
-        if impatient and self._turns.any_rank(bool(self._ledger.running())):
-            if self._when_busy == "raise":
-                raise CheckpointError(
-                    f"the save of step {step} came before the one before was finished, and "
-                    "when_busy='raise'; save less often, or let it wait or be skipped",
-                    step=step,
-                )
-            self._turns.saved(step, reason)
-            self._events.emit("save_skipped", step, reason=reason)
-            return False
-        self._ledger.settle(self._timeout_seconds)
-        self._ledger.raise_failure(damage=False)
-        return True
-
-    def _begin_save(
-        self,
-        step: int,
-        reason: Reason,
-        state_dict: dict[str, Any],
-        user_metadata: Mapping[str, Any],
-        overlap: bool,
-    ) -> SaveFuture:
-        self._turns.saved(step, reason)
-        if self._upkeep is not None:
-            self._upkeep.saving(step)
-        try:
-            writer = self._make_writer(self.checkpoint_id(step))
-            future = self._saves.begin(state_dict, writer, user_metadata, overlap=overlap)
-        except BaseException:
-            if self._upkeep is not None:
-                self._upkeep.failed(step)
-            raise
-        self._ledger.begun(step, future)
-        future.add_done_callback(partial(self._on_ended, step, reason, future))
-        return future
-
-    def _on_ended(self, step: int, reason: Reason, future: SaveFuture, _: object) -> None:
-        """In the thread that carried out the save, or that of `save` in mode "sync"."""
-        error = future.exception()
-        try:
-            self._tell_end(step, reason, future, error)
-            committed = error is None or bool(getattr(error, "facts", {}).get("committed"))
-            if self._upkeep is not None:
-                (self._upkeep.committed if committed else self._upkeep.failed)(step)
-        finally:
-            self._ledger.ended(future, error)
-
-    def _tell_end(self, step: int, reason: Reason, future: SaveFuture, error: BaseException | None) -> None:
-        if error is not None:
-            self._events.emit("save_failed", step, error=error, reason=reason)
-            return
-        outcome = future.outcome or SaveOutcome()
-        if outcome.attempts > 1:
-            self._events.emit("save_retried", step, attempts=outcome.attempts)
-        self._events.emit(
-            "saved",
-            step,
-            seconds=outcome.seconds,
-            size_bytes=outcome.staged_bytes,
-            reason=reason,
-            save_id=outcome.save_id,
-        )
+        writer = self._make_writer(self.checkpoint_id(step))
+        return self._saver.begin(step, reason, state_dict, writer, described, overlap=overlap)
 
     @property
     def failures(self) -> int:
@@ -468,15 +386,6 @@ class CheckpointManager:
             self.close()
         else:
             self._close(min(self._timeout_seconds, _AFTER_ERROR_SECONDS), together=False)
-
-
-def _own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
-    """A gloo group that only this manager uses; None for one rank."""
-    shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="manager")
-    if shared.world_size == 1:
-        return None
-    store = dist.PrefixStore(shared.key, shared.store)  # type: ignore[attr-defined]
-    return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

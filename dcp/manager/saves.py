@@ -45,7 +45,9 @@ class SaveOptions:
 
 
 class Saves(ABC):
-    """Begins one save after the other."""
+    """Begins one save after the other. ``ends_at_once``: a save has ended when `begin` returns."""
+
+    ends_at_once = False
 
     def __init__(self, options: SaveOptions) -> None:
         self._options = options
@@ -112,7 +114,9 @@ class _BackgroundSaves(Saves):
 
 
 class _SyncSaves(Saves):
-    """In the training loop itself: ended when `begin` returns."""
+    """In the training loop itself."""
+
+    ends_at_once = True
 
     def begin(
         self,

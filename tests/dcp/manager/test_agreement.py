@@ -132,18 +132,6 @@ def _late(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def _leaves_with_an_exchange_under_way(rank: int, world_size: int) -> str:
-    agreed = agreement(rank, world_size)
-    agreed.exchange(1, Votes())
-    agreed.exchange(2, Votes())
-    if rank == 1:  # raises in its step: ends without closing, with votes cast that rank 0 never answers
-        agreed.exchange(3, Votes())
-        return "left"
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    os.waitid(os.P_PIDFD, os.pidfd_open(int(store.get("pid/1"))), os.WEXITED | os.WNOWAIT)
-    return "alone"
-
-
 def _endings() -> list[list[Any]]:
     groups = [Group(3, _dies), Group(2, _late)]
     return [

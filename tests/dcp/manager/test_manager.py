@@ -34,7 +34,8 @@ MODES = ["thread", "sync"]
 
 def manager_of(root: Path, **options: Any) -> dcp.CheckpointManager:
     """A manager with a fast writer."""
-    return dcp.CheckpointManager(root, **{"writer": plain_writer, "retry_pause_seconds": 0.01} | options)
+    options.setdefault("writer", plain_writer)
+    return dcp.CheckpointManager(root, retry_pause_seconds=0.01, **options)
 
 
 def user_of(root: Path, step: int) -> dict[str, Any]:
@@ -506,13 +507,14 @@ def test_a_closed_manager_says_so(tmp_path: Path) -> None:
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     """By name, when the manager is made."""
-    for wrong in (
+    choices: tuple[dict[str, Any], ...] = (
         {"mode": "async"},
         {"when_busy": "no"},
         {"on_failure": "ignore"},
         {"verify_saved": "some"},
         {"every_steps": 0},
         {"name": "constant"},
-    ):
+    )
+    for wrong in choices:
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            dcp.CheckpointManager(tmp_path, **wrong)  # type: ignore[arg-type]  # on purpose
+            dcp.CheckpointManager(tmp_path, **wrong)

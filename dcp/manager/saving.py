@@ -1,0 +1,121 @@
+"""One step's save from the decision to its end: what came before, the policies, what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from dcp.background.future import SaveFuture, SaveOutcome
+from dcp.manager.events import Events
+from dcp.manager.ledger import Ledger
+from dcp.manager.saves import Saves
+from dcp.manager.schedule import Reason
+from dcp.manager.turns import Turns
+from dcp.manager.upkeep import Upkeep
+from dcp.storage.errors import CheckpointError
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["Saver", "WhenBusy"]
+
+WhenBusy = Literal["wait", "skip", "raise"]
+
+_PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
+"""Saves that wait for the one before, whatever ``when_busy`` says."""
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Begins steps and saves; all ranks do so alike. The parts are the manager's."""
+
+    turns: Turns
+    saves: Saves
+    ledger: Ledger
+    events: Events
+    upkeep: Upkeep | None
+    when_busy: WhenBusy
+    timeout_seconds: float
+
+    def begin_step(self, step: int) -> None:
+        """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
+        was_stopping = self.turns.stopping
+        agreed = self.turns.begin(step, failed=self.ledger.has_failure)
+        if agreed.stop and not was_stopping:
+            self.events.emit("stop_requested", step)
+        if agreed.failed:
+            self.ledger.settle(self.timeout_seconds)
+            self.ledger.raise_failure(damage=True)
+            raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
+
+    def may_begin(self, step: int, reason: Reason) -> bool:
+        """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
+        impatient = self.when_busy != "wait" and reason not in _PATIENT
+        if impatient and self.turns.any_rank(bool(self.ledger.running())):
+            if self.when_busy == "raise":
+                raise CheckpointError(
+                    f"the save of step {step} came before the one before was finished, and "
+                    "when_busy='raise'; save less often, or let it wait or be skipped",
+                    step=step,
+                )
+            self.turns.saved(step, reason)
+            self.events.emit("save_skipped", step, reason=reason)
+            return False
+        self.ledger.settle(self.timeout_seconds)
+        self.ledger.raise_failure(damage=False)
+        return True
+
+    def begin(
+        self,
+        step: int,
+        reason: Reason,
+        state_dict: dict[str, Any],
+        writer: FileSystemWriter,
+        user_metadata: Mapping[str, Any],
+        *,
+        overlap: bool,
+    ) -> SaveFuture:
+        """Save; one that stops the run has ended when this returns."""
+        self.turns.saved(step, reason)
+        if self.upkeep is not None:
+            self.upkeep.saving(step)
+        try:
+            future = self.saves.begin(state_dict, writer, user_metadata, overlap=overlap)
+        except BaseException:
+            if self.upkeep is not None:
+                self.upkeep.failed(step)
+            raise
+        self.ledger.begun(step, future)
+        future.add_done_callback(partial(self._on_ended, step, reason, future))
+        if reason == "stop":
+            self.ledger.settle(self.timeout_seconds)
+        if reason == "stop" or self.saves.ends_at_once:
+            self.ledger.raise_failure(damage=False)
+        return future
+
+    def _on_ended(self, step: int, reason: Reason, future: SaveFuture, _: object) -> None:
+        """In the thread that carried out the save."""
+        error = future.exception()
+        try:
+            self._tell_end(step, reason, future, error)
+            committed = error is None or bool(getattr(error, "facts", {}).get("committed"))
+            if self.upkeep is not None:
+                (self.upkeep.committed if committed else self.upkeep.failed)(step)
+        finally:
+            self.ledger.ended(future, error)
+
+    def _tell_end(self, step: int, reason: Reason, future: SaveFuture, error: BaseException | None) -> None:
+        if error is not None:
+            self.events.emit("save_failed", step, error=error, reason=reason)
+            return
+        outcome = future.outcome or SaveOutcome()
+        if outcome.attempts > 1:
+            self.events.emit("save_retried", step, attempts=outcome.attempts)
+        self.events.emit(
+            "saved",
+            step,
+            seconds=outcome.seconds,
+            size_bytes=outcome.staged_bytes,
+            reason=reason,
+            save_id=outcome.save_id,
+        )

@@ -1,0 +1,251 @@
+"""How a manager ends: closed, in the middle of a save, by an exception, with the script, by kill -9."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.storage.errors import CollectiveTimeoutError
+from tests.dcp.manager.manager_support import (
+    Failing,
+    Gate,
+    Recorder,
+    data_files,
+    loaded_step,
+    plain_writer,
+    state_at,
+    writer_with,
+)
+from tests.support.crashes import Group, in_lab, run_groups
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_script(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script in an interpreter of its own, in the checkout."""
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+# -- closing -------------------------------------------------------------------------------------------------
+
+
+def test_close_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    """It is committed and verified when close returns."""
+    gate, seen = Gate(), Recorder()
+    manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate), on_event=seen)
+    manager.save(1, state_at(1))
+    assert gate.reached.wait(30.0)
+    threading.Timer(0.2, gate.open).start()
+    manager.close()
+    assert seen.kinds() == [("saved", 1), ("verified", 1)]
+    assert loaded_step(manager.checkpoint_id(1)) == 1
+
+
+def test_close_is_bounded(tmp_path: Path) -> None:
+    """A save that hangs is called off, nothing of it is seen, and the next manager works."""
+    gate = Gate()
+    manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate))
+    future = manager.save(1, state_at(1))
+    assert future is not None
+    assert gate.reached.wait(30.0)
+    begun = time.monotonic()
+    manager.close(0.3)
+    assert time.monotonic() - begun < 30.0
+    assert not future.done()
+    with dcp.CheckpointManager(tmp_path, writer=plain_writer) as other:
+        assert other.restore(state_at(-1)) is None
+        other.save(2, state_at(2))
+    assert other.all_steps() == [2]
+    gate.open()
+    future.exception(30.0)
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "raise"])
+def test_an_exception_in_the_loop_stays_the_exception(tmp_path: Path, on_failure: Any) -> None:
+    """The save under way is committed all the same; one that failed does not hide the loop's error."""
+    with (
+        pytest.raises(ZeroDivisionError),
+        dcp.CheckpointManager(tmp_path, writer=plain_writer, on_failure=on_failure) as manager,
+    ):
+        manager.save(1, state_at(1))
+        raise ZeroDivisionError
+    assert manager.all_steps() == [1]
+    with (
+        pytest.raises(ZeroDivisionError),
+        dcp.CheckpointManager(tmp_path, writer=writer_with(Failing()), retries=0, on_failure=on_failure) as m,
+    ):
+        m.save(2, state_at(2))
+        raise ZeroDivisionError
+    assert m.failures == 1
+
+
+def test_a_dropped_manager_lets_go_of_sigterm(tmp_path: Path) -> None:
+    """Nobody closes it, but SIGTERM ends the process again once it is gone."""
+    before = signal.getsignal(signal.SIGTERM)
+    manager = dcp.CheckpointManager(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) != before
+    del manager
+    gc.collect()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+# -- the end of the program ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, torch, dcp
+root, mode, ending = sys.argv[1:]
+manager = dcp.CheckpointManager(root, mode=mode, keep=dcp.Retention(last=1))
+state = {"model": {"weight": torch.zeros(64), "bias": torch.arange(4)}, "step": 0}
+for step in (1, 2, 3):
+    state["model"]["weight"].fill_(step)
+    state["model"]["bias"].copy_(torch.arange(4) + step)
+    state["step"] = step
+    manager.save(step, state)
+if ending == "raise":
+    raise ValueError("the loop fails")
+"""
+
+
+@pytest.mark.parametrize(("mode", "ending"), [("thread", "end"), ("thread", "raise"), ("process", "end")])
+def test_a_script_that_just_ends_commits_what_it_saved(tmp_path: Path, mode: str, ending: str) -> None:
+    """Nobody waits or closes: the interpreter's end does, and what follows a commit happens too."""
+    run = run_script(SCRIPT, str(tmp_path), mode, ending)
+    assert run.returncode == (0 if ending == "end" else 1), run.stderr
+    assert ("ValueError: the loop fails" in run.stderr) == (ending == "raise")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert loaded_step(str(tmp_path / "step-00000003")) == 3
+
+
+# -- ranks that die ------------------------------------------------------------------------------------------
+
+
+def _loop(rank: int, world_size: int, root: str, how: str) -> list[Any]:
+    """Save at each second step; rank 1 leaves before step 6, in one way or another."""
+    steps: list[int] = []
+    try:
+        manager = dcp.CheckpointManager(root, writer=plain_writer, every_steps=2, timeout_seconds=20.0)
+        with manager:
+            for step in range(1, 100):
+                if rank == 1 and step == 6:
+                    assert manager.wait(20.0)
+                    if how == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise ValueError("rank 1 fails")
+                manager.save(step, state_at(step, rank))
+                steps.append(step)
+    except CollectiveTimeoutError as error:
+        return [steps[-1], str(error)]
+    return [steps[-1], "no error"]
+
+
+def _groups(root: str) -> list[Any]:
+    groups = [Group(3, _loop, (f"{root}/{how}", how)) for how in ("kill", "raise")]
+    endings = run_groups(groups, timeout_seconds=60.0)
+    return [
+        [(e.killed, e.hung, e.raised and e.raised.type_name, e.value) for e in group] for group in endings
+    ]
+
+
+def test_ranks_that_leave_are_named_and_the_last_commit_stays(tmp_path: Path) -> None:
+    """Killed or failed: the others raise in the next steps, close without hanging, and can be resumed."""
+    killed, failed = in_lab(_groups, str(tmp_path))
+    assert killed[1][0]
+    assert failed[1][2] == "ValueError"
+    for ending in (killed[0], killed[2], failed[0], failed[2]):
+        assert not ending[1]
+        step, message = ending[3]
+        assert step in (5, 6)
+        assert "rank 1 of 3 died or did not answer" in message
+    for how in ("kill", "raise"):
+        with dcp.CheckpointManager(tmp_path / how) as manager:
+            restored = manager.restore(state_at(-1), per_rank="keep")
+            assert restored is not None
+            assert restored.step == 4
+
+
+LEAVES = """
+import os, sys, time, torch.distributed as dist, dcp
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + "/store", 2), rank=rank, world_size=2)
+manager = dcp.CheckpointManager(sys.argv[1] + "/ckpt", every_steps=100)
+for step in (1, 2, 3):
+    manager.save(step, {"step": step})
+if rank == 1:
+    manager.save(4, {"step": 4})  # an exchange that rank 0 comes to only when rank 1 has ended
+    sys.exit(7)
+print("waiting", flush=True)
+sys.stdin.readline()
+try:
+    for step in (4, 5, 6):
+        manager.save(step, {"step": step})
+except dcp.CollectiveTimeoutError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
+    """It does not wait for them to come to the exchange that it began: they may be waiting for its end."""
+    commands = [[sys.executable, "-c", LEAVES, str(tmp_path), str(rank)] for rank in (0, 1)]
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen(c, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for c in commands]
+    try:
+        assert ranks[1].wait(60.0) == 7
+        output, _ = ranks[0].communicate("go on\n", timeout=60.0)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert output.startswith("waiting\n")
+    assert "rank 1 of 2 died or did not answer" in output
+    assert ranks[0].returncode == 0
+
+
+# -- elastic restart -----------------------------------------------------------------------------------------
+
+
+def _uninterrupted(world_size: int, steps: int) -> list[float]:
+    """The weight that a run without a crash ends with."""
+    weight = torch.zeros(16)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(world_size)]
+    for _ in range(steps):
+        drawn = [torch.rand(16, generator=generator) for generator in generators]
+        weight += sum(drawn[1:], drawn[0])
+    values: list[float] = weight.tolist()
+    return values
+
+
+def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A worker is killed before step 7, torchrun starts all of them again: resumed after step 6, and the
+    weights are those of a run that was never interrupted, bit for bit."""
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    script = [str(ROOT / "tests" / "support" / "manager_loop.py"), str(tmp_path), "9", "7"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Else torch's own init_process_group may find the addresses of the workers that died (its issue 135712).
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, *script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    for rank in (0, 1):
+        result = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert (result["life"], result["first"], result["drawn"]) == (1, 7, 9)
+        assert result["weight"] == _uninterrupted(2, 9)
+    assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == [f"step-{s:08d}" for s in (2, 4, 6, 8, 9)]
+    assert not any(data_files(tmp_path / "ckpt" / "step-00000007"))

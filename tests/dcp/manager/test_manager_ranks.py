@@ -1,0 +1,436 @@
+"""Several ranks with a manager: whatever one of them sees, all do the same at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp import channel
+from dcp.manager.events import Event
+from dcp.manager.notes import read_notes
+from dcp.storage.errors import StorageError
+from dcp.storage.stores.faults import Operation
+from dcp.storage.stores.posix import PosixStore
+from tests.dcp.manager.manager_support import (
+    Recorder,
+    Writer,
+    data_files,
+    loaded_step,
+    plain_writer,
+    state_at,
+    writer_with,
+)
+from tests.support.ranks import RankRaised, run_ranks
+
+
+def manager_of(root: str, **options: Any) -> dcp.CheckpointManager:
+    """A manager with a fast writer."""
+    options.setdefault("writer", plain_writer)
+    return dcp.CheckpointManager(root, retry_pause_seconds=0.01, timeout_seconds=60.0, **options)
+
+
+def changing_state(step: int, rank: int) -> dict[str, Any]:
+    """As `state_at`, with a tensor of which each rank has its own part under its own name."""
+    return state_at(step, rank) | {f"part{rank}": torch.full((100,), step + rank / 10)}
+
+
+# -- the loop ------------------------------------------------------------------------------------------------
+
+
+def _train(rank: int, world_size: int, root: str, mode: str) -> dict[str, Any]:
+    seen = Recorder()
+    keep = dcp.Retention(last=2, best=dcp.Best("loss"))
+    state = changing_state(0, rank)
+    with manager_of(root, mode=mode, every_steps=2, keep=keep, on_event=seen) as manager:
+        assert manager.restore(changing_state(-1, rank)) is None
+        saved = []
+        for step in range(1, 12):
+            state["model"]["weight"].fill_(step)
+            state["model"]["bias"].copy_(torch.arange(4) + step)
+            state["step"] = state["own"].value["step"] = step
+            state[f"part{rank}"].fill_(step + rank / 10)
+            if manager.save(step, state, metrics={"loss": abs(step - 4)}, last=step == 11):
+                saved.append(step)
+            state["model"]["weight"].fill_(-1.0)
+            state[f"part{rank}"].fill_(-1.0)
+        assert manager.wait(60.0)
+        failures = manager.failures
+    state = changing_state(-1, rank)
+    with manager_of(root, mode=mode) as manager:
+        restored = manager.restore(state)
+    assert restored is not None
+    return {
+        "saved": saved,
+        "failures": failures,
+        "restored": (restored.step, restored.world_size, restored.metrics),
+        "own": state["own"].value,
+        "part": state[f"part{rank}"].unique().tolist(),
+        "events": seen.kinds("saved", "deleted", "verified"),
+        "phases": sorted(seen.events[0].seconds),
+    }
+
+
+@pytest.mark.parametrize("mode", ["thread", "process", "sync"])
+def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: str) -> None:
+    """Values are those of the step although the state changed at once; rank 0 verifies and deletes."""
+    world_size = 2 if mode == "process" else 3
+    results = run_ranks(world_size, _train, str(tmp_path), mode)
+    for rank, result in enumerate(results):
+        assert result["saved"] == [2, 4, 6, 8, 10, 11]
+        assert result["failures"] == 0
+        assert result["restored"] == (11, world_size, {"loss": 7.0})
+        assert result["own"] == {"rank": rank, "step": 11}
+        assert result["part"] == pytest.approx([11 + rank / 10])
+        events = set(result["events"])
+        assert {event for event in events if event[0] == "saved"} == {("saved", s) for s in result["saved"]}
+        others = {("verified", s) for s in result["saved"]} | {("deleted", s) for s in (2, 6, 8)}
+        assert events >= others if rank == 0 else not events & others
+        if mode != "sync":
+            assert {"blocked", "staging", "local_plan", "write", "save"} <= set(result["phases"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{s:08d}" for s in (4, 10, 11)]
+    assert loaded_step(str(tmp_path / "step-00000004")) == 4
+
+
+def _phases(rank: int, world_size: int, root: str) -> None:
+    with manager_of(root) as manager:
+        manager.save(1, changing_state(1, rank))
+
+
+def test_the_manifest_has_each_ranks_phases(tmp_path: Path) -> None:
+    """How long staging, planning and writing took on which rank can be read from the checkpoint."""
+    run_ranks(3, _phases, str(tmp_path))
+    index = dcp.open_index(tmp_path / "step-00000001")
+    by_rank = index.provenance["rank_seconds"]
+    assert len(by_rank) == 3
+    for seconds in by_rank:
+        assert {"staging", "blocked", "local_plan", "write"} <= seconds.keys()
+
+
+# -- elastic -------------------------------------------------------------------------------------------------
+
+
+def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> list[Any]:
+    """Train some steps from wherever the run is; what was restored, and the own value after it."""
+    state = state_at(-1, rank)
+    with manager_of(root, every_steps=2) as manager:
+        restored = manager.restore(state, per_rank="keep")
+        own = dict(state["own"].value)
+        for step in range(restored.step + 1 if restored else first, last + 1):
+            state = state_at(step, rank)
+            manager.save(step, state)
+    return [None if restored is None else (restored.step, restored.world_size), own]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Saved by 3, resumed by 2, then by 1 and 3: steps go on; what is each rank's own stays where it must."""
+    fresh = {"rank": 0, "step": -1}
+    assert run_ranks(3, _resume, str(tmp_path), 1, 4)[0] == [None, fresh]
+    assert run_ranks(2, _resume, str(tmp_path), 1, 6) == [
+        [(4, 3), {"rank": rank, "step": -1}] for rank in range(2)
+    ]
+    assert run_ranks(1, _resume, str(tmp_path), 1, 8) == [[(6, 2), fresh]]
+    assert run_ranks(3, _resume, str(tmp_path), 1, 10)[2] == [(8, 1), {"rank": 2, "step": -1}]
+    assert loaded_step(str(tmp_path / "step-00000010")) == 10
+
+
+# -- agreeing ------------------------------------------------------------------------------------------------
+
+
+def _terminated(rank: int, world_size: int, root: str, mode: str, how: str) -> tuple[Any, ...]:
+    seen = Recorder()
+    before = signal.getsignal(signal.SIGTERM)
+    ended = 0
+    with manager_of(root, mode=mode, every_steps=1000, on_event=seen) as manager:
+        for step in range(1, 100):
+            if step == 5 and rank == 1:
+                if how == "signal":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    manager.request_stop()
+            future = manager.save(step, state_at(step, rank))
+            ended = step
+            if manager.stop_requested:
+                assert future is not None
+                assert future.done()
+                assert manager.all_steps() == [step]  # committed, although the manager is not closed
+                break
+        assert manager.save(ended + 1, state_at(ended + 1, rank)) is None
+    return (
+        ended,
+        seen.steps("stop_requested"),
+        seen.steps("saved"),
+        signal.getsignal(signal.SIGTERM) == before,
+    )
+
+
+@pytest.mark.parametrize(("mode", "how"), [("thread", "signal"), ("thread", "request"), ("sync", "signal")])
+def test_a_stop_on_one_rank_saves_and_stops_all(tmp_path: Path, mode: str, how: str) -> None:
+    """SIGTERM reaches rank 1 of 3 before its step 5: all save step 6, wait for the commit, and stop."""
+    results = run_ranks(3, _terminated, str(tmp_path), mode, how)
+    assert results == [(6, [6], [6], True)] * 3
+    assert loaded_step(str(tmp_path / "step-00000006")) == 6
+
+
+def _clock(rank: int, world_size: int, root: str) -> list[int]:
+    # Only the clock of rank 0 counts: the others' interval has passed at once, or never does.
+    seconds = {0: 0.3, 1: 1e-9, 2: 1e9}[rank]
+    saved = []
+    with manager_of(root, every_seconds=seconds) as manager:
+        for step in range(1, 41):
+            time.sleep(0.02)
+            if manager.save(step, state_at(step, rank)):
+                saved.append(step)
+    return saved
+
+
+def test_saves_by_the_clock_go_by_rank_0(tmp_path: Path) -> None:
+    """All ranks save the same steps, a few of them."""
+    saved = run_ranks(3, _clock, str(tmp_path))
+    assert saved[0] == saved[1] == saved[2]
+    assert 1 <= len(saved[0]) <= 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in saved[0]]
+
+
+def _busy(rank: int, world_size: int, root: str, when_busy: str) -> list[str]:
+    def slow_on_rank_1(event: Event) -> None:  # the save has not ended before its listeners are done
+        if rank == 1 and event.kind == "saved" and event.step == 1:
+            time.sleep(0.7)
+
+    outcomes = []
+    options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": slow_on_rank_1}
+    with manager_of(root, **options) as manager:
+        first = manager.save(1, state_at(1, rank))
+        assert first is not None
+        first.result(30.0)  # on rank 0 and 2 it has ended now, on rank 1 it has not
+        for step in (2, 3, 4):
+            if step == 4:
+                assert manager.wait(30.0)
+            try:
+                outcomes.append("saved" if manager.save(step, state_at(step, rank)) else "skipped")
+            except dcp.CheckpointError as error:
+                outcomes.append(str(error)[:26])
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("when_busy", "outcome"), [("skip", "skipped"), ("raise", "the save of step {} came bef")]
+)
+def test_ranks_skip_or_refuse_alike_when_one_is_busy(tmp_path: Path, when_busy: str, outcome: str) -> None:
+    """One rank's save has not ended: all leave the next one out, or raise; not some of them."""
+    results = run_ranks(3, _busy, str(tmp_path), when_busy)
+    assert results == [[outcome.format(2)[:26], outcome.format(3)[:26], "saved"]] * 3
+
+
+def _needs_agreement(rank: int, world_size: int, root: str) -> str:
+    with manager_of(root, handle_sigterm=False) as manager:
+        try:
+            manager.request_stop()
+        except dcp.CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_stopping_without_agreement_is_refused(tmp_path: Path) -> None:
+    """One rank that stops alone would leave the others in a collective."""
+    for message in run_ranks(2, _needs_agreement, str(tmp_path)):
+        assert "handle_sigterm=True" in message
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+def _failing_on(rank: int, failing_rank: int, times: int) -> Writer:
+    calls = [0]
+
+    def fail(operation: Operation) -> None:
+        calls[0] += 1
+        if rank == failing_rank and calls[0] <= times:
+            raise StorageError("injected: the disk of this rank is away", path=operation.name, op="create")
+
+    return writer_with(fail, op="create", name="*.distcp")
+
+
+def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> list[Any]:
+    seen = Recorder()
+    options: dict[str, Any] = {"writer": _failing_on(rank, 1, 3), "retries": 1, "every_steps": 3}
+    raised: list[tuple[int, str]] = []
+    manager = manager_of(root, on_failure=on_failure, on_event=seen, **options)
+    for step in range(1, 13):
+        try:
+            manager.save(step, changing_state(step, rank))
+        except dcp.StorageError as error:
+            raised.append((step, str(error).split("\n")[0]))
+        if step == 3:
+            manager._ledger.wait(30.0)  # so that the failure is there at a known step
+    manager.close()
+    steps = manager.all_steps()
+    return [seen.steps("save_failed"), seen.steps("save_retried"), manager.failures, steps, raised]
+
+
+def test_one_ranks_failure_is_all_ranks_failure(tmp_path: Path) -> None:
+    """Both attempts at step 3 fail on rank 1, and one at step 6: told by all, and training goes on."""
+    results = run_ranks(3, _one_rank_fails, str(tmp_path), "warn")
+    assert results == [[[3], [6], 1, [6, 9, 12], []]] * 3
+
+
+def test_one_ranks_failure_is_raised_on_all_ranks_at_one_step(tmp_path: Path) -> None:
+    """With on_failure="raise": agreed at step 4, raised at step 5, by all; the loop could go on."""
+    results = run_ranks(3, _one_rank_fails, str(tmp_path), "raise")
+    for result in results:
+        assert result[:4] == [[3], [6], 1, [6, 9, 12]]
+        ((step, message),) = result[4]
+        assert step == 5
+        assert "failed on rank 1" in message
+
+
+def _damaged(rank: int, world_size: int, root: str) -> str:
+    def truncate(operation: Operation) -> None:
+        for file in data_files(Path(root) / "step-00000001"):
+            file.write_bytes(b"")
+
+    with manager_of(root, on_failure="raise", every_steps=100, writer=writer_with(truncate)) as manager:
+        manager.save(1, state_at(1, rank), force=True)
+        assert manager._ledger.wait(30.0)
+        try:
+            for step in range(2, 1000):
+                time.sleep(0.002)
+                manager.save(step, state_at(step, rank))
+        except dcp.CheckpointError as error:
+            return f"{type(error).__name__} {step} {error}"
+    return "nothing"
+
+
+def test_damage_that_rank_0_finds_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    """Verification runs on rank 0 alone; a policy to raise ends all ranks at the same step."""
+    results = run_ranks(3, _damaged, str(tmp_path))
+    assert results[0].startswith("CorruptCheckpointError ")
+    assert "is damaged, right after it was committed" in results[0]
+    steps = {result.split()[1] for result in results}
+    assert len(steps) == 1
+    assert all("failed on another rank" in result for result in results[1:])
+
+
+def _fallback(rank: int, world_size: int, root: str, phase: str) -> Any:
+    seen = Recorder()
+    with manager_of(root, on_event=seen) as manager:
+        if phase == "save":
+            for step in (1, 2):
+                manager.save(step, changing_state(step, rank))
+            return None
+        state = changing_state(-1, rank)
+        restored = manager.restore(state)
+        assert restored is not None
+        return restored.step, state["step"], state[f"part{rank}"][0].item(), seen.kinds()
+
+
+def test_all_ranks_fall_back_to_the_same_older_step(tmp_path: Path) -> None:
+    """The damage is in what rank 1 alone reads; the verdict is noted once, by rank 0."""
+    run_ranks(3, _fallback, str(tmp_path), "save")
+    folder = tmp_path / "step-00000002"
+    (file,) = [path for path in data_files(folder) if path.name.startswith("__1_")]
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((100,), 2.1).numpy().tobytes())] ^= 0xFF
+    file.write_bytes(data)
+    results = run_ranks(3, _fallback, str(tmp_path), "restore")
+    for rank, (restored, step, part, events) in enumerate(results):
+        assert (restored, step) == (1, 1)
+        assert part == pytest.approx(1 + rank / 10)
+        assert events == [("skipped_damaged", 2), ("restored", 1)]
+    noted = read_notes(PosixStore(folder)).verified
+    assert noted is not None
+    assert not noted.ok
+
+
+# -- the rest ------------------------------------------------------------------------------------------------
+
+
+def _two_managers(rank: int, world_size: int, root: str) -> list[Any]:
+    """Two managers that save at the same steps and at others, one of them failing on one rank."""
+    failing = _failing_on(rank, 1, 1000)
+    with (
+        manager_of(f"{root}/one", every_steps=2, keep=dcp.Retention(last=1)) as one,
+        manager_of(f"{root}/other", every_steps=3, writer=failing, retries=0) as other,
+        manager_of(f"{root}/third", every_steps=3) as third,
+    ):
+        for step in range(1, 13):
+            one.save(step, changing_state(step, rank))
+            other.save(step, changing_state(step + 100, rank))
+            third.save(step, changing_state(step + 200, rank))
+        if rank == 1:
+            third.request_stop()
+        for step in (13, 14):
+            one.save(step, changing_state(step, rank))
+            third.save(step, changing_state(step + 200, rank))
+        assert one.wait(60.0)
+        return [one.failures, other.failures, third.failures, one.stop_requested, third.stop_requested]
+
+
+def test_two_managers_do_not_influence_each_other(tmp_path: Path) -> None:
+    """Their saves run side by side over groups of their own, and fail, stop and expire by themselves."""
+    assert run_ranks(3, _two_managers, str(tmp_path)) == [[0, 4, 0, False, True]] * 3
+    found = {
+        name: sorted(path.name[-2:] for path in (tmp_path / name).iterdir()) for name in ("one", "third")
+    }
+    assert found == {"one": ["14"], "third": ["03", "06", "09", "12", "14"]}
+    assert loaded_step(str(tmp_path / "one" / "step-00000014")) == 14
+    assert loaded_step(str(tmp_path / "third" / "step-00000014")) == 214
+    assert not [file for folder in (tmp_path / "other").iterdir() for file in data_files(folder)]
+
+
+def _by_all(rank: int, world_size: int, root: str) -> list[Any]:
+    with manager_of(root, keep=dcp.Retention(last=1)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step, rank))
+            if step < 3:
+                assert manager.wait(30.0)
+                manager.pin(step)
+        assert manager.wait(30.0)
+        torch.distributed.barrier()
+        pinned = manager.pinned()
+        torch.distributed.barrier()
+        manager.unpin(1)
+        manager.delete(1)
+        assert manager.wait(30.0)
+        torch.distributed.barrier()
+        return [pinned, manager.all_steps()]
+
+
+def test_pins_and_deletions_may_be_called_on_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 acts, once; the others' calls are no errors."""
+    assert run_ranks(2, _by_all, str(tmp_path)) == [[[1, 2], [2, 3]]] * 2
+
+
+def _started_again(rank: int, world_size: int, root: str) -> list[int]:
+    with manager_of(root) as manager:
+        manager.save(1, state_at(1, rank))
+    channel._group_serial.clear()  # as in workers that torchrun has started again, with the same store
+    if rank == 0:
+        time.sleep(0.3)  # the others look for its address, and find the old one
+    with manager_of(root) as manager:
+        manager.save(2, state_at(2, rank))
+    return manager.all_steps()
+
+
+def test_addresses_of_an_earlier_life_in_the_store_do_no_harm(tmp_path: Path) -> None:
+    """torchrun keeps its store when it starts workers again; groups of one's own must not meet there."""
+    assert 2 in run_ranks(2, _started_again, str(tmp_path))[0]
+
+
+def _different_steps(rank: int, world_size: int, root: str) -> None:
+    with manager_of(root, every_steps=100) as manager:
+        for step in range(1, 10):
+            manager.save(step if rank == 0 else step + 1, state_at(step, rank))
+
+
+def test_ranks_that_call_for_different_steps_are_told(tmp_path: Path) -> None:
+    """Before it can come to a save that mixes two steps."""
+    for rank, result in enumerate(run_ranks(2, _different_steps, str(tmp_path), failures=True)):
+        assert isinstance(result, RankRaised)
+        assert f"rank {rank} did so for {1 + rank}, others for 1 to 2" in result.message

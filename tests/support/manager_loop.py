@@ -1,0 +1,76 @@
+"""A training script with a manager, run by torchrun: a worker is killed in its first life.
+
+    manager_loop.py ROOT STEPS KILL_STEP
+
+Writes `ROOT/rank-<n>.json`: what each rank ended with, and from which step its last life went on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import dcp
+
+__all__ = ["train"]
+
+
+class Trainer:
+    """A weight that follows a random walk, of which each rank draws its part."""
+
+    def __init__(self, rank: int) -> None:
+        self.weight = torch.zeros(16)
+        self.random = torch.Generator().manual_seed(rank)
+        self.position = dcp.PerRank({"random": self.random.get_state(), "drawn": 0})
+
+    def state(self) -> dict[str, Any]:
+        """What is saved and restored."""
+        return {"weight": self.weight, "position": self.position}
+
+    def step(self) -> None:
+        """Draw, and add what all ranks have drawn."""
+        drawn = torch.rand(16, generator=self.random)
+        dist.all_reduce(drawn)
+        self.weight += drawn
+        own = self.position.value
+        self.position.value = {"random": self.random.get_state(), "drawn": own["drawn"] + 1}
+
+    def resumed(self) -> None:
+        """After a restore: the generator goes on from what was restored."""
+        self.random.set_state(self.position.value["random"])
+
+
+def train(root: Path, steps: int, kill_step: int) -> dict[str, Any]:
+    """Train; in its first life the last rank is killed at ``kill_step``, and the others find out."""
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    trainer = Trainer(rank)
+    with dcp.CheckpointManager(root / "ckpt", every_steps=2, timeout_seconds=60.0) as manager:
+        state = trainer.state()
+        restored = manager.restore(state)
+        if restored is not None:
+            trainer.resumed()
+        first = restored.step + 1 if restored else 1
+        for step in range(first, steps + 1):
+            if life == 0 and rank == world_size - 1 and step == kill_step:
+                manager.wait(30.0)  # so that it is known what is committed
+                os.kill(os.getpid(), signal.SIGKILL)
+            trainer.step()
+            manager.save(step, trainer.state(), last=step == steps)
+    drawn = trainer.position.value["drawn"]
+    return {"life": life, "first": first, "drawn": drawn, "weight": trainer.weight.tolist()}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    result = train(folder, int(sys.argv[2]), int(sys.argv[3]))
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
