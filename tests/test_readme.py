@@ -4,13 +4,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import dcp
+
 README = Path(__file__).parents[1] / "README.md"
 
 
 def test_python_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's Python blocks, one after the other, with nothing but a model given."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"model": torch.nn.Linear(3, 4)}
     for block in blocks:
@@ -19,3 +21,8 @@ def test_python_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.M
     report = names["report"]
     assert getattr(report, "unexpected") == ["rng.rank-0"]  # noqa: B009 - names are objects to mypy
     assert names["state"]["step"] == 1000  # type: ignore[index]
+    assert names["restored"] is None
+    manager = dcp.CheckpointManager(tmp_path / "checkpoints" / "run", no_dist=True)
+    assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them
+    manager.close()
+    assert dcp.open_index(tmp_path / "checkpoints" / "by-hand").tensor_count == 2
