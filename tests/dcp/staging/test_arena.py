@@ -1,0 +1,185 @@
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp.staging import HostArena, StagingMemoryError
+from dcp.staging.arena import ArenaKind
+from dcp.staging.available import _of_cgroup, available_bytes
+from dcp.storage.errors import StagingError
+
+KINDS: tuple[ArenaKind, ...] = ("private", "shared")
+
+
+def mappings_of_arenas() -> int:
+    """How many memory files of arenas this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:dcp-staging")
+
+
+def open_files() -> int:
+    """How many descriptors this process has."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a Path would open one more
+
+
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """No file may grow beyond ``size_bytes``, memory files included."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_arena_is_not_allocated_again_while_it_is_big_enough(kind: ArenaKind) -> None:
+    """The mapping stays for any smaller size, and is replaced for a larger one."""
+    arena = HostArena(kind)
+    arena.reserve(3 << 20)
+    address, size_bytes = arena.address, arena.size_bytes
+    assert size_bytes >= 3 << 20
+    for smaller in (0, 1, 3 << 20, size_bytes):
+        arena.reserve(smaller)
+    assert (arena.address, arena.size_bytes, arena.generation) == (address, size_bytes, 1)
+    arena.reserve(size_bytes + 1)
+    assert arena.size_bytes > size_bytes
+    assert arena.generation == 2
+    assert arena.bytes_tensor().numel() == arena.size_bytes
+    arena.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_outlive_growth_and_close(kind: ArenaKind) -> None:
+    """What views an arena stays readable and writable when that grows or is closed, twice."""
+    arena = HostArena(kind)
+    arena.reserve(1 << 20)
+    old = arena.bytes_tensor()[:4096]
+    old.fill_(7)
+    arena.reserve(8 << 20)
+    new = arena.bytes_tensor()
+    new[-4096:].fill_(9)
+    arena.close()
+    arena.close()
+    gc.collect()
+    assert (old == 7).all()
+    old.fill_(8)
+    assert new[-1].item() == 9
+    with pytest.raises(StagingError, match="closed"):
+        arena.bytes_tensor()
+    with pytest.raises(StagingError, match="closed"):
+        arena.reserve(1)
+
+
+def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> None:
+    """One file descriptor an arena, one mapping, no name in /dev/shm; nothing after the last view."""
+    files, names, mapped = open_files(), os.listdir("/dev/shm"), mappings_of_arenas()  # noqa: PTH208
+    arena = HostArena("shared")
+    arena.reserve(4 << 20)
+    view = arena.bytes_tensor()[:10]
+    assert open_files() == files + 1
+    assert mappings_of_arenas() == mapped + 1
+    assert os.listdir("/dev/shm") == names  # noqa: PTH208
+    arena.close()
+    assert open_files() == files
+    assert mappings_of_arenas() == mapped + 1
+    del view
+    assert mappings_of_arenas() == mapped
+
+
+def test_an_arena_that_is_dropped_unclosed_is_given_back() -> None:
+    """Forgetting to close leaks neither memory nor a descriptor."""
+    files, mapped = open_files(), mappings_of_arenas()
+    arena = HostArena("shared")
+    arena.reserve(1 << 20)
+    del arena
+    assert (open_files(), mappings_of_arenas()) == (files, mapped)
+
+
+def test_a_child_reads_a_shared_arena_through_a_duplicate_of_its_descriptor() -> None:
+    """What the trainer staged is what another process sees, and the child's end takes nothing from it."""
+    arena = HostArena("shared")
+    arena.reserve(1 << 20)
+    arena.bytes_tensor()[:5] = torch.tensor(list(b"state"), dtype=torch.uint8)
+    assert arena.fd is not None
+    duplicate = os.dup(arena.fd)
+    child = os.fork()
+    if child == 0:
+        good = os.pread(duplicate, 5, 0) == b"state"
+        del arena
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(duplicate)
+    assert bytes(arena.bytes_tensor()[:5].tolist()) == b"state"
+    arena.close()
+
+
+def test_the_descriptor_is_closed_in_programs_that_are_executed() -> None:
+    """A subprocess of the training does not keep the memory."""
+    arena = HostArena("shared")
+    assert arena.fd is not None
+    assert not os.get_inheritable(arena.fd)
+    arena.close()
+    assert arena.fd is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_not_there_is_an_error_at_once(kind: ArenaKind) -> None:
+    """Asking for more than the machine has names both figures, and leaves the arena as it was."""
+    arena = HostArena(kind)
+    arena.reserve(1 << 20)
+    view = arena.bytes_tensor()
+    with pytest.raises(StagingMemoryError, match=r"1048576\.00 GiB") as caught:
+        arena.reserve(1 << 50)
+    assert isinstance(caught.value, StagingError)
+    assert isinstance(caught.value, MemoryError)
+    assert caught.value.needed_bytes == 1 << 50
+    assert 0 < caught.value.available_bytes < 1 << 50
+    view.fill_(1)
+    arena.reserve(1 << 20)
+    assert arena.generation == 1
+    arena.close()
+
+
+def test_a_full_memory_file_is_an_error_and_no_signal_later() -> None:
+    """Where the pages cannot be had the reservation fails, not the copy that would touch them."""
+    arena = HostArena("shared")
+    arena.reserve(2 << 20)
+    arena.bytes_tensor().fill_(5)
+    with file_size_limit(4 << 20), pytest.raises(StagingMemoryError):
+        arena.reserve(16 << 20)
+    assert (arena.bytes_tensor() == 5).all()
+    arena.reserve(16 << 20)
+    arena.bytes_tensor().fill_(6)
+    arena.close()
+
+
+def test_pinned_memory_is_for_accelerators() -> None:
+    """Page-locked where there is one; a typed error that says what to use instead where not."""
+    if torch.accelerator.is_available():
+        arena = HostArena("pinned")
+        arena.reserve(1 << 20)
+        assert arena.bytes_tensor().is_pinned()
+        arena.close()
+    else:
+        with pytest.raises(StagingError, match="private"):
+            HostArena("pinned")
+
+
+def test_available_memory_respects_the_limit_of_a_control_group(tmp_path: Path) -> None:
+    """A container's limit counts, less what it uses, but for cached files; no limit says nothing."""
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 300000\nactive_file 50000\n")
+    assert _of_cgroup(tmp_path) == 450000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _of_cgroup(tmp_path) is None
+    assert _of_cgroup(tmp_path / "none") is None
+    there = available_bytes()
+    assert there is not None
+    assert 0 < there < 1 << 50
