@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -152,3 +153,27 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
         assert isinstance(result, RankRaised)
         assert result.facts["ranks"] == [1], result.message
         assert result.seconds < 10
+
+
+def interrupted_rank(rank: int, world_size: int) -> str:
+    """Ctrl-C reaches rank 1 while it waits for rank 0, which comes later; rank 2 waits all the time."""
+    ranks = Ranks(use_dist=True, timeout_seconds=90)
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        ranks.all_gather("probe", lambda: b"" if rank else time.sleep(2) or b"")
+    except KeyboardInterrupt:
+        time.sleep(6)  # it does not die: its connections stay open
+        return "interrupted"
+    return "done"
+
+
+def test_an_interrupted_rank_does_not_keep_the_others() -> None:
+    """A rank that leaves a step by Ctrl-C and lives on is named by the others long before their timeout."""
+    results = run_ranks(3, interrupted_rank, failures=True)
+    assert results[1] == "interrupted"
+    for rank in (0, 2):
+        result = results[rank]
+        assert isinstance(result, RankRaised), result
+        assert result.facts["ranks"] == [1], result.message
+        assert result.seconds < 30

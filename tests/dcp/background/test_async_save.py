@@ -181,7 +181,7 @@ def failing(path: Any, *, faults: tuple[Fault, ...]) -> FaultInjectingStore:
 def test_failed_attempts_are_repeated_from_the_same_copy(tmp_path: Path) -> None:
     """With retries a passing fault costs an attempt, not the checkpoint, and what is saved is the copy."""
     faults = (Fault("create", at=1, error=dcp.StorageError("injected", errno=errno.EIO)),)
-    stores = []
+    stores: list[FaultInjectingStore] = []
 
     def open_store(path: Any) -> FaultInjectingStore:
         if not stores:
@@ -333,9 +333,14 @@ def test_staging_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) ->
 def abort_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     """One of the ranks calls the save off while another holds it up."""
     gate = threading.Event()
-    hold = Fault("create", hook=lambda operation: gate.wait(30))
+
+    def hold(operation: Operation) -> None:
+        gate.wait(30)
+
     session = AsyncSession(timeout_seconds=60)
-    writer = dcp.FileSystemWriter(root / "x", open_store=partial(failing, faults=(hold,)))
+    writer = dcp.FileSystemWriter(
+        root / "x", open_store=partial(failing, faults=(Fault("create", hook=hold),))
+    )
     future = session.save(sharded_state(rank, 1), storage_writer=writer)
     time.sleep(0.2)
     if rank == world_size - 1:
@@ -429,7 +434,7 @@ def test_a_session_plans_an_unchanged_structure_once(tmp_path: Path) -> None:
     """The second save of a session exchanges digests only; a changed structure is planned anew."""
     assert run_ranks(2, plans_of_saves, tmp_path) == [[False, True, False, True]] * 2
     for version in range(1, 5):
-        state = {"plain": torch.zeros(7 if version > 2 else 5), "step": 0}
+        state: dict[str, Any] = {"plain": torch.zeros(7 if version > 2 else 5), "step": 0}
         dcp.load(state, checkpoint_id=tmp_path / str(version), no_dist=True)
         assert state["step"] == version
         if version > 2:
