@@ -25,6 +25,8 @@ ArenaKind = Literal["private", "pinned", "shared"]
 _GRANULE_BYTES = 2 << 20
 """Sizes are multiples of a huge page."""
 _MADV_HUGEPAGE, _MADV_DONTFORK = 14, 10
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all devices."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -49,24 +51,26 @@ class HostArena:
     name, which other processes map through a duplicate of ``fd``; it is gone with the last of them, however
     they end. ``pinned``: private, and page-locked for the accelerator.
 
-    With CUDA a ``shared`` arena is page-locked as well. Not thread-safe; the stager hands an arena to one
-    save at a time.
+    ``page_locked`` page-locks a ``shared`` arena as well, where CUDA is there to do it. Not thread-safe; the
+    stager hands an arena to one save at a time.
     """
 
-    def __init__(self, kind: ArenaKind = "private") -> None:
+    def __init__(self, kind: ArenaKind = "private", *, page_locked: bool = False) -> None:
         """Raises StagingError for ``pinned`` where no accelerator is."""
         if kind == "pinned" and not torch.accelerator.is_available():
             raise StagingError(
                 "pinned host memory needs an accelerator, and there is none; use kind='private'", kind=kind
             )
         self.kind: ArenaKind = kind
+        # never unasked: locking would make a CUDA context, in processes that have no other use for one
+        self.page_locked = kind == "pinned" or page_locked
         self.size_bytes = 0
         self.generation = 0
         self.fd: int | None = None
         self._memory: _Memory | None = None
         self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
         if kind == "shared":
-            self.fd = os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
+            self.fd = _memory_file()
             self._close_fd = weakref.finalize(self, _close, self.fd, os.getpid())
         self._closed = False
 
@@ -138,11 +142,11 @@ class HostArena:
         else:
             self._allocate(self.fd, size_bytes)
             address = _map(size_bytes, mmap.MAP_SHARED, self.fd)
-        pin = self.kind != "private" and torch.cuda.is_available()
-        if pin:
+        lock = self.page_locked and torch.cuda.is_available()
+        if lock:
             # Fewer pages to lock. Otherwise they gain nothing measurable, and the first copy waits for them.
             _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
-        return _owned(address, size_bytes, pin=pin)
+        return _owned(address, size_bytes, lock=lock)
 
     def _allocate(self, fd: int, size_bytes: int) -> None:
         """Have the pages now: without, a full memory would be a SIGBUS in the middle of a copy."""
@@ -151,6 +155,13 @@ class HostArena:
         except OSError as error:
             os.ftruncate(fd, self.size_bytes)
             raise _no_memory(self.kind, size_bytes, available_bytes()) from error
+
+
+def _memory_file() -> int:
+    try:
+        return os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise StagingError(f"no memory file could be made to stage in: {error.strerror}") from error
 
 
 def _no_memory(kind: str, needed_bytes: int, available: int | None) -> StagingMemoryError:
@@ -171,25 +182,37 @@ def _map(size_bytes: int, flags: int, fd: int) -> int:
     return int(address)
 
 
-def _owned(address: int, size_bytes: int, *, pin: bool) -> _Memory:
+def _owned(address: int, size_bytes: int, *, lock: bool) -> _Memory:
     """The mapping as a buffer; it is unmapped when the last tensor that views it is gone."""
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    finalizer = weakref.finalize(memory, _unmap, address, size_bytes, pin, os.getpid())
+    if lock:
+        _page_lock(address, size_bytes)
+    finalizer = weakref.finalize(memory, _unmap, address, size_bytes, lock, os.getpid())
     # At exit the kernel does it: until then a thread may still be copying.
     finalizer.atexit = False
-    if pin:
-        # exactly what is needed; torch's allocator of pinned memory takes powers of two, and keeps them
-        torch.cuda.check_error(_cuda().cudaHostRegister(address, size_bytes, 0))
     return memory
+
+
+def _page_lock(address: int, size_bytes: int) -> None:
+    """Of exactly what is needed: torch's allocator of pinned memory takes powers of two, and keeps them."""
+    status = int(_cuda().cudaHostRegister(address, size_bytes, _PORTABLE))
+    if status != 0:
+        _libc.munmap(address, size_bytes)
+        raise StagingMemoryError(
+            f"{size_bytes / 2**30:.2f} GiB of host memory could not be page-locked (CUDA error {status}); "
+            "stage with StagingOptions(use_pinned_memory=False), or raise the limit of locked memory",
+            needed_bytes=size_bytes,
+            available_bytes=available_bytes(),
+        )
 
 
 # A forked child has neither the private mapping nor a use for the descriptor, but perhaps something else in
 # their places.
 
 
-def _unmap(address: int, size_bytes: int, pinned: bool, owner_pid: int) -> None:
+def _unmap(address: int, size_bytes: int, locked: bool, owner_pid: int) -> None:
     if os.getpid() == owner_pid:
-        if pinned:
+        if locked:
             _cuda().cudaHostUnregister(address)
         _libc.munmap(address, size_bytes)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as TorchBlockingAsyncStager
 
-from dcp.staging.arena import HostArena
-from dcp.staging.machine import Machine, Slot
+from dcp.staging.machine import Machine, Memory, Slot
+from dcp.staging.tree import StateTree
 
 __all__ = ["BlockingAsyncStager"]
 
@@ -31,11 +30,10 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``state_dict`` on the CPU."""
         kept = self.cache_staged_state_dict
-        slot = self._slot
-        if slot is None:
-            pinned = kept and torch.accelerator.is_available()
-            slot = Slot(HostArena("pinned" if pinned else "private"))
-        staged = self._machine.stage(slot, state_dict, type_check=self.type_check).run()
+        tree = StateTree(state_dict, type_check=self.type_check)
+        memory = Memory.for_sources(tree.sources, shared=False, pinned=kept)
+        slot, self._slot = Slot.of(self._slot, memory), None
+        staged = self._machine.stage(slot, tree).run()
         if kept:
             self._slot, self.state_dict_cache = slot, staged
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -73,28 +73,24 @@ class HostCopier:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads if threads is not None else default_threads()
-        self._pool: ThreadPoolExecutor | None = None
+        self._helpers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="dcp-copy")
 
     def copy(self, copies: Copies, rows: Int64) -> None:
         """Copy the sources of these numbers; returns when they are there."""
         shares = _shares(copies, rows, self.threads)
-        others = [self._helpers().submit(_carry_out, copies, share) for share in shares[1:]]
+        others: list[Future[None]] = []
         try:
+            for share in shares[1:]:
+                others.append(self._helpers.submit(_carry_out, copies, share))
             _carry_out(copies, shares[0])
         finally:
-            for other in others:
-                other.result()
+            wait(others)  # whatever happens, nobody writes to the targets after this
+        for other in others:
+            other.result()
 
     def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
-    def _helpers(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="dcp-copy")
-        return self._pool
+        """End the threads; idempotent."""
+        self._helpers.shutdown()
 
 
 def _shares(copies: Copies, rows: Int64, threads: int) -> list[_Share]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.staging.arena import HostArena
+from dcp.staging.arena import ArenaKind, HostArena
 from dcp.staging.copies import Copies, DeviceWork, HostCopier
 from dcp.staging.guard import changed_error
 from dcp.staging.layout import Layout, Structure, pointers_of, ties_of
@@ -19,7 +19,20 @@ from dcp.staging.samples import Guard, Samples, plain_host
 from dcp.staging.tree import StateTree
 from dcp.storage.formats.index import Int64
 
-__all__ = ["DictStaging", "Machine", "Slot", "Staging"]
+__all__ = ["DictStaging", "Machine", "Memory", "Slot", "Staging"]
+
+
+class Memory(NamedTuple):
+    """What kind of arena a staging takes."""
+
+    kind: ArenaKind
+    page_locked: bool
+
+    @classmethod
+    def for_sources(cls, sources: Sequence[torch.Tensor], *, shared: bool, pinned: bool) -> Memory:
+        """Shared where another process is to see it; page-locked for sources on a device, if ``pinned``."""
+        pinned = pinned and torch.accelerator.is_available() and not all(source.is_cpu for source in sources)
+        return cls("shared" if shared else "pinned" if pinned else "private", pinned)
 
 
 @dataclass(eq=False)
@@ -35,6 +48,15 @@ class Slot:
             self.layout = None  # its views would keep the old mapping
             self.layout = Layout.make(structure, sources, self.arena)
         return self.layout
+
+    @classmethod
+    def of(cls, slot: Slot | None, memory: Memory) -> Slot:
+        """``slot``, or in its place a new one where it is not of that memory."""
+        if slot is not None:
+            if (slot.arena.kind, slot.arena.page_locked) == memory:
+                return slot
+            slot.close()
+        return cls(HostArena(memory.kind, page_locked=memory.page_locked))
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -56,7 +78,8 @@ class Machine:
     ) -> Staging:
         """Look at the sources and make room; `Staging.run` copies, in this or in another thread.
 
-        ``structure_of`` makes the structure from the numbers of ties. Called by the thread that computes.
+        No source is a lazily conjugated or negated view (see `resolved`). ``structure_of`` makes the
+        structure from the numbers of ties. Called by the thread that computes.
         """
         self._serial += 1
         pointers = pointers_of(sources)
@@ -73,9 +96,8 @@ class Machine:
         )
         return Staging(self, layout, list(sources), pointers, plain, samples)
 
-    def stage(self, slot: Slot, state_dict: Mapping[str, Any], *, type_check: bool = False) -> DictStaging:
+    def stage(self, slot: Slot, tree: StateTree) -> DictStaging:
         """Begin to stage a whole state dict, as torch's protocol has it."""
-        tree = StateTree(state_dict, type_check=type_check)
         return DictStaging(tree, self.begin(slot, tree.sources, partial(Structure.of, tree.sources)))
 
     def close(self) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from dcp.staging.arena import ArenaKind, HostArena
 from dcp.staging.errors import StagingTimeoutError
-from dcp.staging.machine import Slot
+from dcp.staging.machine import Memory, Slot
 from dcp.storage.errors import StagingError
 
 __all__ = ["SlotPool"]
@@ -25,8 +24,8 @@ class SlotPool:
         self._taken = 0
         self._closed = False
 
-    def take(self, kind: ArenaKind, timeout_seconds: float) -> Slot:
-        """An arena of ``kind`` that nobody uses; the one given back last, since its views may fit.
+    def take(self, memory: Memory, timeout_seconds: float) -> Slot:
+        """An arena of that kind that nobody uses; the one given back last, since its views may fit.
 
         Raises StagingTimeoutError when all are in use for so long.
         """
@@ -42,11 +41,12 @@ class SlotPool:
                 raise StagingError("this stager is closed")
             self._taken += 1
             slot = self._free.pop() if self._free else None
-        if slot is None or slot.arena.kind != kind:
-            if slot is not None:
-                slot.close()
-            slot = Slot(HostArena(kind))
-        return slot
+        try:
+            return Slot.of(slot, memory)
+        except BaseException:
+            with self._changed:
+                self._taken -= 1
+            raise
 
     def give_back(self, slot: Slot) -> None:
         """The save that had ``slot`` has ended."""

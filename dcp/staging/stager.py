@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultSt
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from dcp.local_state import LocalState
-from dcp.staging.arena import ArenaKind, HostArena
+from dcp.staging.arena import HostArena
 from dcp.staging.gate import Gate
 from dcp.staging.guard import changed_error
 from dcp.staging.layout import Structure
-from dcp.staging.machine import DictStaging, Machine, Slot, Staging
+from dcp.staging.machine import DictStaging, Machine, Memory, Slot, Staging
 from dcp.staging.pool import SlotPool
 from dcp.staging.samples import Guard
+from dcp.staging.tree import StateTree
 from dcp.storage.errors import StagingError
 from dcp.storage.formats.index import Int64
 
@@ -87,7 +89,7 @@ class DefaultStager(TorchDefaultStager):
         self._arenas = arenas
         self._turns: deque[Slot] = deque()
         self._staged: Future[dict[str, Any]] | None = None
-        self._accelerated = torch.accelerator.is_available()
+        self._asynchronous = self._config.use_async_staging and torch.accelerator.is_available()
         self._background: ThreadPoolExecutor | None = None
         self._closed = False
 
@@ -107,7 +109,10 @@ class DefaultStager(TorchDefaultStager):
         of ``done``; StagingMemoryError is raised when the host has not the memory.
         """
         begun = time.perf_counter()
-        slot = self._pool.take(self._kind(local, shared=shared or self._process), timeout_seconds)
+        memory = Memory.for_sources(
+            local.sources, shared=shared or self._process, pinned=self._config.use_pinned_memory
+        )
+        slot = self._pool.take(memory, timeout_seconds)
         give_back = self._pool.giving_back(slot)
         try:
             self._gate.begin_copying(timeout_seconds)
@@ -115,10 +120,8 @@ class DefaultStager(TorchDefaultStager):
             give_back()
             raise
         try:
-            sources = local.sources
-            staging = self._machine.begin(
-                slot, sources, lambda first: Structure.of_columns(local.columns, first)
-            )
+            structure_of = partial(Structure.of_columns, local.columns)
+            staging = self._machine.begin(slot, local.sources, structure_of)
             layout = staging.layout
             staged = StagedState(
                 replace(local, sources=layout.views),
@@ -152,7 +155,8 @@ class DefaultStager(TorchDefaultStager):
         else:
             staged.done.set_exception(error)
             if not isinstance(error, Exception):
-                raise error  # an interrupt is the training thread's too
+                staged.release()
+                raise error  # an interrupt is the training thread's, which never sees the result
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
         """A copy of ``state_dict`` on the CPU, by torch's protocol: the same structure, with DTensors and
@@ -163,10 +167,13 @@ class DefaultStager(TorchDefaultStager):
         what the state was. The result is valid until ``arenas`` further calls, which use its memory again.
         ``kwargs`` are for torch's signature; nothing reads them.
         """
+        if self._staged is not None:
+            wait([self._staged], _TIMEOUT_SECONDS)  # it may still copy to the memory that is next
         self._gate.begin_copying(_TIMEOUT_SECONDS)
         try:
-            staging = self._machine.stage(self._next_slot(), state_dict)
-            if self._accelerated and self._config.use_async_staging:
+            tree = StateTree(state_dict)
+            staging = self._machine.stage(self._next_slot(tree), tree)
+            if self._asynchronous:
                 self._staged = self._behind().submit(self._finish_dict, staging)
                 return self._staged
         except BaseException:
@@ -185,15 +192,13 @@ class DefaultStager(TorchDefaultStager):
         finally:
             self._gate.end_copying()
 
-    def _next_slot(self) -> Slot:
+    def _next_slot(self, tree: StateTree) -> Slot:
         """Where `stage` copies to; nobody says when a copy is not needed any more, so they take turns."""
         if self._closed:
             raise StagingError("this stager is closed")
-        if len(self._turns) < self._arenas:
-            pinned = self._accelerated and self._config.use_pinned_memory
-            self._turns.append(Slot(HostArena("pinned" if pinned else "private")))
-        else:
-            self._turns.rotate(-1)
+        memory = Memory.for_sources(tree.sources, shared=False, pinned=self._config.use_pinned_memory)
+        slot = self._turns.popleft() if len(self._turns) == self._arenas else None
+        self._turns.append(Slot.of(slot, memory))
         return self._turns[-1]
 
     def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
@@ -215,12 +220,6 @@ class DefaultStager(TorchDefaultStager):
         self._pool.close()
         while self._turns:
             self._turns.pop().close()
-
-    def _kind(self, local: LocalState, *, shared: bool) -> ArenaKind:
-        if shared:
-            return "shared"
-        pinned = self._accelerated and self._config.use_pinned_memory
-        return "pinned" if pinned and not all(source.is_cpu for source in local.sources) else "private"
 
     def _behind(self) -> ThreadPoolExecutor:
         if self._background is None:

@@ -1,12 +1,10 @@
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.staging import DefaultStager
-from dcp.staging.copies import HostCopier, default_threads
+from dcp.staging.copies import default_threads
 from tests.dcp.staging.sources import TensorSpec, bits, collect, make_tensors, tensor_specs
 
 MIB = 1 << 20
@@ -97,9 +95,7 @@ def test_an_error_of_one_thread_is_raised_after_all_have_ended() -> None:
     state = {"large": torch.ones(40 * MIB, dtype=torch.uint8), "small": torch.ones(3)}
     local = collect(state)
     stager = DefaultStager(threads=2)
-    copier: HostCopier = stager._machine.copier
-    copier._pool = ThreadPoolExecutor(1)
-    copier._pool.shutdown()
+    stager._machine.copier.close()
     staged_error = stager.stage_local(local).done.exception(60)
     assert isinstance(staged_error, RuntimeError)
     with stager.lock(1.0):
