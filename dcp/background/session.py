@@ -72,8 +72,8 @@ class AsyncSession:
         alone = no_dist or not (dist.is_available() and dist.is_initialized())
         self.timeout_seconds = timeout_seconds
         self.kind = AsyncCheckpointerType(kind)
-        self._stager = stager
-        self._owns_stager = stager is None
+        self._given_stager = stager
+        self._stager: DefaultStager | None = None
         self._in_flight = in_flight
         self._own_channel = own_channel(process_group, timeout_seconds) if not alone else None
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
@@ -143,7 +143,7 @@ class AsyncSession:
         )
         with self._changed:
             self._unfinished.add(future)
-        future.add_done_callback(self._ended)
+        future.add_done_callback(lambda _: self._ended(future))
         begun = time.perf_counter()
         try:
             payload = self._stage(order, state_dict, planner, stager, overlap)
@@ -162,7 +162,7 @@ class AsyncSession:
         stager: AsyncStager | None,
         overlap: bool,
     ) -> Payload:
-        chosen = stager if stager is not None else self._own_stager()
+        chosen = stager or self._given_stager or self._own_stager()
         state = stateful_to_plain(state_dict)
         writer = order.writer
         if not (
@@ -180,7 +180,7 @@ class AsyncSession:
             planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
             return LocalState.collect(planner, digests=False).encoded()
 
-        if isinstance(chosen, DefaultStager):
+        if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:
             return chosen.stage_local(local_state(state), overlap=overlap, shared=self._in_process)
         staged = _staged_by(chosen, state, local_state)
         if not self._in_process:
@@ -192,14 +192,14 @@ class AsyncSession:
     def _in_process(self) -> bool:
         return self.kind is AsyncCheckpointerType.PROCESS
 
-    def _own_stager(self) -> AsyncStager:
+    def _own_stager(self) -> DefaultStager:
         if self._stager is None:
             self._stager = DefaultStager(arenas=self._in_flight, process=self._in_process)
         return self._stager
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold ``optimizer.step()`` inside: waits for a staging that overlaps, and holds off the next one."""
-        stager = self._own_stager()
+        stager = self._given_stager or self._own_stager()
         return stager.lock() if isinstance(stager, DefaultStager) else nullcontext()
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -224,13 +224,12 @@ class AsyncSession:
                     "further one can begin; see their futures, or give the session more time"
                 )
 
-    def _ended(self, future: Future[Any]) -> None:
+    def _ended(self, future: SaveFuture) -> None:
         error = future.exception()
         if error is not None:
-            place = getattr(future, "checkpoint_id", "")
-            logger.error("asynchronous save to %s failed: %s", place, error)
+            logger.error("asynchronous save to %s failed: %s", future.checkpoint_id, error)
         with self._changed:
-            self._unfinished.discard(future)  # type: ignore[arg-type]
+            self._unfinished.discard(future)
             self._changed.notify_all()
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -253,7 +252,7 @@ class AsyncSession:
                 future.abort()
         self._finalizer.detach()
         self._worker.close(max(1.0, deadline - time.monotonic()))
-        if self._owns_stager and self._stager is not None:
+        if self._stager is not None:
             self._stager.close()
 
     def _make_worker(self, start: bool) -> Worker:
@@ -275,7 +274,7 @@ def own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel |
         return None
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
-    store = dist.PrefixStore(f"{shared.key}/{token}", shared.store)
+    store = dist.PrefixStore(f"{shared.key}/{token}", shared.store)  # type: ignore[attr-defined]
     return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
 
 
