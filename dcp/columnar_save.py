@@ -231,7 +231,7 @@ class ColumnarSave:
             check_replicas=self._options.replica_check != "off",
         )
         save_id = self._writer.save_id
-        extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan, save_id)
+        extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan)
         replies = [
             save_id.encode("ascii")
             + len(extra).to_bytes(_LENGTH_BYTES, "little")

@@ -25,18 +25,11 @@ from dcp.storage.formats.index import Int64
 
 __all__ = ["SetFolder"]
 
+_KEPT_MEMORIES = 2
+"""Two saves in flight have two staging buffers, which take turns."""
+
 _JOINED_BYTES = 256 << 10
 """Views are joined up to this size, so that the checksums read from the core's cache."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Memory:
-    """Where the rows lie, in the order of ``RankSets.item_rows``, and the facts of their tensors, strides and
-    sizes among them. ``token`` is the `Sources.memory` that vouches for all that."""
-
-    addresses: Int64
-    facts: TensorFacts
-    token: object | None
 
 
 @dataclass(eq=False)
@@ -47,6 +40,17 @@ class _Set:
     buffers: list[Any] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
     copied: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """Where rows lie, in the order of ``RankSets.item_rows``, the facts of their tensors (strides and sizes
+    among them), and the buffers that follow. ``token`` is the `Sources.memory` that vouches for all that."""
+
+    addresses: Int64
+    facts: TensorFacts
+    token: object | None
+    prepared: list[_Set]
 
 
 class SetFolder:
@@ -60,26 +64,23 @@ class SetFolder:
         self._sets = sets
         self._columns = columns
         self._check: ReplicaCheck = check
-        self._memory: _Memory | None = None
-        self._prepared: list[_Set] = []
+        self._memories: list[_Memory] = []
 
     def folds(
         self, sources: Sequence[torch.Tensor], object_digests: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
         """The fold of each set, in the order of their numbers."""
         sets = self._sets
-        token = sources.memory if isinstance(sources, Sources) else None
-        if self._memory is None or token is None or self._memory.token is not token:
-            self._look_at(item_views(self._columns, sources, sets.item_rows), token)
-        copies = self._copies(sources)
+        prepared = self._at(sources).prepared
+        copies = self._copies(sources, prepared)
         folds = np.zeros(len(sets.numbers), np.uint64)
-        for number, prepared in enumerate(self._prepared):
+        for number, part in enumerate(prepared):
             objects = sets.object_rows[sets.object_start[number] : sets.object_start[number + 1]]
             digests = object_digests[objects].tobytes()
-            folds[number] = digest_parts(chain(_parts(prepared, copies), [digests]))
+            folds[number] = digest_parts(chain(_parts(part, copies), [digests]))
         return folds
 
-    def _copies(self, sources: Sequence[torch.Tensor]) -> Callable[[int], bytes]:
+    def _copies(self, sources: Sequence[torch.Tensor], prepared: Sequence[_Set]) -> Callable[[int], bytes]:
         """The bytes of a row that has no view."""
 
         def copy(rows: list[int]) -> list[bytes]:
@@ -88,18 +89,27 @@ class SetFolder:
 
         if self._check == "full":  # of all together there may be too much for the host
             return lambda row: copy([row])[0]
-        rows = [row for prepared in self._prepared for row in prepared.copied.values()]
+        rows = [row for part in prepared for row in part.copied.values()]
         return dict(zip(rows, copy(rows), strict=True)).__getitem__ if rows else lambda row: b""
 
-    def _look_at(self, views: list[torch.Tensor], token: object | None) -> None:
-        known, count = self._memory, len(views)
-        addresses = np.fromiter(map(torch.Tensor.data_ptr, views), np.int64, count)
-        if known is not None and np.array_equal(known.addresses, addresses) and known.facts.are_of(views):
-            self._memory = replace(known, token=token)
-            return
-        self._memory = _Memory(addresses, TensorFacts(views), token)
+    def _at(self, sources: Sequence[torch.Tensor]) -> _Memory:
+        """Where ``sources`` lie, known from before or found out."""
+        token = sources.memory if isinstance(sources, Sources) else None
+        for known in self._memories:
+            if token is not None and known.token is token:
+                return known
+        views = item_views(self._columns, sources, self._sets.item_rows)
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, views), np.int64, len(views))
+        for known in self._memories:
+            if np.array_equal(known.addresses, addresses) and known.facts.are_of(views):
+                return known if token is None else self._keep(replace(known, token=token))
         on_host = [view.is_cpu and view.is_contiguous() for view in views]
-        self._prepared = self._prepare(addresses, [view.nbytes for view in views], on_host)
+        prepared = self._prepare(addresses, [view.nbytes for view in views], on_host)
+        return self._keep(_Memory(addresses, TensorFacts(views), token, prepared))
+
+    def _keep(self, memory: _Memory) -> _Memory:
+        self._memories = [memory, *self._memories][:_KEPT_MEMORIES]
+        return memory
 
     def _prepare(self, addresses: Int64, sizes: list[int], on_host: list[bool]) -> list[_Set]:
         filled = np.array(on_host, bool) & (np.array(sizes, np.int64) > 0)

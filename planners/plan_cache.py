@@ -1,10 +1,10 @@
 """The plan of the save before, used again as long as no rank's part has changed.
 
 The cache belongs to whoever saves again and again (one manager's session, one writer instance), with an
-instance on each rank. A rank offers a digest of its part (`Offer`); where the coordinator finds all ranks'
-unchanged since one common plan, it answers so, and neither plans nor writes travel. What changes from save to
-save by purpose, the values, is no part of the digest; that replicas still hold equal values is checked by
-folds (`dcp.planners.replica_sets`), and where they do not, a full plan finds out which and names them.
+instance on each rank. A rank whose part is what it was, by a digest of its structure, says which plan it has
+for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
+which change from save to save, are no part of the structure. That replicas still hold equal values is checked
+by folds (`dcp.planners.replica_sets`); where they do not, a full plan finds out which and names them.
 
 A plan is used only after its save was committed, and forgotten on any failure.
 """
@@ -12,8 +12,10 @@ A plan is used only after its save was committed, and forgotten on any failure.
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgpack
@@ -31,10 +33,10 @@ from dcp.planners.replica_sets import differing, replica_sets
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64
 
-__all__ = ["PlanCache", "RankPart", "structure_digest"]
+__all__ = ["PlanCache", "RankPart"]
 
-_DIGEST_BYTES = 16
-_FOLD_BYTES = 8
+_ID_BYTES = 16
+"""Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
 
 _STRUCTURE = (
     "dtype_codes",
@@ -71,20 +73,27 @@ class RankPart(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Structure:
-    """A rank's part and its digest; equal arrays are mostly the very same ones."""
+    """All of a rank's part that a plan follows from.
+
+    ``comparable`` says which values have digests. ``options`` are packed.
+    """
 
     columns: SaveColumns
     replicated: npt.NDArray[np.uint8]
     comparable: bytes
     options: bytes
-    digest: bytes
 
-    def is_of(self, part: RankPart, comparable: bytes, options: bytes) -> bool:
-        mine, theirs = self.columns, part.columns
+    def equals(self, other: _Structure) -> bool:
+        """Whether a plan for one serves the other."""
+        return self._is(other) or self.digest == other.digest
+
+    def _is(self, other: _Structure) -> bool:
+        """Equal without a look, because made of the very same arrays, which nobody changes."""
+        mine, theirs = self.columns, other.columns
         return (
-            self.comparable == comparable
-            and self.options == options
-            and self.replicated is part.replicated
+            self.comparable == other.comparable
+            and self.options == other.options
+            and self.replicated is other.replicated
             and mine.fqns is theirs.fqns
             and mine.objects.fqns is theirs.objects.fqns
             and mine.planner_data is theirs.planner_data
@@ -92,44 +101,41 @@ class _Structure:
             and all(getattr(mine, name) is getattr(theirs, name) for name in _STRUCTURE)
         )
 
+    @cached_property
+    def digest(self) -> bytes:
+        """128 bits over names, shapes, dtypes, boxes, ties, paths, and their order."""
+        columns, paths = self.columns, self.columns.planner_data
+        return _hashed(
+            [
+                _packed(list(columns.fqns)),
+                _packed(list(columns.objects.fqns)),
+                _packed(None if paths is None else [list(paths.keys()), list(paths.values())]),
+                _packed(sorted((row, list(order)) for row, order in columns.stride_orders.items())),
+                *(np.ascontiguousarray(getattr(columns, name)).tobytes() for name in _STRUCTURE),
+                np.ascontiguousarray(self.replicated).tobytes(),
+                self.comparable,
+                self.options,
+            ]
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class _RankPlan:
-    """What a rank keeps: its part of the plan ``plan_id``, made of ``structure``."""
+    """What a rank keeps: its part of the plan ``plan_id``, made for ``structure``."""
 
     plan_id: bytes
-    structure: bytes
+    structure: _Structure
     writes: WriteColumns
     folder: SetFolder
 
 
 @dataclass(frozen=True, eq=False)
 class _JointPlan:
-    """What the coordinator keeps: the plan, all ranks' digests, and the sets each rank folds."""
+    """What the coordinator keeps: the plan, and the sets that each rank folds."""
 
     plan_id: bytes
-    structures: list[bytes]
     plan: GlobalSavePlan
     sets: list[Int64]
-
-
-@dataclass(frozen=True, eq=False)
-class _Offer:
-    """What a rank says before a save: the digest of its part; if it has a plan for it, which, and folds."""
-
-    structure: bytes
-    plan_id: bytes = b""
-    folds: bytes = b""
-
-    def encode(self) -> bytes:
-        return self.structure + self.plan_id + self.folds
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Offer:
-        ends = _DIGEST_BYTES, 2 * _DIGEST_BYTES
-        if len(data) not in (ends[0], *range(ends[1], len(data) + 1, _FOLD_BYTES)):
-            raise PlanError(f"a rank's offer of {len(data)} bytes cannot be understood")
-        return cls(data[: ends[0]], data[ends[0] : ends[1]], data[ends[1] :])
 
 
 class PlanCache:
@@ -143,7 +149,6 @@ class PlanCache:
         self.known = KnownState()
         self.reused = 0
         self._structure: _Structure | None = None
-        self._offered: list[bytes] = []
         self._mine: _RankPlan | None = None
         self._joint: _JointPlan | None = None
         self._next_mine: _RankPlan | None = None
@@ -159,29 +164,20 @@ class PlanCache:
         check: ReplicaCheck,
         options: Sequence[Any],
     ) -> bytes:
-        """This rank's message to the coordinator.
+        """This rank's message to the coordinator: the plan it has for its part, and folds; empty for none.
 
         ``object_digests`` are those of the values now, 0 for what cannot be compared. ``options`` is all else
         that decides on what this rank has to write, its number and that of all ranks with it; plain data.
         """
-        structure = self._structure_of(part, object_digests, [check, *options])
+        self._structure = _Structure(
+            part.columns, part.replicated, (object_digests != 0).tobytes(), _packed([check, *options])
+        )
         mine = self._mine
-        if mine is None or mine.structure != structure:
+        if mine is None or not mine.structure.equals(self._structure):
             self._mine = None
-            return _Offer(structure).encode()
-        folds = mine.folder.folds(part.sources, object_digests)
-        return _Offer(structure, mine.plan_id, folds.tobytes()).encode()
-
-    def _structure_of(
-        self, part: RankPart, object_digests: npt.NDArray[np.uint64], options: Sequence[Any]
-    ) -> bytes:
-        comparable, packed = (object_digests != 0).tobytes(), bytes(msgpack.packb(list(options)))
-        known = self._structure
-        if known is None or not known.is_of(part, comparable, packed):
-            digest = structure_digest(part.columns, part.replicated, comparable, packed)
-            known = _Structure(part.columns, part.replicated, comparable, packed, digest)
-            self._structure = known
-        return known.digest
+            return b""
+        self._mine = replace(mine, structure=self._structure)  # of the arrays that come again, if any do
+        return mine.plan_id + mine.folder.folds(part.sources, object_digests).tobytes()
 
     @property
     def writes(self) -> WriteColumns:
@@ -198,9 +194,9 @@ class PlanCache:
             return
         columns = part.columns
         items, objects = len(columns.item_tensors), len(columns.objects.fqns)
-        sets = decode_rank_sets(extra[_DIGEST_BYTES:], items=items, objects=objects)
-        folder = SetFolder(sets, columns, check)
-        self._next_mine = _RankPlan(extra[:_DIGEST_BYTES], structure.digest, writes, folder)
+        sets = decode_rank_sets(extra[_ID_BYTES:], items=items, objects=objects)
+        folder = SetFolder(sets, structure.columns, check)
+        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, folder)
 
     def commit(self) -> None:
         """The save is committed: the plan that it went by may serve the next one."""
@@ -219,17 +215,12 @@ class PlanCache:
     # -- on the coordinator ----------------------------------------------------------------------------------
 
     def hit(self, offers: Sequence[bytes]) -> bool:
-        """Whether all ranks' parts are those of the cached plan, which they all have, and replicas agree."""
-        decoded = [_Offer.decode(offer) for offer in offers]
-        self._offered = [offer.structure for offer in decoded]
+        """Whether the cached plan is what all ranks have for their parts, and replicas agree."""
         joint = self._joint
-        if joint is None or joint.structures != self._offered:
-            self._joint = None
+        if joint is None or any(offer[:_ID_BYTES] != joint.plan_id for offer in offers):
             return False
-        if any(offer.plan_id != joint.plan_id for offer in decoded):
-            return False
-        folds = [np.frombuffer(offer.folds, np.uint64) for offer in decoded]
-        if any(len(mine) != len(sets) for mine, sets in zip(folds, joint.sets, strict=True)):
+        folds = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
+        if [len(mine) for mine in folds] != [len(numbers) for numbers in joint.sets]:
             raise PlanError("a rank folds other replicas than its plan says")
         return not differing(joint.sets, folds)
 
@@ -240,35 +231,16 @@ class PlanCache:
             raise PlanError("there is no cached plan")
         return self._joint.plan
 
-    def planned(self, plan: GlobalSavePlan, save_id: str) -> list[bytes]:
-        """Keep a new plan, made of the parts last offered, for `commit`; returns what each rank receives."""
+    def planned(self, plan: GlobalSavePlan) -> list[bytes]:
+        """Keep a new plan for `commit`; returns what each rank receives."""
         self._joint = self._next_joint = None
         ranks = len(plan.writes)
         sets = replica_sets(plan.holders, ranks)
-        if sets is None or len(self._offered) != ranks:
+        if sets is None:
             return [b""] * ranks
-        plan_id = _hashed([save_id.encode(), *self._offered])
-        kept = replace(plan, holders=None)
-        self._next_joint = _JointPlan(plan_id, self._offered, kept, [mine.numbers for mine in sets])
+        plan_id = uuid.uuid4().bytes
+        self._next_joint = _JointPlan(plan_id, replace(plan, holders=None), [mine.numbers for mine in sets])
         return [plan_id + encode_rank_sets(mine) for mine in sets]
-
-
-def structure_digest(
-    columns: SaveColumns, replicated: npt.NDArray[np.uint8], comparable: bytes, options: bytes
-) -> bytes:
-    """128 bits over all that a plan follows from: names, shapes, dtypes, boxes, ties, paths, their order."""
-    paths = columns.planner_data
-    parts = [
-        _packed(list(columns.fqns)),
-        _packed(list(columns.objects.fqns)),
-        _packed(None if paths is None else [list(paths.keys()), list(paths.values())]),
-        _packed(sorted((row, list(order)) for row, order in columns.stride_orders.items())),
-        *(np.ascontiguousarray(getattr(columns, name)).tobytes() for name in _STRUCTURE),
-        np.ascontiguousarray(replicated).tobytes(),
-        comparable,
-        options,
-    ]
-    return _hashed(parts)
 
 
 def _packed(value: Any) -> bytes:
@@ -277,8 +249,7 @@ def _packed(value: Any) -> bytes:
 
 def _hashed(parts: Sequence[bytes]) -> bytes:
     """BLAKE2b of byte strings with their lengths, so that none can run into the next."""
-    lengths = np.array([len(parts), *map(len, parts)], "<i8").tobytes()
-    state = hashlib.blake2b(lengths, digest_size=_DIGEST_BYTES)
+    state = hashlib.blake2b(np.array([len(part) for part in parts], "<i8").tobytes(), digest_size=16)
     for part in parts:
         state.update(part)
     return state.digest()

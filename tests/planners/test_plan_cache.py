@@ -103,7 +103,6 @@ class Job:
     caches: list[PlanCache]
     check: ReplicaCheck = "sampled"
     split_bytes: int | None = 64 << 20
-    saves: int = 0
 
     @classmethod
     def of(cls, ranks: int, **options: Any) -> Job:
@@ -126,7 +125,6 @@ class Job:
         return saved
 
     def _plan(self, parts: Sequence[Part]) -> Saved:
-        self.saves += 1
         world = len(parts)
         offers = [
             cache.offer(part, part.objects, check=self.check, options=[self.split_bytes, rank, world])
@@ -137,7 +135,7 @@ class Job:
             return Saved(True, [cache.writes for cache in self.caches], self.caches[0].plan, sent)
         plan = self.fresh(parts)
         for cache, part, writes, extra in zip(
-            self.caches, parts, plan.writes, self.caches[0].planned(plan, f"{self.saves:08d}"), strict=True
+            self.caches, parts, plan.writes, self.caches[0].planned(plan), strict=True
         ):
             cache.receive(part, writes, extra, check=self.check)
         return Saved(False, plan.writes, plan, sent)
@@ -296,7 +294,7 @@ def test_a_rank_without_the_plan_forces_a_new_one() -> None:
         assert job.save(parts).hit
         job.caches[loses].drop()
         assert not job.save(parts).hit
-    elsewhere = Job.of(3, saves=7)
+    elsewhere = Job.of(3)
     elsewhere.save(parts)
     job.caches[1] = elsewhere.caches[1]
     assert not job.save(parts).hit
