@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcp.background.wire import Connection, watch_process
+from dcp.version import __version__
 
 __all__ = ["Child", "child_environment"]
 
@@ -65,7 +66,7 @@ class Child:
                 return
         self._pid = self._process.pid
         self._connection = Connection(ours, watch_process(self._pid))
-        self.send({"kind": "hello", **hello})
+        self.send({"kind": "hello", "version": __version__, **hello})
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
 
     @property
@@ -103,8 +104,9 @@ class Child:
                 for fd in message.fds:
                     os.close(fd)
                 self._on_message(self, message.body)
-        except (OSError, ValueError) as error:  # neither comes from a process that works
-            self.kill(f"could not be understood and was killed: {error}")
+        except Exception as error:
+            logger.exception("a message of writer process %d", self._pid)
+            self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
         self._note_end(self._killed_because or _end_of(self._reap()))
         self._connection.close()
 

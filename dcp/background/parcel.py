@@ -39,6 +39,17 @@ _WAY_OUT = (
     "save in a thread of the trainer (AsyncCheckpointerType.THREAD)"
 )
 
+_UNPICKLABLE = (
+    CheckpointError,
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RecursionError,
+    RuntimeError,
+)
+"""What pickle raises, and what the objects' own ways of being pickled may."""
+
 
 # -- packing -------------------------------------------------------------------------------------------------
 
@@ -60,20 +71,10 @@ def pack(value: Any, what: str) -> Parcel:
     parcel, buffer = Parcel(), io.BytesIO()
     try:
         _Pickler(buffer, parcel).dump(value)
-    except CheckpointError as error:
+    except _UNPICKLABLE as error:
+        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise WriterProcessError(
-            f"{what} cannot be sent to the writer process: {error}. {_WAY_OUT}."
-        ) from error
-    except (
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RecursionError,
-        RuntimeError,
-    ) as error:
-        raise WriterProcessError(
-            f"{what} cannot be sent to the writer process: {type(error).__name__}: {error}. {_WAY_OUT}."
+            f"{what} cannot be sent to the writer process: {reason.rstrip('.')}. {_WAY_OUT}."
         ) from error
     parcel.data = buffer.getvalue()
     return parcel
@@ -106,7 +107,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, DeviceMesh):
-            return _mesh, (obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names, obj.get_rank())
+            return _mesh, (obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names, obj._rank)
         if isinstance(obj, FileSystemWriter):
             return _without_store(obj)
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":

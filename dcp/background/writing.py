@@ -35,6 +35,7 @@ from dcp.progress import Progress, ProgressCallback
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import torch_dtype
 from dcp.storage.writer import FileSystemWriter
+from dcp.version import __version__
 
 __all__ = ["WriterLoop"]
 
@@ -108,6 +109,7 @@ class WriterLoop:
             self._saves[save.serial] = save
             self._tasks.put(lambda: self._carry_out(save))
         elif kind == "hello":
+            _require_version(body["version"])
             multiprocessing.current_process().name = f"rank {body['rank']}"
             self._meeting.introduce(body["rank"], body["world_size"], body["timeout_seconds"])
         elif kind == "join":
@@ -179,6 +181,15 @@ class WriterLoop:
         if self._meeting.world_size == 1:
             return False
         return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
+
+
+def _require_version(version: str) -> None:
+    """End where the installed package has been replaced since the trainer began."""
+    if version != __version__:
+        logger.error(
+            "the trainer runs dcphub %s, but %s is installed now: restart the training", version, __version__
+        )
+        os._exit(1)
 
 
 class _Refusal(FileSystemWriter):
