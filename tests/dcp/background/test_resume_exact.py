@@ -1,0 +1,298 @@
+"""A resumed run goes on bit for bit as if nothing had happened, although it was saved while it trained.
+
+Two FSDP2 ranks with AdamW, a learning rate schedule and a generator of each rank's own. The moment a staged
+copy is complete, everything that was saved is overwritten with garbage, and storage does not get a byte
+before that; then training goes on. What a save would read too late is garbage in its checkpoint.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dcp
+from dcp.staging.copies import Copies, HostCopier
+from dcp.staging.stager import DefaultStager
+from dcp.state_dict import get_state_dict, set_state_dict
+from dcp.storage.formats.index import Int64
+from dcp.storage.stores import PosixStore, Store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from tests.support.ranks import run_ranks
+from tests.support.values import leaves, local_parts, raw
+
+Mode = Literal["thread", "process"]
+TIMEOUT_SECONDS = 60.0
+STEPS = 9
+
+
+class Trainer:
+    """Model, optimizer and schedule, lists as loops keep them, and what is this rank's own; a `Stateful` but
+    for the latter."""
+
+    def __init__(self, rank: int, world_size: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        mesh = init_device_mesh("cpu", (world_size,))
+        layers = [nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 1)]
+        self.model = nn.Sequential(*layers)
+        fully_shard(self.model[0], mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+        self.random = torch.Generator().manual_seed(100 * seed + rank)
+        self.seen: list[Any] = [{"samples": 0}, torch.zeros(6)]
+        self.trail: list[list[float]] = []
+        self.own_losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks share."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        schedule = self.schedule.state_dict()
+        lists = {"seen": self.seen, "trail": self.trail}
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, "lists": lists}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what was loaded."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.schedule.load_state_dict(state_dict["schedule"])
+        self.seen, self.trail = state_dict["lists"]["seen"], state_dict["lists"]["trail"]
+
+    def saved(self) -> dict[str, Any]:
+        """What is given to a manager."""
+        own = {"random": self.random.get_state(), "losses": self.own_losses}
+        return {"trainer": self, "own": dcp.PerRank(own)}
+
+    def restored(self, own: dict[str, Any]) -> None:
+        """After a restore: take what is this rank's own."""
+        self.random.set_state(own["random"])
+        self.own_losses = own["losses"]
+
+    def compute(self) -> float:
+        """Gradients for a batch of this rank's own; its loss."""
+        batch = torch.randn(4, 6, generator=self.random)
+        loss = F.mse_loss(self.model(batch), batch.sin().sum(1, keepdim=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.batch = batch.sum(0)
+        dist.all_reduce(self.batch)
+        self.own_losses.append(loss.item())
+        return loss.item()
+
+    def update(self) -> None:
+        """Change everything that is saved."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.seen[0]["samples"] += 1
+        self.seen[1] += self.batch
+        self.trail.append([self.seen[0]["samples"], self.batch[0].item()])
+
+
+class Vandal:
+    """Overwrites all that a trainer saves, and can bring it back."""
+
+    def __init__(self, trainer: Trainer, own: dict[str, Any]) -> None:
+        self.lists = [trainer.seen, trainer.seen[0], trainer.trail, *trainer.trail, trainer.own_losses, own]
+        self.lists_before = [entry.copy() for entry in self.lists]
+        tensors = [value for _, value in leaves([trainer.state_dict(), own]) if torch.is_tensor(value)]
+        self.parts = [part for tensor in tensors for part in local_parts(tensor)]
+        self.before = [part.clone() for part in self.parts]
+
+    def strike(self) -> None:
+        """Garbage everywhere."""
+        with torch.no_grad():
+            for number, part in enumerate(self.parts):
+                part.fill_(number % 7 + 13)
+        for entry in self.lists:
+            entry.clear()
+
+    def undo(self) -> None:
+        """As it was."""
+        with torch.no_grad():
+            for part, before in zip(self.parts, self.before, strict=True):
+                part.copy_(before)
+        for entry, entry_before in zip(self.lists, self.lists_before, strict=True):
+            entry.extend(entry_before) if isinstance(entry, list) else entry.update(entry_before)
+
+
+def gated_store(path: Any, gate: Path) -> Store:
+    """A store that does not take a byte before the file ``gate`` is there."""
+
+    def wait(operation: Operation) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not gate.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    return FaultInjectingStore(PosixStore(path), Fault("create", hook=wait))
+
+
+class SlowCopier(HostCopier):
+    """Takes long enough that training comes to its next step meanwhile."""
+
+    def copy(self, copies: Copies, rows: Int64) -> None:
+        """Late."""
+        time.sleep(0.02)
+        super().copy(copies, rows)
+
+
+@dataclass(frozen=True)
+class Save:
+    """How a step is saved. ``after``: when the state changes next; ``wait``: garbage until the commit."""
+
+    after: Literal["call", "completion", "lock"]
+    wait: bool
+
+
+Plan = dict[int, Save]
+
+
+class Saver:
+    """Saves the planned steps of a trainer, and overwrites its state as soon as that is allowed."""
+
+    def __init__(self, root: Path, gates: Path, plan: Plan, **options: Any) -> None:
+        self.gates, self.plan = gates, plan
+        self.manager = dcp.CheckpointManager(
+            root, writer=self.writer, timeout_seconds=TIMEOUT_SECONDS, **options
+        )
+
+    def writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
+        """The manager's; it waits for `save` to open its gate."""
+        gate = self.gates / Path(checkpoint_id).name
+        open_store = partial(gated_store, gate=gate)
+        return dcp.FileSystemWriter(checkpoint_id, sync_files=False, open_store=open_store)
+
+    def save(self, trainer: Trainer, step: int) -> None:
+        """Save ``step`` if it is planned: garbage in the state first, then the commit."""
+        how = self.plan.get(step)
+        if how is None:
+            return
+        state = trainer.saved()
+        vandal = Vandal(trainer, state["own"].value)
+        future = self.manager.save(step, state, force=True, overlap=how.after != "call")
+        assert future is not None
+        if how.after == "completion":
+            future.staging_completion.result(TIMEOUT_SECONDS)
+        with self.manager.lock() if how.after == "lock" else nullcontext():
+            vandal.strike()
+        assert not future.done()
+        (self.gates / Path(self.manager.checkpoint_id(step)).name).touch()
+        if how.wait:
+            future.result(TIMEOUT_SECONDS)
+        vandal.undo()
+
+
+def train(trainer: Trainer, first: int, saver: Saver | None = None) -> Iterator[float]:
+    """The losses of the steps from ``first`` on."""
+    for step in range(first, STEPS + 1):
+        yield trainer.compute()
+        trainer.update()
+        if saver is not None:
+            saver.save(trainer, step)
+
+
+def snapshot(trainer: Trainer) -> dict[str, Any]:
+    """Every bit of the state."""
+    found: dict[str, Any] = {}
+    for name, value in leaves([trainer.state_dict(), trainer.random.get_state(), trainer.own_losses]):
+        found[name] = [*map(raw, local_parts(value))] if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def differing(trainer: Trainer, wanted: dict[str, Any]) -> list[str]:
+    """What is not as in a snapshot."""
+    found = snapshot(trainer)
+    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+
+
+def run_and_resume(
+    rank: int, world_size: int, root: Path, mode: Mode, plan: Plan, back_to: list[int]
+) -> dict[int, Any]:
+    """Train uninterrupted; train with saves; resume each step of ``back_to`` and train on.
+
+    The losses by the step before the first of them, and what differs at the end; those of the run that saved
+    as from step -1, those of the uninterrupted one as from 0.
+    """
+    alone = Trainer(rank, world_size, seed=1)
+    results: dict[int, Any] = {0: (list(train(alone, 1)), [])}
+    wanted = snapshot(alone)
+
+    gates = root / f"gates-{rank}"
+    gates.mkdir()
+    stager = DefaultStager(process=mode == "process")
+    stager._machine.copier = SlowCopier()
+    saver = Saver(root / "ckpt", gates, plan, mode=mode, stager=stager)
+    with saver.manager as manager:
+        saved = Trainer(rank, world_size, seed=1)
+        results[-1] = list(train(saved, 1, saver)), differing(saved, wanted)
+        assert manager.wait(TIMEOUT_SECONDS)
+        assert manager.failures == 0
+        assert manager.all_steps() == sorted(plan)
+    stager.close()
+
+    with dcp.CheckpointManager(root / "ckpt", mode="sync", handle_sigterm=False) as manager:
+        for step in back_to:
+            resumed = Trainer(rank, world_size, seed=2)
+            state = resumed.saved()
+            restored = manager.restore(state, step)
+            assert restored is not None
+            assert restored.step == step
+            resumed.restored(state["own"].value)
+            results[step] = list(train(resumed, step + 1)), differing(resumed, wanted)
+    return results
+
+
+def check(root: Path, mode: Mode, plan: Plan, back_to: list[int]) -> None:
+    """The run that saved, and those that were resumed, end as the uninterrupted one, by the same losses."""
+    for results in run_ranks(2, run_and_resume, root, mode, plan, back_to):
+        uninterrupted = results[0][0]
+        assert len(set(uninterrupted)) == STEPS
+        for step, (losses, different) in results.items():
+            assert losses == uninterrupted[max(step, 0) :], step
+            assert different == [], step
+
+
+ways = st.builds(Save, st.sampled_from(["call", "completion", "lock"]), st.booleans())
+plans = st.dictionaries(st.integers(1, STEPS), ways, min_size=1, max_size=STEPS)
+
+
+@given(plans, st.data())
+@settings(max_examples=6, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
+@example({step: Save("call", wait=step % 2 == 0) for step in range(1, STEPS + 1)}, None)
+@example({step: Save("lock", wait=step % 2 == 0) for step in range(1, STEPS + 1)}, None)
+def test_a_resumed_run_is_the_uninterrupted_one(plan: Plan, data: st.DataObject | None) -> None:
+    """Whatever steps were saved, with and without overlap, and whichever is resumed: all losses that follow
+    and the state at the end are the same bit for bit, on both ranks."""
+    steps = sorted(plan)
+    back_to = [data.draw(st.sampled_from(steps), "resumed") for _ in range(2)] if data else steps
+    with tempfile.TemporaryDirectory() as root:
+        check(Path(root), "thread", plan, back_to)
+
+
+def test_a_run_saved_by_processes_is_resumed_exactly(tmp_path: Path) -> None:
+    """The same where writer processes save, which read memory that the trainers share with them."""
+    plan = {
+        2: Save("call", True),
+        3: Save("completion", False),
+        5: Save("lock", True),
+        8: Save("call", False),
+    }
+    check(tmp_path, "process", plan, sorted(plan))
