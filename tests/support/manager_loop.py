@@ -47,9 +47,8 @@ class Trainer:
         self.random.set_state(self.position.value["random"])
 
 
-def train(root: Path, steps: int, kill_step: int) -> dict[str, Any]:
+def train(root: Path, steps: int, kill_step: int, life: int) -> dict[str, Any]:
     """Train; in its first life the last rank is killed at ``kill_step``, and the others find out."""
-    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     trainer = Trainer(rank)
     with dcp.CheckpointManager(root / "ckpt", every_steps=2, timeout_seconds=60.0) as manager:
@@ -69,8 +68,9 @@ def train(root: Path, steps: int, kill_step: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
-    result = train(folder, int(sys.argv[2]), int(sys.argv[3]))
+    result = train(folder, int(sys.argv[2]), int(sys.argv[3]), life)
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

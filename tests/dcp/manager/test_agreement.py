@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp import channel
+from dcp.background.session import own_channel
 from dcp.collectives import Channel
 from dcp.manager.agreement import Agreement, RankAgreement, Votes
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError
@@ -20,8 +22,8 @@ def agreement(rank: int, world_size: int, *, timeout_seconds: float = 30.0, ever
     group = dist.group.WORLD
     assert group is not None
     store = dist.PrefixStore("agreement", group.get_group_store())  # type: ignore[attr-defined]
-    channel = Channel.own_gloo(store, rank, world_size, timeout_seconds=timeout_seconds)
-    return RankAgreement(channel, timeout_seconds=timeout_seconds, every_steps=every)
+    own = Channel.own_gloo(store, rank, world_size, timeout_seconds=timeout_seconds)
+    return RankAgreement(own, timeout_seconds=timeout_seconds, every_steps=every)
 
 
 def _votes_of_single_ranks(rank: int, world_size: int, every: int) -> list[tuple[int, Votes]]:
@@ -146,6 +148,21 @@ def test_a_dead_and_a_late_rank_are_named_by_the_others() -> None:
     for rank in (0, 2):
         assert "rank 1 of 3 died or did not answer" in dead[rank]
     assert "rank 1 of 2 died or did not answer" in late[0]
+
+
+def _lives(rank: int, world_size: int) -> bool:
+    first = own_channel(None, 30.0)
+    assert first is not None
+    first.store.set(f"address/{rank}", "of the first life")
+    channel._group_serial.clear()  # a new process counts its groups anew
+    second = own_channel(None, 30.0)
+    assert second is not None
+    return bool(second.store.check([f"address/{rank}"]))
+
+
+def test_workers_that_are_started_again_do_not_see_what_the_dead_left_in_the_store() -> None:
+    """torchrun keeps its store: without it the groups would try to connect to processes that are gone."""
+    assert run_ranks(2, _lives) == [False, False]
 
 
 def test_alone_everything_is_agreed_at_once() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import dcp
-from dcp import channel
 from dcp.manager.events import Event
 from dcp.manager.notes import read_notes
 from dcp.storage.errors import StorageError
@@ -405,22 +404,6 @@ def _by_all(rank: int, world_size: int, root: str) -> list[Any]:
 def test_pins_and_deletions_may_be_called_on_all_ranks(tmp_path: Path) -> None:
     """Rank 0 acts, once; the others' calls are no errors."""
     assert run_ranks(2, _by_all, str(tmp_path)) == [[[1, 2], [2, 3]]] * 2
-
-
-def _started_again(rank: int, world_size: int, root: str) -> list[int]:
-    with manager_of(root) as manager:
-        manager.save(1, state_at(1, rank))
-    channel._group_serial.clear()  # as in workers that torchrun has started again, with the same store
-    if rank == 0:
-        time.sleep(0.3)  # the others look for its address, and find the old one
-    with manager_of(root) as manager:
-        manager.save(2, state_at(2, rank))
-    return manager.all_steps()
-
-
-def test_addresses_of_an_earlier_life_in_the_store_do_no_harm(tmp_path: Path) -> None:
-    """torchrun keeps its store when it starts workers again; groups of one's own must not meet there."""
-    assert 2 in run_ranks(2, _started_again, str(tmp_path))[0]
 
 
 def _different_steps(rank: int, world_size: int, root: str) -> None:
