@@ -44,8 +44,9 @@ class DcpCheckpointCallback(TrainerCallback):
         trainer = Trainer(..., args=TrainingArguments(..., save_strategy="no"), callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-    The manager decides when to save, and what to keep. Alone, and under DDP; not with the Trainer's FSDP or
-    DeepSpeed, which make the model and the optimizer only in ``train()``.
+    The manager decides when to save, and what to keep. Give the callback as the last one, so that the states of
+    the others are those of the same step. Alone and under DDP; not with the Trainer's FSDP or DeepSpeed, which
+    make the model and the optimizer only in ``train()``.
     """
 
     def __init__(self, manager: dcp.CheckpointManager) -> None:
@@ -252,6 +253,7 @@ def main() -> None:
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         lr_scheduler_type="cosine",
+        warmup_steps=3,
         logging_steps=1,
         report_to="none",
         ddp_find_unused_parameters=False,
