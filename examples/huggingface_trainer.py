@@ -44,9 +44,9 @@ class DcpCheckpointCallback(TrainerCallback):
         trainer = Trainer(..., args=TrainingArguments(..., save_strategy="no"), callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-    The manager decides when to save, and what to keep. Give the callback as the last one, so that the states of
-    the others are those of the same step. Alone and under DDP; not with the Trainer's FSDP or DeepSpeed, which
-    make the model and the optimizer only in ``train()``.
+    The manager decides when to save, and what to keep. Give the callback as the last one, so that the states
+    of the others are those of the same step. Alone and under DDP; not with the Trainer's FSDP or DeepSpeed,
+    which make the model and the optimizer only in ``train()``.
     """
 
     def __init__(self, manager: dcp.CheckpointManager) -> None:
