@@ -37,7 +37,7 @@ from tests.support.values import leaves, local_parts, raw
 
 Mode = Literal["thread", "process"]
 TIMEOUT_SECONDS = 60.0
-STEPS = 9
+STEPS = 7
 
 
 class Trainer:
@@ -275,14 +275,14 @@ plans = st.dictionaries(st.integers(1, STEPS), ways, min_size=1, max_size=STEPS)
 
 
 @given(plans, st.data())
-@settings(max_examples=6, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=2, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 @example({step: Save("call", wait=step % 2 == 0) for step in range(1, STEPS + 1)}, None)
 @example({step: Save("lock", wait=step % 2 == 0) for step in range(1, STEPS + 1)}, None)
 def test_a_resumed_run_is_the_uninterrupted_one(plan: Plan, data: st.DataObject | None) -> None:
     """Whatever steps were saved, with and without overlap, and whichever is resumed: all losses that follow
     and the state at the end are the same bit for bit, on both ranks."""
     steps = sorted(plan)
-    back_to = [data.draw(st.sampled_from(steps), "resumed") for _ in range(2)] if data else steps
+    back_to = [data.draw(st.sampled_from(steps), "resumed")] if data else steps[1::3]
     with tempfile.TemporaryDirectory() as root:
         check(Path(root), "thread", plan, back_to)
 
@@ -293,6 +293,6 @@ def test_a_run_saved_by_processes_is_resumed_exactly(tmp_path: Path) -> None:
         2: Save("call", True),
         3: Save("completion", False),
         5: Save("lock", True),
-        8: Save("call", False),
+        6: Save("call", False),
     }
     check(tmp_path, "process", plan, sorted(plan))
