@@ -22,7 +22,7 @@ from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
 from dcp.manager.restore import Restored, restore
 from dcp.manager.retention import Retention
-from dcp.manager.saves import Mode, SaveOptions, saves_of
+from dcp.manager.saves import Mode, SaveOptions, check_group, saves_of
 from dcp.manager.saving import Saver, WhenBusy
 from dcp.manager.schedule import Reason, Schedule
 from dcp.manager.steps import StepFolders
@@ -123,13 +123,15 @@ class CheckpointManager:
         _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
         self._folders = StepFolders(root, name)
         self._make_writer = writer if writer is not None else FileSystemWriter
-        self._process_group, self._no_dist = process_group, no_dist
         self._run = run
         self._progress = progress
         self._timeout_seconds = timeout_seconds
         self._ledger = Ledger(keep_failures=on_failure == "raise")
         self._closed = False
         alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        self._no_dist = alone
+        self._expects_no_group = alone and not no_dist and dist.is_available()
+        self._process_group = process_group
         channel = None if alone else own_channel(process_group, timeout_seconds)
         self.rank = 0 if channel is None else channel.rank
         self.world_size = 1 if channel is None else channel.world_size
@@ -157,7 +159,7 @@ class CheckpointManager:
             mode,
             SaveOptions(
                 process_group,
-                no_dist,
+                alone,
                 planner,
                 stager,
                 retries,
@@ -210,7 +212,8 @@ class CheckpointManager:
         """
         self._check_open()
         self._saver.begin_step(step)
-        reason: Reason | None = "force" if force else self._turns.reason(step, last=last)
+        # "force" last: a forced save may be the last one too, or that of a stop, which is waited for
+        reason: Reason | None = self._turns.reason(step, last=last) or ("force" if force else None)
         if reason is None:
             return None
         described = user_metadata_of(step, metrics, self._run, user_metadata)
@@ -260,6 +263,7 @@ class CheckpointManager:
         raised, as all others are, rather than set training back.
         """
         self._check_open()
+        check_group(no_dist=self._no_dist)
         self._ledger.settle(self._timeout_seconds)
         options.setdefault("progress", self._progress)
         restored = restore(
@@ -375,6 +379,11 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise CheckpointError(f"this manager of {self._folders.root.url} is closed; make another one")
+        if self._expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                "this manager was made before init_process_group(), so that each rank would save alone; make "
+                "it after that, or with no_dist=True if it is meant"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
+
 from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.background.order import is_passing
 from dcp.background.session import AsyncSession
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.staging import AsyncStager
 
-__all__ = ["Mode", "SaveOptions", "Saves", "saves_of"]
+__all__ = ["Mode", "SaveOptions", "Saves", "check_group", "saves_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,7 @@ class _SyncSaves(Saves):
         self, state_dict: dict[str, Any], writer: FileSystemWriter, user_metadata: Mapping[str, Any]
     ) -> Any:
         options = self._options
+        check_group(no_dist=options.no_dist)
         return save(
             state_dict,
             storage_writer=writer,
@@ -177,6 +180,15 @@ class _SyncSaves(Saves):
 
     def close(self, timeout_seconds: float) -> None:
         """Nothing is under way."""
+
+
+def check_group(*, no_dist: bool) -> None:
+    """Raise CheckpointError if the process group is gone, without which each rank would work alone."""
+    if not no_dist and not dist.is_initialized():
+        raise CheckpointError(
+            "the process group that this manager was made for has been destroyed; restore, and save in mode "
+            "'sync', before destroy_process_group()"
+        )
 
 
 def saves_of(mode: Mode, options: SaveOptions) -> Saves:

@@ -81,7 +81,10 @@ class Upkeep:
         self._changed = threading.Condition()
         self._committed: list[int] = []
         self._busy = False
+        self._resumed = False
         self._begun = False
+        self._half_deleted: set[int] = set()
+        """Steps whose deletion has failed for good."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._unsettled: Counter[int] = Counter()
@@ -94,7 +97,12 @@ class Upkeep:
         with self._changed:
             self._unsettled[step] += 1
         try:
-            self._deleter.make_way(step)
+            if not self._resumed:  # the only look at the storage, because training waits for this
+                self._resumed = True
+                self._deleter.resume()
+            if step in self._half_deleted or step in self._deleter.pending():
+                self._half_deleted.discard(step)
+                self._deleter.make_way(step)
         except (CheckpointError, OSError) as error:  # what is left belongs to another commit: it cannot hurt
             self._events.emit("delete_failed", step, error=error)
 
@@ -197,9 +205,9 @@ class Upkeep:
         self._retain()
 
     def _go_on_with_what_was_left(self) -> None:
-        """What an earlier process began here: deletions; verifications that its end has cut off."""
+        """What an earlier process began here: saves that never committed; verifications that its end cut
+        off."""
         try:
-            self._deleter.resume()
             self._deleter.abandoned()
             if self._check != "off":
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
@@ -256,6 +264,7 @@ class Upkeep:
                 what=event.what,
             )
         elif event.kind == "failed":
+            self._half_deleted.add(event.step)
             self._events.emit(
                 "delete_failed", event.step, seconds=seconds, error=event.error, what=event.what
             )

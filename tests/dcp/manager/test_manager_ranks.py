@@ -417,3 +417,35 @@ def test_ranks_that_call_for_different_steps_are_told(tmp_path: Path) -> None:
     for rank, result in enumerate(run_ranks(2, _different_steps, str(tmp_path), failures=True)):
         assert isinstance(result, RankRaised)
         assert f"rank {rank} did so for {1 + rank}, others for 1 to 2" in result.message
+
+
+def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
+    """What a manager says that was made before, or is used after, the group."""
+    group = torch.distributed.distributed_c10d._get_default_store()
+    sync, thread = manager_of(f"{root}/sync", mode="sync"), manager_of(f"{root}/thread")
+    torch.distributed.destroy_process_group()
+    messages = []
+    future = sync.save(1, state_at(1, rank))
+    assert future is not None
+    messages.append(str(future.exception()))
+    sync.close()
+    thread.save(1, state_at(1, rank))  # over a group of its own
+    thread.close()
+    early = manager_of(f"{root}/early")
+    store = torch.distributed.PrefixStore("again", group)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        early.save(1, state_at(1, rank))
+    except dcp.CheckpointError as error:
+        messages.append(str(error))
+    early.close()
+    return messages
+
+
+def test_ranks_never_save_alone_because_the_group_is_not_there(tmp_path: Path) -> None:
+    """Before init_process_group and after destroy_process_group every rank looks like the only one."""
+    for after, before in run_ranks(2, _group_comes_and_goes, str(tmp_path)):
+        assert "has been destroyed" in after
+        assert "made before init_process_group()" in before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thread"]
+    assert loaded_step(str(tmp_path / "thread" / "step-00000001")) == 1
