@@ -80,7 +80,7 @@ class _Trainer:
         logits = self._model(self._tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,26 +10,6 @@ from benchmarks.process_tree import PeakMemory, cpu_seconds
 from benchmarks.rounds import Measurement
 from benchmarks.targets import async_row, device_row, loop_rows
 from benchmarks.training_loop import LoopSpec, train
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_asynchronous_saves_give_rows(tmp_path: Path) -> None:
-    """One tiny round by all contenders, with a real writer process, leaves rows and nothing else."""
-    (tmp_path / "work").mkdir()
-    command = [sys.executable, "-m", "benchmarks", "--scale", "0.002", "--rounds", "1", "--ranks", "1"]
-    command += ["--only", "async", "--out", str(tmp_path / "out"), "--tmp", str(tmp_path / "work")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    document = json.loads((tmp_path / "out" / "benchmarks.json").read_text())
-    rows = {(row["workload"], row["operation"]): row for row in document["rows"]}
-    for kind in ("thread", "process"):
-        blocked = rows["W1", f"async_save, {kind} writer"]
-        committed = rows["W1", f"async_save committed, {kind} writer"]
-        assert 0 < blocked["ours"]["median"] < committed["ours"]["median"]
-        assert blocked["stock"]["median"] > 0 and blocked["stock_tuned"]["median"] > 0
-        assert rows["W1", f"async_save, kept memory, {kind} writer"]["mebibytes"] is not None
-    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_a_training_loop_is_timed_with_and_without_saves(tmp_path: Path) -> None:

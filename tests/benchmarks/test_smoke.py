@@ -27,9 +27,12 @@ def command(tmp: Path, *options: str) -> list[str]:
 
 
 def test_table_and_json_are_written_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    """One tiny round of a workload, of resharding's format and of memory gives rows with sane figures."""
+    """One tiny round of a workload, of memory and of asynchronous saving gives rows with sane figures."""
     run = subprocess.run(
-        command(tmp_path, "--only", "W2,memory", "--ranks", "1"), cwd=ROOT, capture_output=True, text=True
+        command(tmp_path, "--only", "W2,memory,async", "--ranks", "1"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     table = (tmp_path / "out" / "benchmarks.md").read_text()
@@ -46,6 +49,12 @@ def test_table_and_json_are_written_and_nothing_is_left_behind(tmp_path: Path) -
         assert row["ratio"]["median"] == pytest.approx(row["stock"]["median"] / row["ours"]["median"])
         assert row["of_limit"] > 0 and row["microseconds"] > 0
     assert rows["W1", "load, peak memory"]["mebibytes"] >= 0
+    for kind in ("thread", "process"):
+        blocked = rows["W1", f"async_save, {kind} writer"]
+        committed = rows["W1", f"async_save committed, {kind} writer"]
+        assert 0 < blocked["ours"]["median"] < committed["ours"]["median"]
+        assert blocked["stock"]["median"] > 0 and blocked["stock_tuned"]["median"] > 0
+        assert rows["W1", f"async_save, kept memory, {kind} writer"]["mebibytes"] is not None
     assert list((tmp_path / "work").iterdir()) == []
 
 
