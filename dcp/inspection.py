@@ -73,7 +73,10 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeader:
-    """A checkpoint as a whole; ``bytes`` are those of the tensors, ``file_bytes`` those of the files."""
+    """A checkpoint as a whole; ``bytes`` are those of the tensors, ``file_bytes`` those of the files.
+
+    ``rank_seconds`` are the durations of the save's phases by rank, none where the writer noted none.
+    """
 
     url: str
     format: str
@@ -89,6 +92,7 @@ class CheckpointHeader:
     bytes: int
     file_bytes: int
     user: Mapping[str, Any]
+    rank_seconds: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,18 @@ def header_of(
         bytes=index.tensor_bytes,
         file_bytes=sum(listing[name].size_bytes for name in index.files if name in listing),
         user=index.user,
+        rank_seconds=_rank_seconds(provenance.get("rank_seconds")),
+    )
+
+
+def _rank_seconds(noted: object) -> tuple[dict[str, float], ...]:
+    """What of ``noted`` is durations: a manifest may come from anybody."""
+    if not isinstance(noted, list):
+        return ()
+    ranks = [phases if isinstance(phases, dict) else {} for phases in noted]
+    return tuple(
+        {str(phase): float(value) for phase, value in phases.items() if isinstance(value, int | float)}
+        for phases in ranks
     )
 
 

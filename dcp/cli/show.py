@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -95,10 +96,22 @@ def _print_header(header: CheckpointHeader) -> None:
         ("tensors", f"{header.tensors} in {header.chunks} chunks, {describe_bytes(header.bytes)}"),
         ("objects", header.objects),
         ("files", f"{header.files}, {describe_bytes(header.file_bytes)}"),
+        ("seconds", _describe_phases(header.rank_seconds)),
         *((f"user.{key}", repr(value)) for key, value in header.user.items()),
     )
     for name, value in facts:
         print(f"{printable(name):<10}  {printable('-' if value is None else str(value))}")
+
+
+def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
+    """Each phase of the save with its longest duration, and the rank that took it where there are several."""
+    phases = dict.fromkeys(phase for seconds in ranks for phase in seconds)
+    shown = []
+    for phase in phases:
+        slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].get(phase, 0.0))
+        by = f" (rank {slowest})" if len(ranks) > 1 else ""
+        shown.append(f"{phase} {ranks[slowest][phase]:.3g}{by}")
+    return ", ".join(shown) or None
 
 
 def _writer(header: CheckpointHeader) -> str | None:

@@ -101,6 +101,7 @@ def test_show_prints_provenance_and_tensors(ours: Path) -> None:
     assert facts["ranks"] == "1"
     assert f"torch {torch.__version__}" in facts["written by"]
     assert facts["save id"] in data_file(ours).name
+    assert [phase.split()[0] for phase in facts["seconds"].split(", ")][-1] == "write"
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     assert rows["tensor"] == ["dtype", "shape", "chunks", "size", "files"]
     assert rows["model.embed"] == ["float32", "300x70", "1", "82.0", "KiB", "1"]
@@ -124,6 +125,9 @@ def test_show_json_has_tensors_and_objects(kind: str, request: pytest.FixtureReq
     assert objects["device"]["value"] is None
     assert shown["checkpoint"]["tensors"] == 5
     assert shown["checkpoint"]["objects"] == len(objects)
+    assert [set(phases) >= {"local_plan", "write"} for phases in shown["checkpoint"]["rank_seconds"]] == (
+        [True] if kind == "ours" else []
+    )
 
 
 def test_show_objects_prints_values_and_their_types(ours: Path) -> None:
