@@ -66,6 +66,23 @@ def test_each_checkpoint_has_the_values_of_its_step(tmp_path: Path, mode: Any) -
     assert [loaded_step(manager.checkpoint_id(step)) for step in (3, 6, 9, 10)] == [3, 6, 9, 10]
 
 
+def test_copies_that_overlap_are_complete_inside_of_the_lock(tmp_path: Path) -> None:
+    """``save(overlap=True)`` returns at once; what changes inside of `lock` is not in the checkpoint."""
+    weight = torch.zeros(1 << 20)
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2, 3):
+            with manager.lock():
+                weight.fill_(step)
+            manager.save(step, {"weight": weight}, overlap=True)
+            with manager.lock():
+                weight.fill_(-1.0)
+    assert manager.failures == 0
+    for step in (1, 2, 3):
+        state = {"weight": torch.zeros(1 << 20)}
+        dcp.load(state, checkpoint_id=manager.checkpoint_id(step), no_dist=True)
+        assert state["weight"].unique().tolist() == [float(step)]
+
+
 def test_should_save_says_what_save_does_and_asking_changes_nothing(tmp_path: Path) -> None:
     """Asked any number of times, with save in between; a step is not saved twice unless forced."""
     with manager_of(tmp_path, every_steps=2, save_first=True) as manager:
@@ -456,6 +473,18 @@ def test_events_go_to_log_monitor_and_callbacks(tmp_path: Path, caplog: pytest.L
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_save_of_the_stopping_step_is_waited_for(tmp_path: Path) -> None:
+    """A loop that forces each of its saves stops as well as one that does not."""
+    with manager_of(tmp_path, every_steps=100) as manager:
+        assert manager.save(1, state_at(1)) is None
+        manager.request_stop()
+        future = manager.save(2, state_at(2), force=True)
+        assert future is not None
+        assert future.done()
+        assert manager.stop_requested
+    assert loaded_step(str(tmp_path / "step-00000002")) == 2
 
 
 def test_two_managers_do_not_influence_each_other(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ if ending == "raise":
 """
 
 
-@pytest.mark.parametrize(("mode", "ending"), [("thread", "end"), ("thread", "raise"), ("process", "end")])
+@pytest.mark.parametrize(("mode", "ending"), [("thread", "raise"), ("process", "end")])
 def test_a_script_that_just_ends_commits_what_it_saved(tmp_path: Path, mode: str, ending: str) -> None:
     """Nobody waits or closes: the interpreter's end does, and what follows a commit happens too."""
     run = run_script(SCRIPT, str(tmp_path), mode, ending)
