@@ -147,9 +147,9 @@ class FileSystemReader(StorageReader):
         rank, own_rank = self._read_as
         try:
             current = open_index(self.store, rank=rank, own_rank=own_rank)
-        except CheckpointError:
+            return encode_manifest(current) != encode_manifest(self._index)
+        except CheckpointError:  # deleted or damaged: nothing to load instead
             return False
-        return encode_manifest(current) != encode_manifest(self._index)
 
     def use_index(self, index: CheckpointIndex) -> None:
         """Take the index that the coordinator read, so that all ranks load one and the same commit."""
