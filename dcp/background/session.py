@@ -30,6 +30,7 @@ from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
 from dcp.local_state import LocalState, PlanOptions
 from dcp.planners import save_planner
+from dcp.planners.known_state import KnownState
 from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
 from dcp.staging.guard import check_staged, sample_state
@@ -78,6 +79,7 @@ class AsyncSession:
         self._own_channel = own_channel(process_group, timeout_seconds) if not alone else None
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
         self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
+        self._known = KnownState()
         self._serial = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -180,7 +182,9 @@ class AsyncSession:
             planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
             return LocalState.collect(planner, digests=False).encoded()
 
-        if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:
+        own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
+        planner.known = self._known if own else None  # copies of other stagers are new ones each time
+        if isinstance(chosen, DefaultStager) and own:
             return chosen.stage_local(local_state(state), overlap=overlap, shared=self._in_process)
         staged = _staged_by(chosen, state, local_state)
         if not self._in_process:

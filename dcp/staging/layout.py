@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dcp.planners.columns import SaveColumns
+from dcp.planners.known_state import Sources
 from dcp.staging.arena import HostArena
 from dcp.storage.formats.index import Int64
 
@@ -80,7 +81,7 @@ class Layout:
     offsets: Int64
     sizes_bytes: Int64
     itemsizes: Int64
-    views: list[torch.Tensor]
+    views: Sources
     copied: Int64
 
     @classmethod
@@ -104,11 +105,12 @@ class Layout:
 
 def _views(
     sources: Sequence[torch.Tensor], offsets: Sequence[int], first: Sequence[int], arena: HostArena
-) -> list[torch.Tensor]:
+) -> Sources:
     """One view a source. Each has a storage of its own, so that pickling or saving one takes no more than its
     bytes."""
     memory = cast(bytearray, arena.memory)
-    views: list[torch.Tensor] = []
+    views = Sources()
+    views.memory = object()  # they stay where they are for as long as there is this layout
     for number, source in enumerate(sources):
         if first[number] != number:
             views.append(views[first[number]])
