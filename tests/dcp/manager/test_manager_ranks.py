@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -190,17 +191,20 @@ def _clock(rank: int, world_size: int, root: str) -> list[int]:
 
 
 def test_saves_by_the_clock_go_by_rank_0(tmp_path: Path) -> None:
-    """All ranks save the same steps, a few of them."""
+    """All ranks save the same steps, although by their own clocks all steps, or none, would be due."""
     saved = run_ranks(3, _clock, str(tmp_path))
     assert saved[0] == saved[1] == saved[2]
-    assert 1 <= len(saved[0]) <= 4
+    assert saved[0]
+    assert 1 not in saved[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in saved[0]]
 
 
 def _busy(rank: int, world_size: int, root: str, when_busy: str) -> list[str]:
+    go_on = threading.Event()
+
     def slow_on_rank_1(event: Event) -> None:  # the save has not ended before its listeners are done
         if rank == 1 and event.kind == "saved" and event.step == 1:
-            time.sleep(0.7)
+            assert go_on.wait(30.0)
 
     outcomes = []
     options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": slow_on_rank_1}
@@ -210,6 +214,7 @@ def _busy(rank: int, world_size: int, root: str, when_busy: str) -> list[str]:
         first.result(30.0)  # on rank 0 and 2 it has ended now, on rank 1 it has not
         for step in (2, 3, 4):
             if step == 4:
+                go_on.set()
                 assert manager.wait(30.0)
             try:
                 outcomes.append("saved" if manager.save(step, state_at(step, rank)) else "skipped")
@@ -297,9 +302,10 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
     with manager_of(root, on_failure="raise", every_steps=100, writer=writer_with(truncate)) as manager:
         manager.save(1, state_at(1, rank), force=True)
         assert manager._ledger.wait(30.0)
+        if manager._upkeep is not None:
+            assert manager._upkeep.wait(30.0)  # the others wait for rank 0 at their third step
         try:
-            for step in range(2, 1000):
-                time.sleep(0.002)
+            for step in range(2, 10):
                 manager.save(step, state_at(step, rank))
         except dcp.CheckpointError as error:
             return f"{type(error).__name__} {step} {error}"
