@@ -212,8 +212,9 @@ class CheckpointManager:
         """
         self._check_open()
         self._saver.begin_step(step)
-        # "force" last: a forced save may be the last one too, or that of a stop, which is waited for
-        reason: Reason | None = self._turns.reason(step, last=last) or ("force" if force else None)
+        reason = self._turns.reason(step, last=last)
+        if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
+            reason = "force"
         if reason is None:
             return None
         described = user_metadata_of(step, metrics, self._run, user_metadata)
@@ -271,7 +272,7 @@ class CheckpointManager:
             list_steps=self.all_steps,
             checkpoint_id=self.checkpoint_id,
             step=step,
-            on_damage=None if self._upkeep is None else self._upkeep.note_damage,
+            on_damage=None if self._upkeep is None else self._upkeep.doubt,
             timeout_seconds=self._timeout_seconds,
             process_group=self._process_group,
             no_dist=self._no_dist,

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from dcp.manager import retention
@@ -80,6 +81,7 @@ class Upkeep:
         self._deleter = Deleter(folders, on_event=self._on_deletion)
         self._changed = threading.Condition()
         self._committed: list[int] = []
+        self._doubted: list[tuple[int, str]] = []
         self._busy = False
         self._resumed = False
         self._begun = False
@@ -114,6 +116,10 @@ class Upkeep:
         """The save of ``step`` has committed: look after it in the background."""
         with self._changed:
             self._committed.append(step)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name="dcp-upkeep", daemon=True)
                 self._thread.start()
@@ -133,11 +139,16 @@ class Upkeep:
         """Steps that are to be deleted."""
         return self._deleter.pending()
 
-    def note_damage(self, step: int, error: CheckpointError) -> None:
-        """Note that the checkpoint of ``step`` could not be read: retention counts it no more."""
-        commit = read_commit(self._folders.store(step))
-        if commit is not None:
-            self._note(step, commit, str(error))
+    def doubt(self, step: int, error: CheckpointError) -> None:
+        """A restore could not read ``step``: see in the background whether it is damaged, and note that.
+
+        Until then retention neither counts nor deletes it. It is read again here, because what failed may be
+        one host's view of the storage, and a checkpoint that is noted as damaged may be deleted.
+        """
+        with self._changed:
+            self._unsettled[step] += 1
+            self._doubted.append((step, str(error)))
+        self._wake()
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -145,7 +156,7 @@ class Upkeep:
         """Until all that was committed is looked after, and all that had to go is deleted."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._committed and not self._busy, timeout_seconds):
+            if not self._changed.wait_for(self._is_idle, timeout_seconds):
                 return False
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         return self._deleter.wait(left)
@@ -156,11 +167,12 @@ class Upkeep:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            done = self._thread is None or self._changed.wait_for(
-                lambda: not self._committed and not self._busy, timeout_seconds
-            )
+            done = self._thread is None or self._changed.wait_for(self._is_idle, timeout_seconds)
         left = max(0.0, timeout_seconds - (time.monotonic() - begun))
         return self._deleter.close(left) and done
+
+    def _is_idle(self) -> bool:
+        return not self._committed and not self._doubted and not self._busy
 
     def _settle(self, step: int) -> None:
         with self._changed:
@@ -173,22 +185,55 @@ class Upkeep:
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (step := self._next()) is not None:
+        while (task := self._next()) is not None:
+            step, look = task
             try:
-                self._look_after(step)
+                look()
             except Exception as error:  # noqa: BLE001 - told; the next checkpoint is to be looked after
                 self._events.emit("verify_failed", step, error=error, damaged=False)
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _next(self) -> int | None:
+    def _next(self) -> tuple[int, Callable[[], None]] | None:
+        """The next step, and what is to be done about it; what was committed goes first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._committed or self._closed)
-            if not self._committed:
+            self._changed.wait_for(lambda: self._committed or self._doubted or self._closed)
+            if self._committed:
+                step = self._committed.pop(0)
+                look = partial(self._look_after, step)
+            elif self._doubted:
+                step, reason = self._doubted.pop(0)
+                look = partial(self._look_again, step, reason)
+            else:
                 return None
             self._busy = True
-            return self._committed.pop(0)
+            return step, look
+
+    def _look_again(self, step: int, reason: str) -> None:
+        """Verify a checkpoint that some rank could not read."""
+        begun = time.monotonic()
+        try:
+            store = self._folders.store(step)
+            commit = read_commit(store)
+            if commit is None:
+                return
+            problem = problem_of(store, commit, "full")
+            self._note(step, commit, problem, "full")
+        finally:
+            self._folders.forget(step)
+            self._settle(step)
+        seconds = {"verify": time.monotonic() - begun}
+        if problem is not None:
+            self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
+            return
+        logger.warning(
+            "%s: a rank could not read it, but all of its bytes are right as this host sees them; it is "
+            "kept. See whether all hosts see the same storage. What that rank said: %s",
+            store.url,
+            reason,
+        )
+        self._events.emit("verified", step, seconds=seconds, check="full")
 
     def _look_after(self, step: int) -> None:
         if not self._begun:
@@ -226,7 +271,7 @@ class Upkeep:
                 path=store.url,
             )
         problem = problem_of(store, commit, self._check)
-        self._note(step, commit, problem)
+        self._note(step, commit, problem, self._check)
         seconds = {"verify": time.monotonic() - begun}
         if problem is None:
             self._events.emit("verified", step, seconds=seconds, check=self._check)
@@ -239,8 +284,8 @@ class Upkeep:
             step=step,
         )
 
-    def _note(self, step: int, commit: Commit, problem: str | None) -> None:
-        what = self._check if problem is None else " ".join(problem.split())[:_MAX_NOTED_CHARACTERS]
+    def _note(self, step: int, commit: Commit, problem: str | None, check: Check) -> None:
+        what = check if problem is None else " ".join(problem.split())[:_MAX_NOTED_CHARACTERS]
         what = what.encode(errors="replace").decode()  # names of files need not be text
         found = Verified(commit.save_id, time.time(), problem is None, what)
         self._folders.update_notes(step, lambda notes: replace(notes, verified=found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_copies_that_overlap_are_complete_inside_of_the_lock(tmp_path: Path) -> 
     for step in (1, 2, 3):
         state = {"weight": torch.zeros(1 << 20)}
         dcp.load(state, checkpoint_id=manager.checkpoint_id(step), no_dist=True)
-        assert state["weight"].unique().tolist() == [float(step)]
+        assert torch.equal(state["weight"], torch.full((1 << 20,), float(step)))
 
 
 def test_should_save_says_what_save_does_and_asking_changes_nothing(tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ def test_damage_is_raised_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
 def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
-    """Waits, is left out, or is an error; one that is the last always waits."""
+    """Waits, is left out, or is an error; one that is forced, or the last, always waits."""
     gate, seen = Gate(), Recorder()
     options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": seen}
     with manager_of(tmp_path, writer=writer_with(gate), **options) as manager:
@@ -367,9 +368,10 @@ def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
         elif when_busy == "raise":
             with pytest.raises(dcp.CheckpointError, match="when_busy='raise'"):
                 manager.save(2, state_at(2))
-        gate.open()
-        manager.save(3, state_at(3), last=True)
-    assert manager.all_steps() == [1, 3]
+        threading.Timer(0.2, gate.open).start()
+        manager.save(3, state_at(3), force=True)
+        manager.save(4, state_at(4), last=True)
+    assert manager.all_steps() == [1, 3, 4]
     assert seen.steps("save_skipped") == ([2] if when_busy == "skip" else [])
 
 
@@ -429,7 +431,9 @@ def test_a_damaged_newest_step_is_noted_and_an_older_one_restored(tmp_path: Path
         restored = manager.restore(state)
         assert restored is not None
         assert (restored.step, state["step"]) == (2, 2)
-        assert seen.kinds() == [("skipped_damaged", 3), ("restored", 2)]
+        assert manager.wait(60)
+        told = [("restored", 2), ("skipped_damaged", 3), ("verify_failed", 3)]
+        assert sorted(seen.kinds()) == told
         noted = manager._folders.notes(3).verified
         assert noted is not None
         assert not noted.ok
@@ -439,6 +443,22 @@ def test_a_damaged_newest_step_is_noted_and_an_older_one_restored(tmp_path: Path
         manager.save(3, state_at(30), force=True)
         manager.save(4, state_at(4), force=True)
     assert manager.all_steps() == [4]
+
+
+def test_a_step_that_only_another_host_cannot_read_is_not_noted_as_damaged(tmp_path: Path) -> None:
+    """A mount that is missing somewhere must not make retention delete what is good."""
+    seen = Recorder()
+    with manager_of(tmp_path, on_event=seen, verify_saved="off") as manager:
+        manager.save(1, state_at(1))
+        assert manager.wait(60)
+        assert manager._upkeep is not None
+        manager._upkeep.doubt(1, dcp.CorruptCheckpointError("no such file, as rank 5 sees it"))
+        assert manager.wait(60)
+        noted = manager._folders.notes(1).verified
+        assert noted is not None
+        assert noted.ok
+        assert noted.what == "full"
+    assert ("verified", 1) in seen.kinds()
 
 
 # -- events --------------------------------------------------------------------------------------------------
