@@ -24,7 +24,7 @@ from dcp.manager.restore import Restored, restore
 from dcp.manager.retention import Retention
 from dcp.manager.saves import Mode, SaveOptions, check_group, saves_of
 from dcp.manager.saving import Saver, WhenBusy
-from dcp.manager.schedule import Reason, Schedule
+from dcp.manager.schedule import Schedule
 from dcp.manager.steps import StepFolders
 from dcp.manager.turns import Turns
 from dcp.manager.upkeep import Check, Upkeep
