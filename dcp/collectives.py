@@ -47,6 +47,9 @@ _GRACE_SECONDS = 3.0
 """How long survivors wait for each other's sign of life before they call the silent ranks lost."""
 
 _POLL_STORE_SECONDS = 0.5
+_SLICE = timedelta(milliseconds=50)
+"""Between two looks at whether to go on waiting, signals of Python's among them."""
+
 _OK, _FAILED = b"\x00", b"\x01"
 
 
@@ -108,6 +111,7 @@ class Ranks:
     def _use(self, channel: Channel) -> None:
         self._channel = channel
         self.rank, self.world_size = channel.rank, channel.world_size
+        self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
         self._store = channel.store
         self._key = f"dcp/{self.operation}/{channel.next_serial()}"
 
@@ -295,6 +299,11 @@ class Ranks:
                 next_look = now + _POLL_STORE_SECONDS
                 if self._store_says_aborted():
                     self._lost("another rank reported a broken connection, or was interrupted")
+            if self._blocks:
+                # Asking again and again would keep the core from the rank that is waited for.
+                with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then
+                    work.wait(_SLICE)
+                continue
             time.sleep(pause)
             pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
 
