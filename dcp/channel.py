@@ -28,6 +28,8 @@ _LENGTH_BYTES = 8
 _group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the operations of each process group, equal on all ranks because all run the same program."""
 
+_group_life: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
 
 class Channel:
     """A process group and its key-value store, and what a rank can send over it.
@@ -63,6 +65,18 @@ class Channel:
     def next_serial(self) -> int:
         """Number of the next operation, the same on all ranks that do the same operations in order."""
         return next(_group_serial.setdefault(self.group, itertools.count()))
+
+    @property
+    def life(self) -> str | None:
+        """A word for keys in the store that no group before this one has used; None until it is agreed on.
+
+        torchrun keeps its store when it starts workers again, with all that those before have put there.
+        """
+        return _group_life.get(self.group)
+
+    @life.setter
+    def life(self, word: str) -> None:
+        _group_life[self.group] = word
 
     # -- exchanges -------------------------------------------------------------------------------------------
 

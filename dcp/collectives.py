@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -113,7 +115,12 @@ class Ranks:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
         self._store = channel.store
-        self._key = f"dcp/{self.operation}/{channel.next_serial()}"
+        if channel.life is None:
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._key = f"dcp/meet-{restarts}/{channel.next_serial()}"
+            word = uuid.uuid4().hex.encode() if self.rank == 0 else None
+            channel.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
+        self._key = f"dcp/{channel.life}/{self.operation}/{channel.next_serial()}"
 
     @property
     def store(self) -> Any:

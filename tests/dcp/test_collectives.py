@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dcp.collectives import Ranks
 from dcp.failures import RankFailedError
@@ -182,3 +183,24 @@ def test_an_interrupted_rank_does_not_keep_the_others() -> None:
         assert isinstance(result, RankRaised), result
         assert result.facts["ranks"] == [1], result.message
         assert result.seconds < 30
+
+
+def keys_of_an_earlier_life(rank: int, world_size: int) -> list[bytes]:
+    """The store has what ranks posted who died in the same operations before a restart."""
+    store = dist.group.WORLD.get_group_store()
+    for serial in range(8):
+        store.set(f"dcp/save/{serial}/abort", "1")
+        store.set(f"dcp/load/{serial}/abort", "1")
+    ranks = Ranks(use_dist=True, timeout_seconds=60)
+    late = 1.5 if rank == 1 else 0.0  # long enough for the others to look for an abort
+
+    def local() -> bytes:
+        time.sleep(late)
+        return b"%d" % rank
+
+    return ranks.all_gather("probe", local)
+
+
+def test_what_an_earlier_life_left_in_the_store_is_not_heeded() -> None:
+    """torchrun keeps its store over restarts: aborts of ranks that died are none of today's."""
+    assert run_ranks(3, keys_of_an_earlier_life) == [[b"0", b"1", b"2"]] * 3
