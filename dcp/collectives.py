@@ -36,7 +36,7 @@ from dcp.storage.errors import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Channel", "Ranks"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Channel", "Ranks", "works_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,22 @@ class _LostRanksError(Exception):
         super().__init__(reason)
         self.ranks = ranks
         self.reason = reason
+
+
+def works_alone(process_group: ProcessGroup | None, *, no_dist: bool) -> bool:
+    """Whether a save or load is this process's alone: asked for, or without torch.distributed.
+
+    Raises CheckpointError for a process group that was destroyed: each rank would save alone to one id.
+    """
+    if no_dist:
+        return True
+    initialized = dist.is_available() and dist.is_initialized()
+    if process_group is not None and not initialized:
+        raise CheckpointError(
+            "a process group was given, but torch.distributed is not initialised any more: save before "
+            "destroy_process_group(), or pass no_dist=True to work on one rank"
+        )
+    return not initialized
 
 
 class Ranks:

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgpack
-import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _api_bc_check
 from typing_extensions import deprecated
 
 from dcp import object_steps
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
 from dcp.planners import load_planner
 from dcp.planners.columns import LoadColumns
@@ -108,7 +107,7 @@ def load(
     ``state_dict`` may be filled in part; no Stateful object has been touched and, unless planner or storage
     are of your own, no other value either.
     """
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
     reader = choose_reader(storage_reader, checkpoint_id)
     planner = planner if planner is not None else DefaultLoadPlanner()
@@ -176,7 +175,7 @@ def load_state_dict(
 ) -> None:
     """`load` as it was called before torch 2.2; `Stateful` values are not asked for their state."""
     storage_reader.reset()
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
     _load(lambda: state_dict, storage_reader, ranks, planner)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import (
@@ -26,7 +25,7 @@ from typing_extensions import deprecated
 
 from dcp import object_steps
 from dcp.background.future import SaveFuture
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.columnar_save import ColumnarSave, cache_of
 from dcp.local_state import LocalState, PlanOptions
 from dcp.planners import save_planner
@@ -89,7 +88,7 @@ def save(
 
     Returns torch's `Metadata` of the checkpoint, built when it is looked at.
     """
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    alone = works_alone(process_group, no_dist=no_dist)
     return _save(
         lambda: stateful_to_plain(state_dict),
         choose_writer(storage_writer, checkpoint_id),
@@ -165,7 +164,7 @@ def save_state_dict(
 ) -> Metadata:
     """`save` as it was called before torch 2.2; `Stateful` values are saved as they are."""
     storage_writer.reset()
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="save")
     return _save(lambda: state_dict, storage_writer, ranks, planner)
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgpack
-import torch.distributed as dist
 
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.report import LoadReport
@@ -99,7 +98,7 @@ def restore(
     After it has returned, everything that a load which failed had filled has been filled from the restored
     step; `Stateful` objects have got their state once.
     """
-    alone = no_dist or not (dist.is_available() and dist.is_initialized())
+    alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
     planner = planner if planner is not None else DefaultLoadPlanner()
 

@@ -2,11 +2,14 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import dcp
 from dcp.collectives import Ranks
 from dcp.failures import RankFailedError
 from dcp.storage.errors import CorruptCheckpointError
@@ -187,7 +190,9 @@ def test_an_interrupted_rank_does_not_keep_the_others() -> None:
 
 def keys_of_an_earlier_life(rank: int, world_size: int) -> list[bytes]:
     """The store has what ranks posted who died in the same operations before a restart."""
-    store = dist.group.WORLD.get_group_store()
+    group = dist.group.WORLD
+    assert group is not None
+    store = group.get_group_store()
     for serial in range(8):
         store.set(f"dcp/save/{serial}/abort", "1")
         store.set(f"dcp/load/{serial}/abort", "1")
@@ -204,3 +209,21 @@ def keys_of_an_earlier_life(rank: int, world_size: int) -> list[bytes]:
 def test_what_an_earlier_life_left_in_the_store_is_not_heeded() -> None:
     """torchrun keeps its store over restarts: aborts of ranks that died are none of today's."""
     assert run_ranks(3, keys_of_an_earlier_life) == [[b"0", b"1", b"2"]] * 3
+
+
+def save_after_the_group_has_gone(rank: int, world_size: int, root: str) -> str:
+    """The group is passed on, but was destroyed."""
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    try:
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=root, process_group=group)
+    except dcp.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_destroyed_group_is_not_silently_left_out(tmp_path: Path) -> None:
+    """Ranks of a group that is gone do not each save alone to the same id."""
+    for message in run_ranks(2, save_after_the_group_has_gone, str(tmp_path / "x")):
+        assert "not initialised any more" in message
+    assert not (tmp_path / "x").exists()
