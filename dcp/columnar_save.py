@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -58,7 +57,9 @@ class ColumnarSave:
 
     ``local`` gives this rank's part, in the first step, so that its failure reaches all ranks; digests that
     it lacks are made where they are needed. ``cache``, on all ranks or on none, lets the plan of the save
-    before serve again. ``seconds`` are phases that came before; all of them end up in the manifest, by rank.
+    before serve again. ``seconds`` are phases that came before; all of them end up in the manifest, by rank:
+    ``plan`` is all until this rank knows what to write, ``local_plan``, ``digests`` (the wait for the others'
+    and the answer) and ``global_plan`` (on the coordinator) are parts of it.
     """
 
     def __init__(
@@ -102,10 +103,11 @@ class ColumnarSave:
         return self._metadata()
 
     def _run_together(self) -> None:
-        writer, ranks = self._writer, self._ranks
+        writer, ranks, begun = self._writer, self._ranks, time.perf_counter()
         columns = None if self._cache is None else self._known_plan(self._cache)
         if columns is None:
             columns = self._received(ranks.reduce_scatter("plan", self._local_plan, self._global_plan))
+        self.seconds["plan"] = time.perf_counter() - begun
         try:
             ranks.reduce_broadcast("write", lambda: self._write(columns).encode(), self._commit)
         except BaseException as error:  # an interrupt, too, must not leave files behind
@@ -267,9 +269,6 @@ class ColumnarSave:
             raise CheckpointError("the save was not planned")
         local = self._local.columns
         codes = local.dtype_codes[local.item_tensors[columns.items]].tolist()
-        starts = columns.box_start.tolist()
-        sizes, offsets = columns.sizes.tolist(), columns.local_offsets.tolist()
-        bounds = list(itertools.pairwise(starts))
         cache: dict[bytes, bytes] = {}
         values = self._local.objects
         objects = [encoded_object(values[row], cache) for row in columns.objects.tolist()]
@@ -277,8 +276,8 @@ class ColumnarSave:
         return WriteRequest(
             sources=[sources[number] for number in local.item_sources[columns.items].tolist()],
             dtype_codes=codes,
-            sizes=[tuple(sizes[begin:end]) for begin, end in bounds],
-            local_offsets=[tuple(offsets[begin:end]) for begin, end in bounds],
+            sizes=columns.size_rows,
+            local_offsets=columns.local_offset_rows,
             shares=columns.shares.tolist(),
             blobs=[blob for blob, _ in objects],
             values=[plain for _, plain in objects],

@@ -19,11 +19,15 @@ def is_stateful(value: Any) -> bool:
     Asking a runtime protocol costs 20 microseconds an object, so tensors and plain data, which never have
     it, are told apart first.
     """
-    if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
-        return False
-    return isinstance(value, Stateful)
+    return _may_be_stateful(type(value)) and isinstance(value, Stateful)
+
+
+def _may_be_stateful(cls: type) -> bool:
+    return cls not in _PLAIN_TYPES and not issubclass(cls, torch.Tensor)
 
 
 def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """``state_dict`` with what each `Stateful` of the top level gives as its state."""
+    if not any(map(_may_be_stateful, set(map(type, state_dict.values())))):
+        return dict(state_dict)
     return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}

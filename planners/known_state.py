@@ -36,8 +36,8 @@ _TensorGuards: Any = getattr(
 """Not public: where torch lacks it, every state is looked at in full."""
 
 _local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
-_mesh, _placements, _order = attrgetter("mesh"), attrgetter("placements"), attrgetter("shard_order")
-_strided = attrgetter("use_strided_shard_as_shard_order")
+_mesh = attrgetter("mesh")
+_SPEC_FACTS = tuple(map(attrgetter, ("placements", "shard_order", "use_strided_shard_as_shard_order")))
 
 
 class Sources(list[torch.Tensor]):
@@ -67,36 +67,32 @@ class LocalPart(NamedTuple):
         return cls(columns, Sources(local.sources), list(local.objects.values()), local.item_replicated)
 
 
-@dataclass(frozen=True, eq=False)
 class _Layouts:
-    """Where DTensors lie: mesh and placements by tensor."""
+    """Where DTensors lie: mesh and placements by tensor. Mostly many tensors have one spec."""
 
-    mesh_ids: list[int]
-    meshes: list[weakref.ref[Any]]
-    placements: list[Any]
-    orders: list[Any]
-    strided: list[Any]
-
-    @classmethod
-    def of(cls, specs: list[Any]) -> _Layouts:
-        meshes = list(map(_mesh, specs))
-        distinct = {id(mesh): weakref.ref(mesh) for mesh in meshes}
-        return cls(
-            list(map(id, meshes)),
-            list(distinct.values()),
-            list(map(_placements, specs)),
-            list(map(_order, specs)),
-            list(map(_strided, specs)),
-        )
+    def __init__(self, specs: list[Any]) -> None:
+        distinct = {id(spec): spec for spec in specs}
+        numbers = {number: position for position, number in enumerate(distinct)}
+        self._ids = list(map(id, specs))
+        self._numbers = [numbers[number] for number in self._ids]
+        self._specs = list(map(weakref.ref, distinct.values()))
+        meshes = list(map(_mesh, distinct.values()))
+        self._meshes = list(map(weakref.ref, {id(mesh): mesh for mesh in meshes}.values()))
+        self._facts = [list(map(id, meshes)), *(list(map(fact, distinct.values())) for fact in _SPEC_FACTS)]
 
     def are_of(self, specs: list[Any]) -> bool:
-        # an id is a mesh's for as long as the mesh lives
-        return (
-            all(mesh() is not None for mesh in self.meshes)
-            and list(map(id, map(_mesh, specs))) == self.mesh_ids
-            and list(map(_placements, specs)) == self.placements
-            and list(map(_order, specs)) == self.orders
-            and list(map(_strided, specs)) == self.strided
+        """Whether specs have these meshes and placements; an id is a spec's or mesh's while that lives."""
+        if not all(mesh() is not None for mesh in self._meshes):
+            return False
+        facts = self._facts
+        if list(map(id, specs)) == self._ids and all(spec() is not None for spec in self._specs):
+            specs = [spec() for spec in self._specs]  # each once; its fields may have been changed
+        else:
+            facts = [[values[number] for number in self._numbers] for values in facts]
+        if list(map(id, map(_mesh, specs))) != facts[0]:
+            return False
+        return all(
+            list(map(fact, specs)) == values for fact, values in zip(_SPEC_FACTS, facts[1:], strict=True)
         )
 
 
@@ -262,7 +258,7 @@ class KnownState:
             has_source=has_source,
             dtensors=dtensors,
             tensors=TensorFacts(held.all),
-            layouts=_Layouts.of(held.specs),
+            layouts=_Layouts(held.specs),
             pointers=local.pointers,
             memory=object(),
             columns=columns,
