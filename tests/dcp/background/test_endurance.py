@@ -39,8 +39,8 @@ STATE_BYTES = 4 * ELEMENTS * TENSORS
 GROWTH_BYTES = 4 << 20
 """More than this after the second save is a leak: 41 KiB a save, where the state has 2 MiB.
 
-Measured were 0.3 to 2.5 MiB: heaps of short-lived threads, and pages that a process shares with the one it was
-forked from until it counts a reference in them.
+Measured were 0.3 to 2.5 MiB: heaps of short-lived threads, and pages that a process shares with the one that
+it was forked from until it counts a reference in them.
 """
 
 RECORDED_COLLECTIVES = 2000
