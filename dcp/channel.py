@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Channel", "Wait"]
+__all__ = ["SHORT_BYTES", "Channel", "Wait"]
 
 Wait = Callable[[Any], None]
 """Returns when a collective's work is complete, or raises."""
@@ -24,6 +24,8 @@ _FRAME_BYTES = 512
 """A broadcast of less is one collective: its length travels in the same frame."""
 
 _LENGTH_BYTES = 8
+SHORT_BYTES = 248
+"""The longest message that `Channel.gather_short` takes."""
 
 _group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the operations of each process group, equal on all ranks because all run the same program."""
@@ -83,12 +85,22 @@ class Channel:
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
         """Every rank's ``data`` on ``root``, None elsewhere."""
         sizes = self._all_sizes(len(data), wait)
-        own = self._padded(data, max(sizes))
-        parts = [torch.empty_like(own) for _ in sizes] if self.rank == root else None
+        parts = self._gather_tensor(self._padded(data, max(sizes)), root, wait)
+        return None if parts is None else [_to_bytes(p, size) for p, size in zip(parts, sizes, strict=True)]
+
+    def gather_short(self, data: bytes, root: int, wait: Wait) -> list[bytes | None] | None:
+        """The same in one collective, with None in the place of what is above SHORT_BYTES."""
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:SHORT_BYTES]
+        frame = self._padded(head, _LENGTH_BYTES + SHORT_BYTES)
+        parts = self._gather_tensor(frame, root, wait)
+        return None if parts is None else [_short(_to_bytes(part, len(frame))) for part in parts]
+
+    def _gather_tensor(self, own: torch.Tensor, root: int, wait: Wait) -> list[torch.Tensor] | None:
+        parts = [torch.empty_like(own) for _ in range(self.world_size)] if self.rank == root else None
         options = dist.GatherOptions()
         options.rootRank = root
         wait(self.group.gather([] if parts is None else [parts], [own], options))
-        return None if parts is None else [_to_bytes(p, size) for p, size in zip(parts, sizes, strict=True)]
+        return parts
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Every rank's ``data`` on every rank."""
@@ -152,6 +164,11 @@ def _collective_device(group: dist.ProcessGroup) -> torch.device:
         if device.type == "cpu":
             return device
     return torch.device(devices[0].type, torch.accelerator.current_device_index())
+
+
+def _short(frame: bytes) -> bytes | None:
+    length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
+    return frame[_LENGTH_BYTES : _LENGTH_BYTES + length] if length <= SHORT_BYTES else None
 
 
 def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:

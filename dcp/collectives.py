@@ -52,7 +52,7 @@ _POLL_STORE_SECONDS = 0.5
 _SLICE = timedelta(milliseconds=50)
 """Between two looks at whether to go on waiting, signals of Python's among them."""
 
-_OK, _FAILED = b"\x00", b"\x01"
+_OK, _FAILED, _LONGER = b"\x00", b"\x01", b"\x02"
 
 
 class _LostRanksError(Exception):
@@ -174,17 +174,43 @@ class Ranks:
         return self._unwrap(step, reply, own_error or coordinator_error)
 
     def reduce_broadcast(
-        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
+        self,
+        step: str,
+        local: Callable[[], bytes],
+        reduce: Callable[[list[bytes]], bytes],
+        *,
+        short: bool = False,
     ) -> bytes:
-        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result to every rank."""
-        gathered, own_error = self._gather_outcomes(step, local)
+        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result to every rank.
+
+        ``short``, on all ranks or none, is for messages that are mostly short (`channel.SHORT_BYTES`): their
+        lengths are not told in an exchange of their own then.
+        """
+        message, own_error = self._attempt(local)
+        received, error = _LONGER, None
+        if short:
+            received, error = self._reduced(step, lambda: self._gather_short(message), reduce)
+        if received == _LONGER:
+            received, error = self._reduced(step, lambda: self._gather(message), reduce)
+        return self._unwrap(step, received, own_error or error)
+
+    def _reduced(
+        self,
+        step: str,
+        gather: Callable[[], Sequence[bytes | None] | None],
+        reduce: Callable[[list[bytes]], bytes],
+    ) -> tuple[bytes, BaseException | None]:
+        """The coordinator's answer to all, and its own exception; `_LONGER` where a message is missing."""
+        gathered = self._guard(step, gather)
         reply: bytes | None = None
-        coordinator_error: BaseException | None = None
+        error: BaseException | None = None
         if gathered is not None:
-            outcome, coordinator_error = self._reduce(gathered, lambda parts: [reduce(parts)])
-            reply = _OK + outcome[0] if isinstance(outcome, list) else _FAILED + outcome
-        received = self._guard(step, lambda: self._broadcast(reply))
-        return self._unwrap(step, received, own_error or coordinator_error)
+            messages = [message for message in gathered if message is not None]
+            reply = _LONGER
+            if len(messages) == len(gathered):
+                outcome, error = self._reduce(messages, lambda parts: [reduce(parts)])
+                reply = _OK + outcome[0] if isinstance(outcome, list) else _FAILED + outcome
+        return self._guard(step, lambda: self._broadcast(reply)), error
 
     def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
         """Run ``local`` everywhere; every rank gets every rank's result."""
@@ -266,6 +292,11 @@ class Ranks:
         if self._channel is None:
             return [data]
         return self._channel.gather(data, self.coordinator, self._wait)
+
+    def _gather_short(self, data: bytes) -> Sequence[bytes | None] | None:
+        if self._channel is None:
+            return [data]
+        return self._channel.gather_short(data, self.coordinator, self._wait)
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return [data] if self._channel is None else self._channel.all_gather(data, self._wait)

@@ -155,7 +155,10 @@ class ColumnarSave:
         Every rank of a save with caches takes this step: one that has no plan any more says so in it.
         """
         answer = self._ranks.reduce_broadcast(
-            "digests", lambda: self._offer(cache), lambda offers: self._compare(cache, offers)
+            "digests",
+            lambda: self._offer(cache),
+            lambda offers: self._compare(cache, offers),
+            short=True,
         )
         self.seconds["digests"] = time.perf_counter() - self._offered
         return self._answered(cache, answer)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dcp
+from dcp.channel import SHORT_BYTES
 from dcp.collectives import Ranks
 from dcp.failures import RankFailedError
 from dcp.storage.errors import CorruptCheckpointError
@@ -47,6 +48,32 @@ def test_messages_of_any_length_reach_every_rank(world_size: int) -> None:
     together = b"".join(b"ab" * rank for rank in range(world_size))
     for rank, result in enumerate(results):
         assert result == [together, together, together, b"", b"%d" % (world_size - 1 - rank)]
+
+
+def short_step(rank: int, world_size: int, lengths: list[int]) -> list[bytes]:
+    """One step for short messages after the other, with this rank's message longer each time; then a failure
+    whose description is longer than a short message."""
+    ranks = Ranks(use_dist=True, timeout_seconds=20)
+    results = [
+        ranks.reduce_broadcast("probe", lambda n=n: b"%d" % rank * n * rank, b"|".join, short=True)  # type: ignore[misc]
+        for n in lengths
+    ]
+
+    def local() -> bytes:
+        if rank == 1:
+            raise CorruptCheckpointError("bits flipped" * 100, path="file-7", fqn="w")
+        return b"x"
+
+    with pytest.raises(CorruptCheckpointError, match="bits flipped" * 100):
+        ranks.reduce_broadcast("probe", local, b"".join, short=True)
+    return results
+
+
+def test_short_steps_deliver_messages_of_any_length() -> None:
+    """What does not fit into the one exchange of a short step follows in another, be it one rank's alone."""
+    lengths = [0, 1, SHORT_BYTES - 1, SHORT_BYTES, 5 * SHORT_BYTES]
+    for results in run_ranks(3, short_step, lengths):
+        assert results == [b"|".join(b"%d" % rank * n * rank for rank in range(3)) for n in lengths]
 
 
 def failing_step(rank: int, world_size: int, step: str, failing: int, where: str) -> Any:

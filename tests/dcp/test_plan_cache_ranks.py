@@ -82,10 +82,15 @@ class CountingRanks(Ranks):
         return super().reduce_scatter(step, self._counted_local(step, local), reduce)
 
     def reduce_broadcast(
-        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
+        self,
+        step: str,
+        local: Callable[[], bytes],
+        reduce: Callable[[list[bytes]], bytes],
+        *,
+        short: bool = False,
     ) -> bytes:
         """See `Ranks`."""
-        return super().reduce_broadcast(step, self._counted_local(step, local), reduce)
+        return super().reduce_broadcast(step, self._counted_local(step, local), reduce, short=short)
 
 
 @dataclass
