@@ -66,6 +66,10 @@ class SetFolder:
         self._check: ReplicaCheck = check
         self._memories: list[_Memory] = []
 
+    def prepare(self, sources: Sequence[torch.Tensor]) -> None:
+        """Have views of ``sources`` ready for the next save, which most likely brings them again."""
+        self._at(sources)
+
     def folds(
         self, sources: Sequence[torch.Tensor], object_digests: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
@@ -104,14 +108,14 @@ class SetFolder:
             if np.array_equal(known.addresses, addresses) and known.facts.are_of(views):
                 return known if token is None else self._keep(replace(known, token=token))
         on_host = [view.is_cpu and view.is_contiguous() for view in views]
-        prepared = self._prepare(addresses, [view.nbytes for view in views], on_host)
+        prepared = self._sets_at(addresses, [view.nbytes for view in views], on_host)
         return self._keep(_Memory(addresses, TensorFacts(views), token, prepared))
 
     def _keep(self, memory: _Memory) -> _Memory:
         self._memories = [memory, *self._memories][:_KEPT_MEMORIES]
         return memory
 
-    def _prepare(self, addresses: Int64, sizes: list[int], on_host: list[bool]) -> list[_Set]:
+    def _sets_at(self, addresses: Int64, sizes: list[int], on_host: list[bool]) -> list[_Set]:
         filled = np.array(on_host, bool) & (np.array(sizes, np.int64) > 0)
         low = int(addresses[filled].min(initial=np.iinfo(np.int64).max))
         high = int((addresses + sizes)[filled].max(initial=0))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.local import LocalTensors, has_plain_memory, is_tensor_like
+from dcp.planners.local import LocalTensors, has_plain_memory, has_sharded_tensor, is_tensor_like
 from dcp.planners.state_tree import StateTree
 from dcp.planners.tensor_facts import TensorFacts
 from dcp.planners.ties import item_ties
@@ -104,6 +104,7 @@ class _Facts:
     no element of one. ``tensors`` are facts of all tensors and then of the DTensors' local ones.
     """
 
+    shape: object | None
     fqns: tuple[str, ...]
     types: list[type]
     is_tensor: list[bool]
@@ -149,6 +150,15 @@ class _Held(NamedTuple):
         return facts.tensors.are_of(self.all) and facts.layouts.are_of(self.specs)
 
 
+class _Tree(NamedTuple):
+    """The shape of a state dict on a rank, and the flat names and paths that follow."""
+
+    tree: StateTree
+    rank: int
+    fqns: tuple[str, ...]
+    paths: dict[str, Path]
+
+
 class KnownState:
     """The shape and the facts of the state dict that was saved last.
 
@@ -156,7 +166,7 @@ class KnownState:
     """
 
     def __init__(self) -> None:
-        self._tree: tuple[StateTree, int, tuple[str, ...], dict[str, Path]] | None = None
+        self._tree: _Tree | None = None
         self._facts: _Facts | None = None
 
     def __reduce__(self) -> tuple[type[KnownState], tuple[()]]:
@@ -169,36 +179,41 @@ class KnownState:
 
     # -- names -----------------------------------------------------------------------------------------------
 
-    def flatten(self, state_dict: Mapping[Any, Any], rank: int) -> tuple[dict[str, Any], dict[str, Path]]:
-        """What `flatten_state_dict` gives."""
+    def flatten(
+        self, state_dict: Mapping[Any, Any], rank: int
+    ) -> tuple[dict[str, Any], dict[str, Path], object | None]:
+        """What `flatten_state_dict` gives, and what stands for the state's shape: one object for as long as
+        names, paths and the values' classes are the same; None for unusual states."""
         known = self._tree
-        if known is not None and known[1] == rank:
-            tree, _, fqns, paths = known
-            leaves = tree.leaves(state_dict)
+        if known is not None and known.rank == rank:
+            leaves = known.tree.leaves(state_dict)
             if leaves is not None:
                 # a copy of the paths, since planners show theirs to everybody
-                return dict(zip(fqns, leaves, strict=True)), dict(paths)
+                return dict(zip(known.fqns, leaves, strict=True)), dict(known.paths), known
         self.clear()  # equal flat names do not make equal paths
         flat, paths = flatten_state_dict(state_dict, rank=rank)
-        tree_now = StateTree.of(state_dict)
-        if tree_now is not None:
-            self._tree = (tree_now, rank, tuple(flat), dict(paths))
-        return flat, paths
+        tree = StateTree.of(state_dict)
+        if tree is not None and not has_sharded_tensor(flat.values()):
+            self._tree = _Tree(tree, rank, tuple(flat), dict(paths))
+        return flat, paths, self._tree
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
-    def recall(self, flat: Mapping[str, Any], *, with_paths: bool) -> LocalPart | None:
+    def recall(self, flat: Mapping[str, Any], shape: object | None, *, with_paths: bool) -> LocalPart | None:
         """The columns of a flat state dict whose facts are those that `remember` was given, else None.
 
-        Only where tensors lie may differ: ties are then found anew. ``with_paths`` if `flatten` made it.
+        Only where tensors lie may differ: ties are then found anew. ``with_paths`` if `flatten` made it,
+        which also gave the ``shape``.
         """
         facts = self._facts
         if facts is None or with_paths != (facts.columns.planner_data is not None):
             return None
-        if tuple(flat) != facts.fqns or not (with_paths or {str}.issuperset(map(type, flat))):
-            return None
         values = list(flat.values())
-        if list(map(type, values)) != facts.types:
+        if (shape is None or facts.shape is not shape) and not (
+            tuple(flat) == facts.fqns
+            and {str}.issuperset(map(type, flat))
+            and list(map(type, values)) == facts.types
+        ):
             return None
         objects = list(compress(values, facts.is_object))
         held = _Held.of(list(compress(values, facts.is_tensor)) if objects else values, facts.dtensors)
@@ -223,18 +238,22 @@ class KnownState:
             self._facts = moved
         return moved
 
-    def remember(self, flat: Mapping[str, Any], local: LocalTensors, columns: SaveColumns) -> LocalPart:
+    def remember(
+        self, flat: Mapping[str, Any], shape: object | None, local: LocalTensors, columns: SaveColumns
+    ) -> LocalPart:
         """Keep the facts of a state that was looked at in full.
 
         Of a state that holds other than plain tensors, DTensors and values nothing is kept: what such tensors
         are made of cannot be compared cheaply.
         """
-        facts = self._facts = self._facts_of(flat, local, columns)
+        facts = self._facts = self._facts_of(flat, shape, local, columns)
         part = LocalPart.of(local, columns if facts is None else facts.columns)
         part.sources.memory = None if facts is None else facts.memory
         return part
 
-    def _facts_of(self, flat: Mapping[str, Any], local: LocalTensors, columns: SaveColumns) -> _Facts | None:
+    def _facts_of(
+        self, flat: Mapping[str, Any], shape: object | None, local: LocalTensors, columns: SaveColumns
+    ) -> _Facts | None:
         values = list(flat.values())
         is_tensor = list(map(is_tensor_like, values))
         tensors = list(compress(values, is_tensor))
@@ -242,15 +261,16 @@ class KnownState:
             return None
         if columns.planner_data is not None:
             known = self._tree
-            if known is None or known[3] != columns.planner_data:
+            if known is None or known.paths != columns.planner_data:
                 return None
-            columns = replace(columns, planner_data=known[3])
+            columns = replace(columns, planner_data=known.paths)
         dtensors = [position for position, value in enumerate(tensors) if isinstance(value, DTensor)]
         held = _Held.of(tensors, dtensors)
         has_source = _matching(held.plain, local.sources)
         if sum(has_source) != len(local.sources):
             return None  # of a conjugated view a copy is stored
         return _Facts(
+            shape=shape,
             fqns=tuple(flat),
             types=list(map(type, values)),
             is_tensor=is_tensor,

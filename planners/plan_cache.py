@@ -196,6 +196,7 @@ class PlanCache:
         items, objects = len(columns.item_tensors), len(columns.objects.fqns)
         sets = decode_rank_sets(extra[_ID_BYTES:], items=items, objects=objects)
         folder = SetFolder(sets, structure.columns, check)
+        folder.prepare(part.sources)
         self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, folder)
 
     def commit(self) -> None:

@@ -82,6 +82,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.split_bytes = split_bytes
         self.rank: int | None = None
         self.known: KnownState | None = None
+        self._shape: object | None = None
         self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
@@ -93,14 +94,17 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict of this rank."""
-        flat = state_dict
+        flat, self._shape = state_dict, None
         if self.flatten_state_dict:
             rank = self.rank if self.rank is not None else _current_rank()
             known = self._known_state()
-            flat, self.mappings = (
-                flatten(state_dict, rank=rank) if known is None else known.flatten(state_dict, rank)
-            )
-        self.state_dict = flatten_sharded(flat) if self.flatten_sharded_tensors else flat
+            if known is None:
+                flat, self.mappings = flatten(state_dict, rank=rank)
+            else:
+                flat, self.mappings, self._shape = known.flatten(state_dict, rank)
+        if self.flatten_sharded_tensors and self._shape is None:
+            flat = flatten_sharded(flat)
+        self.state_dict = flat
         self.is_coordinator = is_coordinator
         self._lookup = BoxLookup()
         self._box_sizes = {}
@@ -128,9 +132,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return columns, part.sources, part.objects
 
     def _local_part(self) -> LocalPart:
-        known = self._known_state()
+        known, shape = self._known_state(), self._shape
+        self._shape = None  # of the state dict as it was taken; it may be changed after this
         if known is not None:
-            part = known.recall(self.state_dict, with_paths=self.flatten_state_dict)
+            part = known.recall(self.state_dict, shape, with_paths=self.flatten_state_dict)
             if part is not None:
                 return part
         local = collect_tensors(self.state_dict)
@@ -153,7 +158,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             stride_orders=local.stride_orders,
         )
         if known is not None:
-            return known.remember(self.state_dict, local, columns)
+            return known.remember(self.state_dict, shape, local, columns)
         return LocalPart.of(local, columns)
 
     def _known_state(self) -> KnownState | None:
