@@ -35,6 +35,11 @@ class StartedSave:
         if self._staging is not None:
             self._staging.result(_TIMEOUT_SECONDS)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has committed or failed."""
+        return self._upload.done()
+
     def wait_until_committed(self) -> None:
         """The checkpoint is there, or its error is raised."""
         self._upload.result(_TIMEOUT_SECONDS)

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-__all__ = ["PeakMemory", "cpu_seconds", "resident_mebibytes"]
+__all__ = ["PeakMemory", "cpu_seconds", "descendants", "resident_mebibytes"]
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SAMPLE_SECONDS = 0.02
@@ -20,11 +20,16 @@ def _stat(pid: str) -> list[str] | None:
         return None
 
 
-def _tree() -> list[tuple[str, list[str]]]:
-    """This process and its descendants, with the fields of their stat."""
+def descendants(pid: int) -> list[int]:
+    """The processes that a living process started, and that those did."""
+    return [int(found) for found, _ in _tree(str(pid))[1:]]
+
+
+def _tree(root: str | None = None) -> list[tuple[str, list[str]]]:
+    """A process (this one by default) and its descendants, with the fields of their stat."""
     pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     found = {pid: fields for pid in pids if (fields := _stat(pid)) is not None}
-    ours = [str(os.getpid())]
+    ours = [root or str(os.getpid())]
     for parent in ours:  # grows while it is walked
         ours += [pid for pid, fields in found.items() if fields[1] == parent]
     return [(pid, found[pid]) for pid in ours if pid in found]

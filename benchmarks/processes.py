@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from benchmarks.process_tree import descendants
 
 __all__ = ["BenchmarkError", "Progress", "run_ranks"]
 
@@ -60,10 +63,21 @@ def run_ranks(
         finally:
             for process, connection in workers.values():
                 connection.close()
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                _end(process, patience_seconds=5)
+
+
+def _end(process: BaseProcess, *, patience_seconds: float) -> None:
+    """End a rank with all that it started: a writer process would go on, and write to a removed folder."""
+    if process.pid is None:
+        return
+    started = descendants(process.pid)
+    process.join(patience_seconds)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _collect(workers: dict[int, tuple[BaseProcess, Connection]], progress: Progress) -> list[Any]:
@@ -84,7 +98,7 @@ def _collect(workers: dict[int, tuple[BaseProcess, Connection]], progress: Progr
                 progress(value)
             elif kind == "error":
                 for process, _ in workers.values():
-                    process.kill()
+                    _end(process, patience_seconds=0)
                 raise BenchmarkError(f"rank {rank} failed:\n{value}")
             else:
                 results[rank] = value

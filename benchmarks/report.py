@@ -99,8 +99,8 @@ def _cells(row: Row) -> list[str]:
         ours += f", reads {row.read_per_needed:.2f}"
         stock += f", reads {row.stock_read_per_needed:.2f}"
     if row.lost is not None:
-        ours += f", loses {row.lost:.1%}"
-        stock += f", loses {row.stock_lost:.1%}"
+        ours += f", loses {row.lost:.1%}, a save costs {_seconds(row.cost)}"
+        stock += f", loses {row.stock_lost:.1%}, a save costs {_seconds(row.stock_cost)}"
     return [
         row.workload,
         str(row.ranks),

@@ -20,6 +20,7 @@ __all__ = [
     "device_row",
     "loop_rows",
     "memory_row",
+    "plan_row",
     "reshard_row",
     "save_load_row",
 ]
@@ -31,11 +32,12 @@ Kind = Literal[
     "times_limit",
     "lost",
     "microseconds",
+    "milliseconds",
     "read_per_needed",
     "mebibytes",
 ]
 
-_AT_MOST = ("times_limit", "lost", "microseconds", "read_per_needed", "mebibytes")
+_AT_MOST = ("times_limit", "lost", "microseconds", "milliseconds", "read_per_needed", "mebibytes")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class Row:
     """One line of the table. Times in seconds; ratios above 1 mean that ours is faster.
 
     Stock tuned is stock with the setting that suits the row best: two threads, a stager that is kept.
-    ``lost`` is the part of the steps per second that a training loop loses.
+    ``lost`` is the part of the steps per second that a training loop loses, ``cost`` the seconds of training
+    that each of its saves takes.
     ``others`` is the median of the cores that other processes kept busy: above 0.2 or so, measure again.
     """
 
@@ -93,7 +96,10 @@ class Row:
     times_limit: float | None = None
     lost: float | None = None
     stock_lost: float | None = None
+    cost: Spread | None = None
+    stock_cost: Spread | None = None
     microseconds: float | None = None
+    milliseconds: float | None = None
     read_per_needed: float | None = None
     stock_read_per_needed: float | None = None
     mebibytes: float | None = None
@@ -120,6 +126,7 @@ _TEXTS: dict[Kind, str] = {
     "times_limit": "<= {bound:g}x the limit",
     "lost": "loses < {bound:.0%} of the steps per second",
     "microseconds": "<= {bound:g} us a tensor",
+    "milliseconds": "<= {bound:g} ms",
     "read_per_needed": "reads <= {bound:g} of what it needs",
     "mebibytes": "<= {bound:g} MiB",
 }
@@ -252,6 +259,7 @@ def loop_rows(measured: Measurement) -> list[Row]:
     samples, limit = measured.samples, measured.samples["no_saves"]
     for kind, stock in (("process", "stock_process"), ("thread", "stock")):
         ours = samples[f"ours_{kind}"]
+        costs = measured.facts["cost_seconds"]
         row = Row(
             measured.workload,
             measured.ranks,
@@ -265,10 +273,29 @@ def loop_rows(measured: Measurement) -> list[Row]:
             of_limit=_ratios(limit, ours).median,
             lost=1 - _ratios(limit, ours).median,
             stock_lost=1 - _ratios(limit, samples[stock]).median,
+            cost=Spread.of(costs[f"ours_{kind}"]),
+            stock_cost=Spread.of(costs[stock]),
             others=_others(measured.others),
         )
         rows.append(row.judge((Target("lost", 0.05),) if kind == "process" else ()))
     return rows
+
+
+def plan_row(measured: Measurement) -> Row:
+    """The row of planning a save, the first time or again."""
+    samples = measured.samples
+    row = Row(
+        measured.workload,
+        measured.ranks,
+        measured.operation,
+        measured.size_bytes / 1e9,
+        Spread.of(samples["ours"]),
+        stock=Spread.of(samples["stock"]),
+        ratio=_ratios(samples["stock"], samples["ours"]),
+        others=_others(measured.others),
+    )
+    row.milliseconds = row.ours.median * 1e3
+    return row.judge((Target("milliseconds", 5),) if measured.operation.startswith("plan again") else ())
 
 
 _DEVICE_SIDES = {

@@ -3,16 +3,21 @@
 A small transformer with Adam in fp32, about 0.8 GiB of state. Every round runs a segment of 20 steps by each
 contender, so that a slow minute of the machine falls on all of them. A segment begins with a save; what is
 left of that save when its steps are over is waited for, and counts.
+
+What one save costs is also told from within its segment: the time until it has committed, less what as many
+steps take in the segment's second half. Where others use the machine too, this is the quieter figure.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +49,11 @@ class LoopSpec:
     folder: Path
     contenders: tuple[str, ...] = CONTENDERS
     steps: int = STEPS_PER_SAVE
+
+
+class _Segment(NamedTuple):
+    step: Sample
+    cost_seconds: float
 
 
 class _Model(nn.Module):
@@ -90,7 +100,9 @@ class _Trainer:
 
 
 def train(rank: int, world_size: int, progress: Progress, spec: LoopSpec) -> Measurement:
-    """Seconds a step by contender, one a round. Needs a process that may have children.
+    """Seconds a step by contender, one a round, and "cost_seconds" of a save likewise among the facts.
+
+    Needs a process that may have children.
 
     A process group of one rank, because stock's process writer does not work without one.
     """
@@ -122,17 +134,20 @@ class _Loop:
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         del state
         result = Measurement("loop", 1, "train", size_bytes, len(tensors))
+        costs: dict[str, list[float]] = {name: [] for name in self._sides}
+        result.facts |= {"threads": torch.get_num_threads(), "cost_seconds": costs}
         for name in self._sides:
             self._progress(f"warming up {name}")
             self._segment(name, 2)
         for number in range(self._spec.rounds):
             for name in rotated((_NO_SAVES, *self._sides), number):
-                sample = self._segment(name, self._spec.steps)
-                result.samples.setdefault(name, []).append(sample.seconds)
-                result.others.setdefault(name, []).append(sample.others)
+                segment = self._segment(name, self._spec.steps)
+                result.samples.setdefault(name, []).append(segment.step.seconds)
+                result.others.setdefault(name, []).append(segment.step.others)
+                if name in costs:
+                    costs[name].append(segment.cost_seconds)
             steps = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in result.samples.items())
             self._progress(f"round {number + 1}/{self._spec.rounds}, a step: {steps}")
-        result.facts["threads"] = torch.get_num_threads()
         return result
 
     def close(self) -> None:
@@ -140,8 +155,7 @@ class _Loop:
         for side in self._sides.values():
             side.close()
 
-    def _segment(self, name: str, steps: int) -> Sample:
-        """Seconds a step."""
+    def _segment(self, name: str, steps: int) -> _Segment:
         self._saves += 1
         folder = self._spec.folder / f"save-{self._saves}"
         side = self._sides.get(name)
@@ -150,15 +164,22 @@ class _Loop:
         started = side.start(self._trainer.state_dict(), folder) if side else None
         if started:
             started.wait_until_staged()
+        ends = [time.perf_counter()]
+        saving = 0
         for _ in range(steps):
+            saving += started is not None and not started.ended
             self._trainer.step()
+            ends.append(time.perf_counter())
         if started:
             started.wait_until_committed()
         elapsed = time.perf_counter() - begun
         own, busy = cpu_seconds() - own, busy_seconds() - busy
         if started:
             remove_durably(folder)
-        return Sample(elapsed / steps, max(0.0, busy - own) / elapsed)
+        durations = [end - begin for begin, end in itertools.pairwise(ends)]
+        undisturbed = statistics.median(durations[steps // 2 :])
+        cost_seconds = elapsed - sum(durations[saving:]) - saving * undisturbed
+        return _Segment(Sample(elapsed / steps, max(0.0, busy - own) / elapsed), cost_seconds)
 
 
 def _leaves(value: Any) -> list[Any]:

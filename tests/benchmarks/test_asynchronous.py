@@ -21,6 +21,10 @@ def test_a_training_loop_is_timed_with_and_without_saves(tmp_path: Path) -> None
         "stock": 1,
     }
     assert all(seconds > 0 for samples in result.samples.values() for seconds in samples)
+    assert {name: len(costs) for name, costs in result.facts["cost_seconds"].items()} == {
+        "ours_thread": 1,
+        "stock": 1,
+    }
     assert result.size_bytes > 0 and result.tensors > 0
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
@@ -67,9 +71,11 @@ def test_steps_that_a_loop_loses_are_taken_within_a_round() -> None:
         "stock_process": [1.2, 2.4, 3.6],
         "stock": [1.25, 2.5, 3.75],
     }
+    measured.facts["cost_seconds"] = {name: [0.8, 1.6, 2.4] for name in measured.samples}
     process, thread = loop_rows(measured)
     assert process.lost == pytest.approx(1 - 1 / 1.04) and process.verdicts[0].met
     assert process.stock_lost == pytest.approx(1 - 1 / 1.2)
+    assert process.cost is not None and process.cost.median == 1.6
     assert thread.stock_lost == pytest.approx(1 - 1 / 1.25) and not thread.verdicts
     measured.samples["ours_process"] = [1.1, 2.2, 3.3]
     assert not loop_rows(measured)[0].verdicts[0].met
