@@ -132,6 +132,8 @@ class ProcessWriter(Worker):
         thread, child = self._thread, self._child
         if thread is None or not thread.is_alive() or child is None:
             return
+        if thread is threading.current_thread():  # which drops the session after its last save, and ends now
+            return
         thread.join(timeout_seconds)
         if thread.is_alive():
             (self._child or child).kill(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.future import SaveFuture
 from dcp.background.order import SaveOrder
+from dcp.background.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
 from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
@@ -37,7 +40,7 @@ from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.stateful_values import stateful_to_plain
 from dcp.storage import writer as columnar
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, StagingError
 from dcp.storage.writer import FileSystemWriter
 from dcp.storages import refuse_user_metadata
 
@@ -57,6 +60,8 @@ class AsyncSession:
     thread of this process, or in a process of its own that survives this one. At most ``in_flight`` saves
     are under way; `save` waits for the oldest then. Collective: the constructor returns when all ranks have
     come. ``start`` also starts the writer process now rather than at the first save.
+
+    A forked child has none of the threads that work here: the session is its parent's, and closed to it.
     """
 
     def __init__(
@@ -92,13 +97,7 @@ class AsyncSession:
 
     def ranks(self, operation: str = "save", abort: threading.Event | None = None) -> Ranks:
         """The ranks of this session, over its own group: for one operation that all of them take part in."""
-        return Ranks(
-            use_dist=self._own_channel is not None,
-            channel=self._own_channel,
-            timeout_seconds=self.timeout_seconds,
-            operation=operation,
-            abort=abort,
-        )
+        return _ranks(self._own_channel, self.timeout_seconds, operation, abort)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -124,12 +123,14 @@ class AsyncSession:
         ``stager`` replaces the session's own for this save.
         """
         if self._closed:
-            raise CheckpointError("this session is closed; saves need an open one")
+            raise CheckpointError(
+                "this session is closed, or of the process that forked this one; open another"
+            )
         refuse_user_metadata(storage_writer, user_metadata)
         planner = planner if planner is not None else DefaultSavePlanner()
         if isinstance(planner, DefaultSavePlanner):
             planner.rank = self.rank
-        self._wait_for_a_place()
+        self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         # A copy, because the caller may point the writer at the next id while this save is under way.
         writer = copy.copy(storage_writer) if isinstance(storage_writer, FileSystemWriter) else storage_writer
@@ -147,13 +148,24 @@ class AsyncSession:
             self._unfinished.add(future)
         future.add_done_callback(lambda _: self._ended(future))
         begun = time.perf_counter()
+        interrupt: BaseException | None = None
         try:
             payload = self._stage(order, state_dict, planner, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
             payload = FailedStaging.because(error)
+        except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks are told
+            interrupt = error
+            payload = FailedStaging.because(StagingError(f"staging was ended by a {type(error).__name__}"))
         order.seconds["blocked"] = time.perf_counter() - begun
         _chain(payload.done, future.staging_completion)
-        self._worker.submit(order, payload, future, progress)
+        try:
+            self._worker.submit(order, payload, future, progress)
+        except BaseException:
+            payload.release()
+            self._forget(future)
+            raise
+        if interrupt is not None:
+            raise interrupt
         return future
 
     def _stage(
@@ -164,33 +176,45 @@ class AsyncSession:
         stager: AsyncStager | None,
         overlap: bool,
     ) -> Payload:
-        chosen = stager or self._given_stager or self._own_stager()
-        state = stateful_to_plain(state_dict)
         writer = order.writer
-        if not (
+        ours: DefaultSavePlanner | None = None
+        # known before anything fails, so that a rank where something does takes the steps of the others
+        if (
             isinstance(writer, FileSystemWriter)
             and columnar.uses_columns(writer)
             and isinstance(planner, DefaultSavePlanner)
             and save_planner.uses_columns(planner)
         ):
+            ours, order.options = planner, PlanOptions.of(planner)
+        else:
             order.planner = planner
-            return StagedDict(_staged_by(chosen, state, lambda staged: staged))
-        order.options = PlanOptions.of(planner)
+        chosen = stager or self._given_stager or self._own_stager()
+        state = stateful_to_plain(state_dict)
+        if ours is None:
+            return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))
         meta = writer.storage_meta()
 
         def local_state(state: dict[str, Any]) -> LocalState:
-            planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
-            return LocalState.collect(planner, digests=False).encoded()
+            ours.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
+            return LocalState.collect(ours, digests=False).encoded()
 
         own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
-        planner.known = self._known if own else None  # copies of other stagers are new ones each time
+        ours.known = self._known if own else None  # copies of other stagers are new ones each time
         if isinstance(chosen, DefaultStager) and own:
             return chosen.stage_local(local_state(state), overlap=overlap, shared=self._in_process)
-        staged = _staged_by(chosen, state, local_state)
         if not self._in_process:
-            return StagedDict(staged)
+            return StagedDict(self._staged_alone(chosen, state, local_state))
         # What a stager of somebody else's has copied is not where another process can read it.
+        staged = _staged_by(chosen, state, local_state)
         return self._own_stager().stage_local(staged.result(self.timeout_seconds), shared=True)
+
+    def _staged_alone(
+        self, stager: AsyncStager, state: dict[str, Any], then: Callable[[dict[str, Any]], Any]
+    ) -> Future[Any]:
+        """`_staged_by`, once the copies of earlier saves are not read any more."""
+        if stager is not self._stager:  # which has memory for every save in flight; of others nobody knows
+            self._wait_until_left(1)
+        return _staged_by(stager, state, then)
 
     @property
     def _in_process(self) -> bool:
@@ -218,11 +242,10 @@ class AsyncSession:
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
 
-    def _wait_for_a_place(self) -> None:
+    def _wait_until_left(self, count: int) -> None:
+        """Wait until no more than ``count`` saves are unfinished."""
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: len(self._unfinished) < self._in_flight, self.timeout_seconds
-            ):
+            if not self._changed.wait_for(lambda: len(self._unfinished) <= count, self.timeout_seconds):
                 raise CheckpointError(
                     f"{len(self._unfinished)} saves have not ended within {self.timeout_seconds:g} s, so no "
                     "further one can begin; see their futures, or give the session more time"
@@ -232,6 +255,9 @@ class AsyncSession:
         error = future.exception()
         if error is not None:
             logger.error("asynchronous save to %s failed: %s", future.checkpoint_id, error)
+        self._forget(future)
+
+    def _forget(self, future: SaveFuture) -> None:
         with self._changed:
             self._unfinished.discard(future)
             self._changed.notify_all()
@@ -259,15 +285,32 @@ class AsyncSession:
         if self._stager is not None:
             self._stager.close()
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: nothing here works any more, nor waits for what the parent does."""
+        self._closed = True
+        self._finalizer.detach()
+        self._changed = threading.Condition()  # another thread may have held the old one
+        self._unfinished = set()
+
     def _make_worker(self, start: bool) -> Worker:
         if not self._in_process:
-            return ThreadWriter(self._ranks_for)
+            # nothing that refers to this object: it could not be dropped any more
+            return ThreadWriter(partial(_ranks, self._own_channel, self.timeout_seconds, "save"))
         from dcp.background.process_writer import ProcessWriter
 
         return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
 
-    def _ranks_for(self, abort: threading.Event) -> Ranks:
-        return self.ranks("save", abort)
+
+def _ranks(
+    channel: Channel | None, timeout_seconds: float, operation: str, abort: threading.Event | None
+) -> Ranks:
+    return Ranks(
+        use_dist=channel is not None,
+        channel=channel,
+        timeout_seconds=timeout_seconds,
+        operation=operation,
+        abort=abort,
+    )
 
 
 def own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
@@ -278,7 +321,8 @@ def own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel |
         return None
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
-    store = dist.PrefixStore(f"{shared.key}/{token}", shared.store)  # type: ignore[attr-defined]
+    # A connection of its own: while training waits for a key (new_group does), nobody else could use its.
+    store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))  # type: ignore[attr-defined]
     return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
 
 
@@ -355,6 +399,22 @@ def _drain_all() -> None:
     for session in list(_open_sessions):
         session.close()
 
+
+_of_parent: list[AsyncSession] = []
+"""Kept, so that a forked child does not run destructors which wait for threads that it does not have."""
+
+
+def _leave_all_to_parent() -> None:
+    # A data loader's worker must not wait for a save of the training's when it ends, nor use its writer.
+    _of_parent.extend(_open_sessions)
+    for session in _of_parent:
+        session._leave_to_parent()
+    _open_sessions.clear()
+    _of_groups.clear()
+    _alone.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 # Before the interpreter forbids new threads, which it does before `atexit` callbacks run: a save under way
 # may still have to start some. concurrent.futures ends its own threads by the same means, after this.

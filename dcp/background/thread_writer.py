@@ -59,7 +59,8 @@ class ThreadWriter(Worker):
         self._closed = True
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join(timeout_seconds)
+            if self._thread is not threading.current_thread():  # which drops the session after its last save
+                self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

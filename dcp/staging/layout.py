@@ -94,7 +94,8 @@ class Layout:
         padded = np.where(own, -(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, 0)
         offsets = (np.cumsum(padded) - padded)[structure.first]
         arena.reserve(int(padded.sum()))
-        views = _views(sources, offsets.tolist(), structure.first.tolist(), arena)
+        with torch.inference_mode(False):  # else the next save could not write to them outside of that mode
+            views = _views(sources, offsets.tolist(), structure.first.tolist(), arena)
         copied = np.flatnonzero(own & (sizes > 0))
         return cls(next(_numbers), structure, arena.generation, offsets, sizes, itemsizes, views, copied)
 
