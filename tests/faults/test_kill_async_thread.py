@@ -73,16 +73,15 @@ class DeadlyCopier(HostCopier):
 
 
 class KillingManager:
-    """A manager whose save of NEW, in a thread of this process, is killed at a step of it."""
+    """A manager in whose save of NEW ``kill`` is called, in a phase or before a numbered step on storage."""
 
-    def __init__(self, root: Path, phase: str | int, kill: Kill) -> None:
+    def __init__(self, root: Path, phase: str | int, kill: Kill, **options: Any) -> None:
         self.steps: list[str] = []
         self.phase, self.kill = phase, kill
         self.armed = False
-        self.stager = DefaultStager()
-        self.manager = dcp.CheckpointManager(
-            root, writer=self.writer, stager=self.stager, retries=0, timeout_seconds=TIMEOUT_SECONDS
-        )
+        self.stager = DefaultStager(process=options.get("mode") == "process")
+        options = {"writer": self.writer, "timeout_seconds": TIMEOUT_SECONDS, **options}
+        self.manager = dcp.CheckpointManager(root, stager=self.stager, retries=0, **options)
 
     def writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
         """A writer whose store tells its steps."""
@@ -245,12 +244,13 @@ def train_together(
     killing = KillingManager(root, phase if rank == observer else NOBODY, kill)
     ends = [killing.train(rank)]
     for step in (NEXT, NEXT + 1):
-        ends.append(_error_of(partial(killing.manager.save, step, state_of(step, rank))))
-    ends.append(_error_of(killing.manager.close))
+        ends.append(error_of(partial(killing.manager.save, step, state_of(step, rank))))
+    ends.append(error_of(killing.manager.close))
     return killing.steps, ends
 
 
-def _error_of(call: Callable[[], object]) -> str:
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raised."""
     try:
         call()
     except dcp.CheckpointError as error:

@@ -1,0 +1,106 @@
+"""A trainer that dies while it copies its state for its writer process, and one that hangs in a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import dcp
+from dcp.background.process_writer import ProcessWriter
+from dcp.manager.saves import _BackgroundSaves
+from tests.faults.test_kill_async_thread import (
+    NEXT,
+    NOBODY,
+    OLD,
+    KillingManager,
+    die,
+    error_of,
+    resume,
+    state_of,
+)
+from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
+
+TIMEOUT_SECONDS = 12.0
+
+
+def writer_of(manager: dcp.CheckpointManager) -> int:
+    """The id of a manager's writer process."""
+    saves = manager._saves
+    assert isinstance(saves, _BackgroundSaves)
+    worker = saves._session._worker
+    assert isinstance(worker, ProcessWriter)
+    return worker.pid
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, within a while; whoever adopted it may not have asked how yet."""
+    stat = Path(f"/proc/{pid}/stat")
+    deadline = time.monotonic() + 30.0
+    while stat.exists() and time.monotonic() < deadline:
+        with suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        time.sleep(0.05)
+    return not stat.exists()
+
+
+def train(rank: int, killing: KillingManager) -> tuple[list[str], float]:
+    """How the save ended, two further calls and closing; how long all that took."""
+    begun = time.monotonic()
+    ends = [killing.train(rank)]
+    for step in (NEXT, NEXT + 1):
+        ends.append(error_of(partial(killing.manager.save, step, state_of(step, rank))))
+    ends.append(error_of(killing.manager.close))
+    return ends, time.monotonic() - begun
+
+
+def die_while_copying(rank: int, world_size: int, root: Path) -> tuple[list[str], float]:
+    """Rank 0 is killed when its copies begin; rank 1's writer process has its part of that save by then."""
+    options = {"mode": "process", "writer": partial(dcp.FileSystemWriter, sync_files=False)}
+    killing = KillingManager(root, "before the copies" if rank == 0 else NOBODY, die, **options)
+    (root / f"pid-{rank}").write_text(str(writer_of(killing.manager)))
+    return train(rank, killing)
+
+
+def stop_while_writing(rank: int, world_size: int, root: Path) -> tuple[list[str], float]:
+    """Rank 1 is stopped in the middle of its write, and killed only when the other has given up."""
+
+    stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+    killing = KillingManager(root, 2 if rank == 1 else NOBODY, stop, timeout_seconds=4.0)
+    try:
+        return train(rank, killing)
+    finally:
+        if rank == 0:
+            kill_rank(1)
+
+
+def run_both(root: Path) -> list[list[Ending]]:
+    """Both, side by side, and the next runs."""
+    folders = [root / "copying", root / "stopped"]
+    for folder in folders:
+        folder.mkdir()
+    functions = (die_while_copying, stop_while_writing)
+    endings = run_groups([Group(2, f, (folder,)) for f, folder in zip(functions, folders, strict=True)])
+    return endings + run_groups([Group(2, resume, (folder,)) for folder in folders])
+
+
+def test_trainers_that_die_or_hang_in_a_save(tmp_path: Path) -> None:
+    """The survivors' saves fail in time with the rank's number, closing does not hang, no writer process is
+    left, and the next run goes on from the last commit."""
+    copying, stopped, *resumed = in_lab(run_both, tmp_path)
+    assert [copying[0].killed, stopped[1].killed] == [True, True]
+    for victim, ending in ((0, copying[1]), (1, stopped[0])):
+        assert ending.value is not None, ending
+        (saved, *following, closed), seconds = ending.value
+        assert f"rank {victim}" in saved, saved
+        assert any(f"rank {victim}" in end for end in following), following
+        assert closed == ""
+        assert seconds < 60
+    for rank in (0, 1):
+        assert has_ended(int((tmp_path / "copying" / f"pid-{rank}").read_text()))
+    for group in resumed:
+        assert [ending.value and ending.value[0] for ending in group] == [OLD, OLD], group
