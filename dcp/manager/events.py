@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Literal
 
 import torch
+
+from dcp.storage.errors import CheckpointError
 
 __all__ = ["Event", "EventCallback", "EventKind", "Events"]
 
@@ -28,6 +31,9 @@ EventKind = Literal[
     "skipped_damaged",
     "stop_requested",
 ]
+
+_NOT_WITHIN_WORK = frozenset({"save_skipped", "restored", "skipped_damaged", "stop_requested"})
+"""Told by the training thread while nothing waits for it."""
 
 _TROUBLE = frozenset({"save_failed", "save_retried", "verify_failed", "delete_failed", "skipped_damaged"})
 
@@ -57,7 +63,11 @@ class Event:
 
 
 EventCallback = Callable[[Event], None]
-"""Called for each event, from any thread; what it raises is logged and goes no further."""
+"""Called for each event, from any thread; what it raises is logged and goes no further.
+
+It may list and pin steps, but not save, restore, wait or close within `saved` and what follows: the work that
+it would wait for is waiting for it.
+"""
 
 
 class Events:
@@ -69,6 +79,7 @@ class Events:
         self._root = root
         self._rank = rank
         self._callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks or ())
+        self._telling = threading.local()
 
     def emit(
         self,
@@ -84,11 +95,23 @@ class Events:
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         event = Event(kind, step, self._rank, dict(seconds or {}), size_bytes, text, data, time.time())
         self._log(event)
-        for tell in (_tell_torch, *self._callbacks):
-            try:
-                tell(event)
-            except Exception:
-                logger.exception("a listener failed on the event %r of step %s", kind, step)
+        self._telling.work = kind if kind not in _NOT_WITHIN_WORK else None
+        try:
+            for tell in (_tell_torch, *self._callbacks):
+                try:
+                    tell(event)
+                except (Exception, SystemExit):  # the latter would end the thread that saves
+                    logger.exception("a listener failed on the event %r of step %s", kind, step)
+        finally:
+            self._telling.work = None
+
+    def refuse_to_wait(self, call: str) -> None:
+        """Raise CheckpointError in a callback that is called by what ``call`` would wait for."""
+        kind = getattr(self._telling, "work", None)
+        if kind is not None:
+            raise CheckpointError(
+                f"{call} in a callback of the event {kind!r} would wait for itself; do it in the loop"
+            )
 
     def _log(self, event: Event) -> None:
         """One record whose ``extra`` has the event's fields, for handlers that write structured logs."""

@@ -25,7 +25,7 @@ from dcp.manager.retention import Retention
 from dcp.manager.saves import Mode, SaveOptions, check_group, saves_of
 from dcp.manager.saving import Saver, WhenBusy
 from dcp.manager.schedule import Schedule
-from dcp.manager.steps import StepFolders
+from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.turns import Turns
 from dcp.manager.upkeep import Check, Upkeep
 from dcp.manager.user_metadata import user_metadata_of
@@ -70,7 +70,8 @@ class CheckpointManager:
       it is called. Steps are saved at multiples of ``every_steps``, also after a resume. ``save_first``: also
       the first step of a run that was not restored.
     - ``keep``: which checkpoints stay; None keeps all. Only committed ones that were not found damaged
-      count; pinned ones stay.
+      count; pinned ones stay. The newest is the one of the highest step: a run that goes back to an older
+      one must `delete` those after it, or they are kept in place of its own.
     - ``when_busy``: what a save by interval does while the one before is not finished: "wait", "skip" (until
       the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
     - ``on_failure``: a save that failed in spite of ``retries`` (for errors of the storage, after
@@ -181,6 +182,7 @@ class CheckpointManager:
         For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
         """
         self._check_open()
+        step = whole_step(step)
         self._saver.begin_step(step)
         return self._turns.reason(step, last=last) is not None
 
@@ -211,6 +213,8 @@ class CheckpointManager:
         that is closed or busy.
         """
         self._check_open()
+        self._events.refuse_to_wait("save()")
+        step = whole_step(step)
         self._saver.begin_step(step)
         reason = self._turns.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
@@ -264,6 +268,8 @@ class CheckpointManager:
         raised, as all others are, rather than set training back.
         """
         self._check_open()
+        self._events.refuse_to_wait("restore()")
+        step = None if step is None else whole_step(step)
         check_group(no_dist=self._no_dist)
         self._ledger.settle(self._timeout_seconds)
         options.setdefault("progress", self._progress)
@@ -312,6 +318,7 @@ class CheckpointManager:
         self._check_open()
         if self._upkeep is None:
             return
+        step = whole_step(step)
         if step not in self.all_steps():
             raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
         if self._folders.notes(step).pinned:
@@ -344,6 +351,7 @@ class CheckpointManager:
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Whether all saves have ended, and on rank 0 all verifications and deletions, within
         ``timeout_seconds`` (None: no bound but their own). Raises as ``on_failure`` says."""
+        self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
         done = self._ledger.wait(timeout_seconds)
         if done and self._upkeep is not None:
@@ -361,6 +369,7 @@ class CheckpointManager:
         interpreter; after an exception a save under way gets a minute, because other ranks may be dead.
         Raises as ``on_failure`` says, unless there is an exception already.
         """
+        self._events.refuse_to_wait("close()")
         self._close(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
         self._ledger.raise_failure(damage=True)
 
@@ -379,12 +388,21 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CheckpointError(f"this manager of {self._folders.root.url} is closed; make another one")
+            url = self._folders.root.url
+            raise CheckpointError(
+                f"this manager of {url} is closed; make another one (in a forked child too)"
+            )
         if self._expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this manager was made before init_process_group(), so that each rank would save alone; make "
                 "it after that, or with no_dist=True if it is meant"
             )
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: closed, nothing to wait for, and no lock that another thread may have held."""
+        self._closed = True
+        self._ledger = Ledger(keep_failures=False)
+        self._upkeep = None
 
     def __enter__(self) -> Self:
         return self
@@ -404,6 +422,21 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 _open_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+_of_parent: list[CheckpointManager] = []
+"""Kept, so that a forked child does not run destructors which wait for threads that it does not have."""
+
+
+def _leave_all_to_parent() -> None:
+    # A data loader's worker must not wait, when it ends, for a save that the training process carries out.
+    _of_parent.extend(_open_managers)
+    for manager in _of_parent:
+        manager._leave_to_parent()
+    _open_managers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _close_all() -> None:

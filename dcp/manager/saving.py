@@ -58,7 +58,7 @@ class Saver:
                     "when_busy='raise'; save less often, or let it wait or be skipped",
                     step=step,
                 )
-            self.turns.saved(step, reason)
+            self.turns.skipped(step)
             self.events.emit("save_skipped", step, reason=reason)
             return False
         self.ledger.settle(self.timeout_seconds)

@@ -36,6 +36,7 @@ class Schedule:
         self._save_first = save_first
         self._since_seconds = now_seconds
         self._saved: int | None = None
+        self._skipped: int | None = None
         self._restored = False
         self._first: int | None = None
         self._step: int | None = None
@@ -62,7 +63,7 @@ class Schedule:
         ``stop``: the run is to end after it.
         """
         if step == self._saved:
-            return None
+            return "last" if last and step == self._skipped else None
         if stop:
             return "stop"
         if last:
@@ -82,8 +83,14 @@ class Schedule:
         return step // every > base // every
 
     def saved(self, step: int, now_seconds: float) -> None:
-        """``step`` is being saved, or was left out on purpose: the intervals count from here."""
+        """``step`` is being saved: the intervals count from here."""
         self._saved, self._since_seconds, self._time_is_up = step, now_seconds, False
+        self._skipped = None
+
+    def skipped(self, step: int, now_seconds: float) -> None:
+        """``step`` was left out on purpose, as if it had been saved; as the last one it still may be."""
+        self.saved(step, now_seconds)
+        self._skipped = step
 
     def restored(self, step: int, now_seconds: float) -> None:
         """The run goes on from ``step``."""

@@ -8,13 +8,14 @@ Torch-free.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
 from dcp.inspection import header_of
 from dcp.manager.notes import NOTES_NAME, Notes, read_notes, update_notes
@@ -26,7 +27,7 @@ from dcp.storage.formats.open import is_commit_object, open_index
 from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.folders import Found, Root, open_root
 
-__all__ = ["Commit", "StepFacts", "StepFolders", "read_commit"]
+__all__ = ["Commit", "StepFacts", "StepFolders", "read_commit", "whole_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _Value = TypeVar("_Value")
 
 _PROBES: Final = (0, 7, 123_456_789)
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_END_OF_STEPS: Final = 10**18
+"""What `_NUMBER` can read back from a name, and the ranks can exchange."""
 _LONGEST_ID: Final = 256
 _RACY_SECONDS: Final = 2.0
 """A file this young may change again without its time showing it, so what was read of it is not kept."""
@@ -69,6 +72,17 @@ class Commit:
     index: CheckpointIndex | None
     problem: CheckpointError | None
     versions: Mapping[str, Version]
+
+
+def whole_step(step: SupportsIndex) -> int:
+    """``step`` as an int: numpy's whole numbers are taken too. Raises ValueError for what is no step."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < _END_OF_STEPS:
+        raise ValueError(f"step: must be a whole number from 0 to {_END_OF_STEPS - 1}, not {step!r}")
+    return number
 
 
 def read_commit(store: Store) -> Commit | None:
@@ -117,9 +131,8 @@ class StepFolders:
     # -- names -----------------------------------------------------------------------------------------------
 
     def name(self, step: int) -> str:
-        """The folder's name. Raises ValueError for a negative step, or a name that is not a plain one."""
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step: must be a whole number of at least 0, not {step!r}")
+        """The folder's name. Raises ValueError as `whole_step`, and for a name that is not a plain one."""
+        step = whole_step(step)
         form = self._name_format
         try:
             return check_name(form.format(step=step) if isinstance(form, str) else form(step))

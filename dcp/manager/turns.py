@@ -73,9 +73,13 @@ class Turns:
         return self._schedule.reason(step, last=last, stop=self.stopping and not self._stop_saved)
 
     def saved(self, step: int, reason: Reason) -> None:
-        """``step`` is being saved, or skipped: see `Schedule.saved`."""
+        """``step`` is being saved: see `Schedule.saved`."""
         self._schedule.saved(step, time.monotonic())
         self._stop_saved = self._stop_saved or reason == "stop"
+
+    def skipped(self, step: int) -> None:
+        """``step`` is left out: see `Schedule.skipped`."""
+        self._schedule.skipped(step, time.monotonic())
 
     def restored(self, step: int) -> None:
         """The run goes on from ``step``."""

@@ -247,7 +247,7 @@ class Upkeep:
                     self._on_damage(problem)
         finally:
             self._settle(step)
-        self._retain()
+        self._retain(step)
 
     def _go_on_with_what_was_left(self) -> None:
         """What an earlier process began here: saves that never committed; verifications that its end cut
@@ -290,12 +290,21 @@ class Upkeep:
         found = Verified(commit.save_id, time.time(), problem is None, what)
         self._folders.update_notes(step, lambda notes: replace(notes, verified=found))
 
-    def _retain(self) -> None:
+    def _retain(self, saved: int) -> None:
+        """Delete what need not stay; not yet what has just been ``saved``, whatever its step."""
         if self._keep is None:
             return
         states = self._folders.survey(self._unsettled_now())
         for step in retention.plan(self._keep, states, time.time()).delete:
-            self._deleter.delete(step)
+            if step != saved:
+                self._deleter.delete(step)
+                continue
+            logger.warning(
+                "%s is kept only until the next save, because there are newer steps, up to %d: restore() "
+                "takes those. If this run has gone back, delete them",
+                self._folders.checkpoint_id(step),
+                states[-1].step,
+            )
 
     def _on_deletion(self, event: DeletionEvent) -> None:
         seconds = {"delete": event.seconds}

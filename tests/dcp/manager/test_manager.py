@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,6 +159,47 @@ def test_retention_keeps_the_last_the_best_and_the_pinned(tmp_path: Path, mode: 
     assert sorted(step for step in seen.steps("deleted") if step) == [1, 3, 6, 7]
     assert seen.steps("verified") == list(range(1, 10))
     assert [loaded_step(manager.checkpoint_id(step)) for step in manager.all_steps()] == [2, 4, 5, 8, 9]
+
+
+def test_what_was_just_saved_stays_after_going_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Newer steps of the run that was given up do not push it out at once, and the user is told of them."""
+    keep = dcp.Retention(last=2)
+    with manager_of(tmp_path, keep=keep) as manager:
+        for step in (8, 9):
+            manager.save(step, state_at(step))
+        assert manager.restore(state_at(0), step=8) is not None
+        for step in (3, 4):
+            manager.save(step, state_at(step))
+            manager.wait()
+            assert manager.all_steps() == [step, 8, 9]
+        assert "newer steps, up to 9" in caplog.text
+        manager.delete(8)
+        manager.delete(9)
+        manager.save(5, state_at(5))
+    assert manager.all_steps() == [4, 5]
+
+
+@pytest.mark.parametrize("step", [-1, True, 2.0, "2", 10**18])
+def test_steps_that_cannot_be_listed_are_refused_at_once(tmp_path: Path, step: Any) -> None:
+    """Not only when one is due: training must not fail hours later, nor save what nobody finds again."""
+    with manager_of(tmp_path, every_steps=1000) as manager:
+        for call in (manager.should_save, lambda step: manager.save(step, {})):
+            with pytest.raises(ValueError, match="step: must be a whole number from 0 to"):
+                call(step)
+
+
+def test_whole_numbers_of_numpy_and_torch_are_steps(tmp_path: Path) -> None:
+    """As loops have them that count by arrays, or restore a counter."""
+    with manager_of(tmp_path) as manager:
+        manager.save(np.int64(2), state_at(2))  # type: ignore[arg-type]
+        manager.save(torch.tensor(10**18 - 1), state_at(3))  # type: ignore[arg-type]
+        manager.wait()
+        manager.pin(np.int64(2))  # type: ignore[arg-type]
+        restored = manager.restore(state_at(0), np.int64(2))  # type: ignore[arg-type]
+    assert restored is not None
+    assert type(restored.step) is int
+    assert manager.all_steps() == [2, 10**18 - 1]
+    assert manager.pinned() == [2]
 
 
 def test_deleting_by_hand(tmp_path: Path) -> None:
@@ -375,6 +417,20 @@ def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
     assert seen.steps("save_skipped") == ([2] if when_busy == "skip" else [])
 
 
+def test_a_step_that_was_left_out_is_saved_as_the_last(tmp_path: Path) -> None:
+    """Its interval was skipped while a save was under way, and then the loop turns out to end with it."""
+    gate = Gate()
+    with manager_of(tmp_path, writer=writer_with(gate), every_steps=2, when_busy="skip") as manager:
+        manager.save(2, state_at(2))
+        assert gate.reached.wait(30.0)
+        assert manager.save(4, state_at(4)) is None
+        gate.open()
+        assert manager.save(4, state_at(4)) is None
+        assert manager.save(4, state_at(4), last=True) is not None
+        assert manager.save(4, state_at(4), last=True) is None
+    assert manager.all_steps() == [2, 4]
+
+
 # -- restoring -----------------------------------------------------------------------------------------------
 
 
@@ -493,6 +549,30 @@ def test_events_go_to_log_monitor_and_callbacks(tmp_path: Path, caplog: pytest.L
 
 
 # -- the rest ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_callback_that_would_wait_for_itself_is_refused(tmp_path: Path, mode: Any) -> None:
+    """Rather than hang; it may list and pin. One that wants to end the program does not end the writer."""
+    refused: list[str] = []
+
+    def callback(event: Event) -> None:
+        if event.kind not in ("saved", "verified"):
+            return
+        assert event.step in manager.all_steps()
+        manager.pin(event.step)
+        for call in (manager.wait, manager.close, lambda: manager.save(9, {}), lambda: manager.restore({})):
+            with pytest.raises(dcp.CheckpointError, match="would wait for itself") as caught:
+                call()
+            refused.append(str(caught.value))
+        raise SystemExit(3)
+
+    with manager_of(tmp_path, mode=mode, on_event=callback) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+        assert manager.wait(30.0)
+    assert manager.pinned() == [1, 2]
+    assert len(refused) == 16
 
 
 def test_a_forced_save_of_the_stopping_step_is_waited_for(tmp_path: Path) -> None:

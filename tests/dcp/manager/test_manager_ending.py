@@ -92,6 +92,39 @@ def test_an_exception_in_the_loop_stays_the_exception(tmp_path: Path, on_failure
     assert m.failures == 1
 
 
+FORKING = """
+import multiprocessing, sys, dcp
+from tests.dcp.manager.manager_support import Gate, state_at, writer_with
+def work(manager):
+    try:
+        with manager:
+            manager.save(2, state_at(2))
+    except dcp.CheckpointError as error:
+        print(error, manager.all_steps(), manager.wait(), flush=True)
+gate = Gate()
+manager = dcp.CheckpointManager(sys.argv[1], writer=writer_with(gate))
+manager.save(1, state_at(1))
+gate.reached.wait(30.0)
+child = multiprocessing.get_context("fork").Process(target=work, args=(manager,))
+child.start()
+child.join(30.0)
+print("exit", child.exitcode, flush=True)
+child.kill()
+gate.open()
+manager.close()
+print(manager.all_steps())
+"""
+
+
+def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
+    """A data loader's worker that ends during a save: it would wait for threads that only the parent has."""
+    run = run_script(FORKING, str(tmp_path))
+    said, ended, steps = run.stdout.splitlines()
+    assert "in a forked child too" in said
+    assert said.endswith("[] True")
+    assert (ended, steps) == ("exit 0", "[1]"), run.stderr
+
+
 def test_a_dropped_manager_lets_go_of_sigterm(tmp_path: Path) -> None:
     """Nobody closes it, but SIGTERM ends the process again once it is gone."""
     before = signal.getsignal(signal.SIGTERM)
