@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from benchmarks.processes import BenchmarkError, Progress, run_ranks
 
-_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "device")
+_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "plan", "device")
 _BY_NAME_ONLY = ("async-W1-opt", "async-W2")
 _MEMORY_WORKLOADS = ("W1", "W2", "W3")
 _ASYNC_RANKS = (1, 2)
@@ -66,6 +66,8 @@ class _Suite:
                 self._save_asynchronously(workload.partition("-")[2] or "W1")
             elif workload == "loop":
                 self._train()
+            elif workload == "plan":
+                self._plan()
             elif workload == "device":
                 self._stage_from_device()
             else:
@@ -198,6 +200,20 @@ class _Suite:
             (result,) = run_ranks(1, train, spec, progress=say, folder=self._folder, daemon=False)
         self.measured.append(result)
         self.rows += loop_rows(result)
+
+    def _plan(self) -> None:
+        from benchmarks.plan_cache import LAYOUTS, TENSORS, PlanSpec, plan_again
+        from benchmarks.targets import plan_row
+
+        tensors = max(8, round(TENSORS * self._options.scale))
+        for layout in LAYOUTS:
+            with self._own_folder() as name:
+                spec = PlanSpec(layout, tensors, self._options.rounds, Path(name))
+                say = self._say(f"plan, {layout}")
+                arguments = (self._options.ranks, plan_again, spec)
+                results = run_ranks(*arguments, progress=say, folder=self._folder)[0]
+            self.measured += results
+            self.rows += [plan_row(result) for result in results]
 
     def _stage_from_device(self) -> None:
         from benchmarks.device_staging import DeviceSpec, accelerator, stage_from_device
