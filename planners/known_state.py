@@ -8,6 +8,7 @@ state is looked at in full again. No tensor is kept alive.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.local import LocalTensors, has_plain_memory, has_sharded_tensor, is_tensor_like
+from dcp.planners.local import LocalTensors, has_plain_memory, has_sharded_tensor, is_tensor_class
 from dcp.planners.state_tree import StateTree
 from dcp.planners.tensor_facts import TensorFacts
 from dcp.planners.ties import item_ties
@@ -255,24 +256,27 @@ class KnownState:
         self, flat: Mapping[str, Any], shape: object | None, local: LocalTensors, columns: SaveColumns
     ) -> _Facts | None:
         values = list(flat.values())
-        is_tensor = list(map(is_tensor_like, values))
+        types = list(map(type, values))
+        tensor_types = {cls: is_tensor_class(cls) for cls in set(types)}
+        is_tensor = list(map(tensor_types.__getitem__, types))
         tensors = list(compress(values, is_tensor))
-        if not all(map(has_plain_memory, tensors)):
+        dtensors: list[int] = []
+        if any(issubclass(cls, DTensor) for cls in tensor_types):
+            dtensors = [position for position, value in enumerate(tensors) if isinstance(value, DTensor)]
+        held = _Held.of(tensors, dtensors)
+        if not has_plain_memory(held.tensors, held.locals):
             return None
         if columns.planner_data is not None:
-            known = self._tree
-            if known is None or known.paths != columns.planner_data:
+            if not isinstance(shape, _Tree) or shape is not self._tree:
                 return None
-            columns = replace(columns, planner_data=known.paths)
-        dtensors = [position for position, value in enumerate(tensors) if isinstance(value, DTensor)]
-        held = _Held.of(tensors, dtensors)
+            columns = replace(columns, planner_data=shape.paths)
         has_source = _matching(held.plain, local.sources)
         if sum(has_source) != len(local.sources):
             return None  # of a conjugated view a copy is stored
         return _Facts(
             shape=shape,
             fqns=tuple(flat),
-            types=list(map(type, values)),
+            types=types,
             is_tensor=is_tensor,
             is_object=[not tensor for tensor in is_tensor],
             has_source=has_source,
@@ -288,6 +292,8 @@ class KnownState:
 
 def _matching(tensors: list[torch.Tensor], sources: list[torch.Tensor]) -> list[bool]:
     """By tensor, whether it is the next of ``sources``."""
+    if len(tensors) == len(sources) and all(map(operator.is_, tensors, sources)):
+        return [True] * len(tensors)
     position, matching = 0, []
     for tensor in tensors:
         found = position < len(sources) and sources[position] is tensor

@@ -33,6 +33,7 @@ __all__ = [
     "collect_tensors",
     "has_plain_memory",
     "has_sharded_tensor",
+    "is_tensor_class",
     "is_tensor_like",
     "local_tensor",
 ]
@@ -111,13 +112,16 @@ def is_tensor_like(value: object) -> bool:
     return _KINDS[type(value)] != _OBJECT
 
 
-def has_plain_memory(value: object) -> bool:
-    """True for a plain tensor and a DTensor over one: facts of these, and no code of a class, say what is
-    stored."""
-    kind = _KINDS[type(value)]
-    if kind == _DTENSOR and isinstance(value, DTensor):
-        return _KINDS[type(value._local_tensor)] == _PLAIN
-    return kind == _PLAIN
+def is_tensor_class(cls: type) -> bool:
+    """`is_tensor_like` of what is of this very class."""
+    return _KINDS[cls] != _OBJECT
+
+
+def has_plain_memory(tensors: Iterable[object], locals_: Iterable[torch.Tensor]) -> bool:
+    """True where all are plain tensors, or DTensors over plain ``locals_``: facts of these, and no code of a
+    class, say what is stored."""
+    kinds = {_KINDS[cls] for cls in set(map(type, tensors))}
+    return kinds <= {_PLAIN, _DTENSOR} and {_KINDS[cls] for cls in set(map(type, locals_))} <= {_PLAIN}
 
 
 def has_sharded_tensor(values: Iterable[object]) -> bool:

@@ -47,8 +47,10 @@ class StateTree:
             if type(container) not in _MAPPINGS or not _KEYS.issuperset(map(type, container)):
                 return None
             keys = tuple(container)
+        types = list(map(type, entries))
         branches, lists = [], []
-        for position, entry in enumerate(entries):
+        opened = {cls for cls in set(types) if kind_of(cls) not in (TENSOR, OTHER)}
+        for position, entry in enumerate(entries) if opened else ():
             entry_kind = kind_of(type(entry))
             if entry_kind in (TENSOR, OTHER):
                 continue
@@ -59,7 +61,7 @@ class StateTree:
             if branch is None:
                 return None
             branches.append((position, branch))
-        return cls(kind, keys, list(map(type, entries)), tuple(branches), tuple(lists))
+        return cls(kind, keys, types, tuple(branches), tuple(lists))
 
     def leaves(self, container: Any) -> list[Any] | None:
         """The values of ``container`` in flat order if it still has this shape, else None."""

@@ -27,15 +27,15 @@ class TensorFacts:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._count = len(tensors)
         self._types = frozenset(map(type, tensors))  # the guard compares classes by address: they must live
-        first: dict[int, int] = {}
-        for position, tensor in enumerate(tensors):
-            first.setdefault(id(tensor), position)
-        self._again = [
-            (position, first[id(tensor)])
-            for position, tensor in enumerate(tensors)
-            if first[id(tensor)] != position
-        ]
-        self._is_first = [first[id(tensor)] == position for position, tensor in enumerate(tensors)]
+        ids = list(map(id, tensors))
+        first = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))
+        self._again: list[tuple[int, int]] = []
+        self._is_first: list[bool] = []
+        if len(first) < len(ids):
+            self._again = [
+                (place, first[number]) for place, number in enumerate(ids) if first[number] != place
+            ]
+            self._is_first = [first[number] == place for place, number in enumerate(ids)]
         self._guard: Any = None
         if _TensorGuards is not None:
             distinct = self._distinct(tensors)
