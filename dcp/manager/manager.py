@@ -70,8 +70,7 @@ class CheckpointManager:
       it is called. Steps are saved at multiples of ``every_steps``, also after a resume. ``save_first``: also
       the first step of a run that was not restored.
     - ``keep``: which checkpoints stay; None keeps all. Only committed ones that were not found damaged
-      count; pinned ones stay. The newest is the one of the highest step: a run that goes back to an older
-      one must `delete` those after it, or they are kept in place of its own.
+      count; pinned ones stay. The highest step is the newest: after going back, `delete` those after it.
     - ``when_busy``: what a save by interval does while the one before is not finished: "wait", "skip" (until
       the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
     - ``on_failure``: a save that failed in spite of ``retries`` (for errors of the storage, after
@@ -388,10 +387,8 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            url = self._folders.root.url
-            raise CheckpointError(
-                f"this manager of {url} is closed; make another one (in a forked child too)"
-            )
+            where = f"{self._folders.root.url} is closed"
+            raise CheckpointError(f"this manager of {where}; make another one (in a forked child too)")
         if self._expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this manager was made before init_process_group(), so that each rank would save alone; make "
@@ -424,8 +421,7 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 _open_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
 
-_of_parent: list[CheckpointManager] = []
-"""Kept, so that a forked child does not run destructors which wait for threads that it does not have."""
+_of_parent: list[CheckpointManager] = []  # kept: destructors would wait for threads of the parent
 
 
 def _leave_all_to_parent() -> None:
