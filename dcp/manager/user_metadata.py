@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import msgpack
 import torch
 
 __all__ = ["user_metadata_of"]
@@ -18,8 +19,15 @@ def user_metadata_of(
 ) -> dict[str, Any]:
     """The user metadata of a save; ``metrics`` as floats.
 
-    Raises TypeError for a metric that is not a number, and ValueError for ``others`` under names of ours.
+    Raises TypeError for a metric that is not a number and for ``others`` that are not plain data, ValueError
+    for ``others`` under names of ours.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
+    try:  # now, because in the background each save would fail by it
+        msgpack.packb(dict(others or {}))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"user_metadata must be plain data (numbers, text, lists, dicts): {error}") from error
     taken = sorted(_OURS.intersection(others or {}))
     if taken:
         raise ValueError(

@@ -647,3 +647,19 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for wrong in choices:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             dcp.CheckpointManager(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"metrics": [1.0]},
+        {"user_metadata": {"config": object()}},
+        {"user_metadata": {"weights": torch.ones(1)}},
+    ],
+)
+def test_what_cannot_be_stored_beside_the_state_is_refused_at_once(tmp_path: Path, described: Any) -> None:
+    """It would fail in the background otherwise, with every save."""
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(TypeError, match="must"):
+            manager.save(1, state_at(1), **described)
+        assert manager.all_steps() == []
