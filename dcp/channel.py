@@ -151,7 +151,7 @@ class Channel:
         return [int(value) for value in sizes.tolist()]
 
     def _padded(self, data: bytes, size: int) -> torch.Tensor:
-        tensor = torch.zeros(size, dtype=torch.uint8)
+        tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if data:
             tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return tensor.to(self.device)

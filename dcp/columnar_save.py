@@ -273,8 +273,8 @@ class ColumnarSave:
         local = self._local.columns
         codes = local.dtype_codes[local.item_tensors[columns.items]].tolist()
         cache: dict[bytes, bytes] = {}
-        values = self._local.objects
-        objects = [encoded_object(values[row], cache) for row in columns.objects.tolist()]
+        fqns, values = local.objects.fqns, self._local.objects
+        objects = [encoded_object(fqns[row], values[row], cache) for row in columns.objects.tolist()]
         sources = self._local.sources
         return WriteRequest(
             sources=[sources[number] for number in local.item_sources[columns.items].tolist()],

@@ -14,6 +14,7 @@ from dcp.objects import encode_object
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save_planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
+from dcp.storage.errors import PlanError
 from dcp.storage.formats.plain import encode_plain
 
 __all__ = ["EncodedObject", "LocalState", "PlanOptions"]
@@ -65,7 +66,8 @@ class LocalState:
     def encoded(self) -> LocalState:
         """The same with all values encoded: later changes of lists and dicts do not reach them."""
         cache: dict[bytes, bytes] = {}
-        return replace(self, objects=[encoded_object(value, cache) for value in self.objects])
+        named = zip(self.columns.objects.fqns, self.objects, strict=True)
+        return replace(self, objects=[encoded_object(fqn, value, cache) for fqn, value in named])
 
     def with_digests(self, check: ReplicaCheck) -> LocalState:
         """The same with the digests that the replica check compares."""
@@ -97,6 +99,18 @@ def _opaque_bytes(value: Any) -> int:
     return len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
 
 
-def encoded_object(value: Any, cache: dict[bytes, bytes]) -> EncodedObject:
-    """``value`` encoded, unless it is already; ``cache`` lives as long as one save."""
-    return value if type(value) is EncodedObject else EncodedObject(*encode_object(value, cache))
+def encoded_object(fqn: str, value: Any, cache: dict[bytes, bytes]) -> EncodedObject:
+    """``value`` encoded, unless it is already; ``cache`` lives as long as one save.
+
+    Raises PlanError, with the name, for what cannot be.
+    """
+    if type(value) is EncodedObject:
+        return value
+    try:
+        return EncodedObject(*encode_object(value, cache))
+    except Exception as error:  # whatever pickling code of the value's class raises
+        raise PlanError(
+            f"{fqn!r}, a {type(value).__name__}, cannot be stored: {type(error).__name__}: {error}. Keep it "
+            "out of the state dict, or give what describes it as plain data",
+            fqn=fqn,
+        ) from error

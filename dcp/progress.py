@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Progress", "ProgressCallback", "reporting"]
+__all__ = ["Progress", "ProgressCallback", "harmless", "reporting"]
+
+logger = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 0.1
 
@@ -26,6 +29,23 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
+
+
+def harmless(callback: ProgressCallback) -> ProgressCallback:
+    """``callback`` for work that must not fail by it: one that raises is logged, and not called any more."""
+    failed = False
+
+    def call(progress: Progress) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            callback(progress)
+        except BaseException:  # SystemExit, too: it would end a thread that others wait for
+            failed = True
+            logger.exception("the progress callback of a save failed and is not called any more")
+
+    return call
 
 
 class _Meter:

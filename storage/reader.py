@@ -402,7 +402,7 @@ def _staging_buffer(*, for_device: bool) -> torch.Tensor:
     name = "pinned" if pinned else "pageable"
     buffer: torch.Tensor | None = getattr(_local, name, None)
     if buffer is None:
-        buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         setattr(_local, name, buffer)
     return buffer
 

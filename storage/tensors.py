@@ -89,7 +89,7 @@ def _own_bytes(tensor: torch.Tensor) -> bytes:
 def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:
     pinned = not tensor.is_cpu and torch.accelerator.is_available()
     tensor = as_copied(tensor)
-    buffer = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    buffer = torch.empty(_SLAB_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     for box in slab_boxes(tensor.shape, tensor.element_size(), _SLAB_BYTES):
         slab = narrow(tensor, *box)
         target = buffer[: slab.nbytes].view(tensor.dtype).view(slab.shape)

@@ -162,7 +162,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
     Raises WriterProcessError for what this process cannot import or build.
     """
-    with _unpacking(memory if memory is not None else torch.empty(0, dtype=torch.uint8)):
+    with _unpacking(memory if memory is not None else torch.empty(0, dtype=torch.uint8, device="cpu")):
         try:
             return pickle.loads(data)
         except Exception as error:
@@ -175,7 +175,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
     """The bytes of a memory file; the mapping lasts as long as the tensor and its views."""
     if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
 
 
@@ -196,7 +196,7 @@ def tensor_view(
     for extent in shape:
         size *= extent
     if size == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return memory[offset : offset + size].view(dtype).view(shape)
 
 

@@ -56,17 +56,6 @@ class _Save:
     metadata: bytes | None = None
 
 
-def _report(save: _Save, progress: Progress) -> None:
-    """Tell the caller's callback; one that raises is not called again, and does not harm the save."""
-    if not callable(save.progress):
-        return
-    try:
-        save.progress(progress)
-    except Exception:
-        save.progress = None
-        logger.exception("the progress callback of a save failed and is not called any more")
-
-
 class ProcessWriter(Worker):
     """Carries out saves in one writer process by rank.
 
@@ -190,7 +179,8 @@ class ProcessWriter(Worker):
         if save is None or save.child is not child:
             return
         if body["kind"] == "progress":
-            _report(save, Progress(**body["progress"]))
+            if callable(save.progress):
+                save.progress(Progress(**body["progress"]))
             return
         with self._changed:
             if body["ok"]:

@@ -35,7 +35,7 @@ from dcp.local_state import LocalState, PlanOptions
 from dcp.planners import save_planner
 from dcp.planners.known_state import KnownState
 from dcp.planners.save_planner import DefaultSavePlanner
-from dcp.progress import ProgressCallback
+from dcp.progress import ProgressCallback, harmless
 from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.stateful_values import stateful_to_plain
@@ -120,7 +120,7 @@ class AsyncSession:
         Returns when the state may change again; with ``overlap`` at once, and then the state must not change
         before ``staging_completion`` of the result is done (see `DefaultStager.lock`). Whatever fails after
         the arguments were found good, staging included, is the future's error, on all ranks alike.
-        ``stager`` replaces the session's own for this save.
+        ``stager`` replaces the session's own for this save. A ``progress`` callback may raise.
         """
         if self._closed:
             raise CheckpointError(
@@ -159,7 +159,9 @@ class AsyncSession:
         order.seconds["blocked"] = time.perf_counter() - begun
         _chain(payload.done, future.staging_completion)
         try:
-            self._worker.submit(order, payload, future, progress)
+            self._worker.submit(
+                order, payload, future, harmless(progress) if callable(progress) else progress
+            )
         except BaseException:
             payload.release()
             self._forget(future)
@@ -387,7 +389,8 @@ def default_session(
         sessions, group = _alone, None
     else:
         group = process_group if process_group is not None else dist.group.WORLD
-        sessions = _of_groups.setdefault(group, {})
+        # what a rank that is no member has for a group cannot be a key, and is refused below
+        sessions = _of_groups.setdefault(group, {}) if isinstance(group, dist.ProcessGroup) else {}
     session = sessions.get(kind)
     if session is None:
         session = AsyncSession(group, no_dist=group is None, kind=kind, in_flight=_IN_FLIGHT)

@@ -81,7 +81,7 @@ class RankAgreement(Agreement):
         self._every_steps = every_steps
         self._calls = 0
         self._work: Any = None
-        self._cast = torch.zeros(len(astuple(Votes())) + 2, dtype=torch.int64)
+        self._cast = torch.zeros(len(astuple(Votes())) + 2, dtype=torch.int64, device="cpu")
         self._step = 0
         self._closed = False
         atexit.register(self._abandon)
@@ -98,7 +98,7 @@ class RankAgreement(Agreement):
     def _begin(self, values: list[int]) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._cast = torch.tensor(values, dtype=torch.int64)
+        self._cast = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._work = self._channel.group.allreduce([self._cast], options)
 
     def _read(self) -> Votes:

@@ -228,7 +228,7 @@ def _cuda() -> Any:
 
 def _pinned(size_bytes: int) -> _Memory:
     """Page-locked memory of the accelerator's own allocator."""
-    tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
     weakref.finalize(memory, lambda kept: None, tensor).atexit = False
     return memory

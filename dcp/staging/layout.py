@@ -116,7 +116,7 @@ def _views(
         if first[number] != number:
             views.append(views[first[number]])
         elif source.numel() == 0:
-            views.append(torch.empty(source.shape, dtype=source.dtype))
+            views.append(torch.empty(source.shape, dtype=source.dtype, device="cpu"))
         else:
             flat = torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=offsets[number])
             views.append(flat.view(source.shape))

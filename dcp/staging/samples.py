@@ -65,7 +65,7 @@ class Samples:
             itemsizes = np.fromiter((tensor.itemsize for tensor in tensors), np.int64, len(tensors))
         windows = Windows.over(sizes_bytes // itemsizes, itemsizes, serial)
         pointers = pointers_of(tensors) if pointers is None else pointers
-        plain = plain_host(tensors) if plain is None else plain
+        plain = _as_they_lie(tensors) if plain is None else plain
         return cls(guard, windows, read_windows(windows, tensors, pointers, plain), [])
 
     def differing(
@@ -82,11 +82,20 @@ class Samples:
         if self.windows is None or self.seen is None:
             return []
         pointers = pointers_of(copies) if pointers is None else pointers
-        plain = plain_host(copies) if plain is None else plain
+        plain = _as_they_lie(copies) if plain is None else plain
         there = read_windows(self.windows, copies, pointers, plain).values()
         wrong = self.windows.rows[self.seen.values() != there]
         numbers: list[int] = np.unique(wrong).tolist()
         return numbers
+
+
+def _as_they_lie(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.bool_]:
+    """`plain_host` but for lazily conjugated and negated views, whose memory is not what they are."""
+    plain = plain_host(tensors)
+    for number, tensor in enumerate(tensors):
+        if tensor.is_conj() or tensor.is_neg():
+            plain[number] = False
+    return plain
 
 
 def _checksum(tensor: torch.Tensor) -> int:

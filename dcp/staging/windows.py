@@ -172,7 +172,7 @@ def _arriving(
     """Begin to bring ``joined`` to the host; the result waits for it and enters it in ``words``."""
     host, arrived = joined, None
     if device.type != "cpu":
-        host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+        host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
         host.copy_(joined, non_blocking=True)
         arrived = torch.Event(device=device)
         arrived.record(torch.accelerator.current_stream(device))

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp
 from dcp.background.session import AsyncSession
+from dcp.progress import Progress
 from dcp.staging import BlockingAsyncStager, DefaultStager
 from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.storage.stores import PosixStore
@@ -268,6 +269,71 @@ def test_saves_begun_in_inference_mode_and_outside_of_it(tmp_path: Path) -> None
             future = dcp.async_save(state_of(version), checkpoint_id=tmp_path / str(version), no_dist=True)
         future.result(60)
         assert loaded(tmp_path / str(version))["version"] == version
+
+
+# -- what a script may set or pass ---------------------------------------------------------------------------
+
+
+def leave(progress: Progress) -> None:
+    """A progress callback that ends the program."""
+    raise SystemExit(progress.phase)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_failing_progress_callback_harms_no_save(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+    """The checkpoint is more than its progress bar; not even SystemExit ends a thread of the session."""
+    session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=60)
+    for version in (1, 2):
+        writer = dcp.FileSystemWriter(tmp_path / str(version))
+        session.save(state_of(version), storage_writer=writer, progress=leave).result(60)
+        assert loaded(tmp_path / str(version))["version"] == version
+    session.close()
+
+
+def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    """By async_save as by save."""
+    state = {"w": torch.ones(3), "hooks": {"scale": lambda loss: loss * 2}}
+    with pytest.raises(dcp.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
+        dcp.async_save(state, checkpoint_id=tmp_path / "x", no_dist=True).result(60)
+    with pytest.raises(dcp.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
+        dcp.save(state, checkpoint_id=tmp_path / "y", no_dist=True)
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, StepwisePlanner])
+def test_a_default_device_is_not_where_copies_are_made(
+    tmp_path: Path, planner: type[dcp.DefaultSavePlanner]
+) -> None:
+    """Scripts set one for their models. Host buffers are read and written by address."""
+    state = {
+        "w": torch.arange(1 << 18).view(512, 512).t(),
+        "none": torch.zeros(0),
+        "conj": torch.full((3,), 1j),
+    }
+    state["conj"] = state["conj"].conj()
+    read = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
+    with torch.device("meta"):
+        dcp.save(state, checkpoint_id=tmp_path / "sync", no_dist=True, planner=planner())
+        dcp.async_save(state, checkpoint_id=tmp_path / "async", no_dist=True, planner=planner()).result(60)
+        for name in ("sync", "async"):
+            dcp.load(read, checkpoint_id=tmp_path / name, no_dist=True)
+            assert all(read[name].equal(state[name].resolve_conj()) for name in state)
+
+
+def save_by_a_subgroup(rank: int, world_size: int, root: Path) -> str:
+    """What a rank sees that saves with a group which it is no member of, and the group's only member."""
+    group = dist.new_group([1])
+    try:
+        dcp.async_save(state_of(1), checkpoint_id=root / "x", process_group=group).result(60)
+    except dcp.CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_only_members_of_a_group_save_with_it(tmp_path: Path) -> None:
+    """Others are told so."""
+    other, member = run_ranks(2, save_by_a_subgroup, tmp_path)
+    assert "not a member" in other
+    assert member == "saved"
 
 
 # -- the training's own store --------------------------------------------------------------------------------
