@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import dcp
 from dcp.storage.stores.posix import PosixStore
@@ -17,6 +19,7 @@ KILL_VARIABLE = "DCP_DEMO_KILL_AT"
 ``STEP:staged``: every rank dies once all have handed the state of STEP over to their writer processes."""
 
 _WRITES = frozenset({"write", "pwrite"})
+_MEETING_SECONDS = 30.0
 
 
 class CrashPoint:
@@ -44,12 +47,20 @@ class CrashPoint:
         """Whether the job is to die when the copy of ``step`` has been handed over."""
         return step == self._step and self._nth_write == 0
 
-    def observer(self) -> Callable[[str, str], None]:
-        """A hook for `PosixStore`, which calls it before each of its system calls that change storage."""
+    def observer(self, folder: Path, rank: int, world_size: int) -> Callable[[str, str], None]:
+        """A hook for `PosixStore`, which calls it before each of its system calls that change storage.
+
+        The ranks meet in ``folder`` before they die: one that died alone would keep the others from coming
+        as far.
+        """
         writes = itertools.count(1)
 
         def observe(step: str, name: str) -> None:
             if step in _WRITES and name.endswith(".distcp") and next(writes) == self._nth_write:
+                (folder / f"about-to-die-{rank}").touch()
+                give_up = time.monotonic() + _MEETING_SECONDS
+                while len(list(folder.glob("about-to-die-*"))) < world_size and time.monotonic() < give_up:
+                    time.sleep(0.01)
                 self.die()
 
         return observe
@@ -64,8 +75,8 @@ class CrashPoint:
 
 
 class DyingWriter(dcp.FileSystemWriter):
-    """`dcp.FileSystemWriter` over a store that is watched by a `CrashPoint`."""
+    """`dcp.FileSystemWriter` over a store that is watched by a `CrashPoint's` observer."""
 
-    def __init__(self, path: str | os.PathLike[str], crash: CrashPoint) -> None:
+    def __init__(self, path: str | os.PathLike[str], observer: Callable[[str, str], None]) -> None:
         super().__init__(path)
-        self._store = PosixStore(path, crash.observer())
+        self._store = PosixStore(path, observer)

@@ -110,7 +110,8 @@ class Checkpoints:
 
     def _writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
         if self._crash is not None and self._crash.is_in_save_of(self._training.step):
-            return DyingWriter(checkpoint_id, self._crash)
+            observer = self._crash.observer(self._job.results, dist.get_rank(), dist.get_world_size())
+            return DyingWriter(checkpoint_id, observer)
         return dcp.FileSystemWriter(checkpoint_id)
 
     def save(self, loss: float) -> None:
