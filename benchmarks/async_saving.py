@@ -58,6 +58,7 @@ class AsyncSpec:
 class _Timing(NamedTuple):
     blocked: Sample
     committed: Sample
+    cpu_seconds: float
 
 
 def save_in_one_life(rank: int, world_size: int, progress: Progress, spec: AsyncSpec) -> list[Measurement]:
@@ -78,6 +79,8 @@ def merge_lives(lives: Sequence[list[Measurement]]) -> list[Measurement]:
             for name in into.samples:
                 into.samples[name] += measured.samples[name]
                 into.others[name] += measured.others[name]
+            for name, values in measured.facts.get("cpu_seconds", {}).items():
+                into.facts["cpu_seconds"][name] += values
     return merged
 
 
@@ -99,6 +102,7 @@ class _Life:
         first, later, committed = results = [
             Measurement(spec.workload, ranks, operation, size_bytes, tensors) for operation in OPERATIONS
         ]
+        committed.facts["cpu_seconds"] = {name: [] for name in spec.contenders}
         for name in rotated(spec.contenders, spec.life):
             _note(first, name, self._save(name, check=spec.life == 0).blocked)
         _note(first, "memory_copy", timed(self._copy.copy))
@@ -112,6 +116,7 @@ class _Life:
                     timing = self._save(name)
                     _note(later, name, timing.blocked)
                     _note(committed, name, timing.committed)
+                    committed.facts["cpu_seconds"][name].append(timing.cpu_seconds)
             blocked = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in later.samples.items())
             self._progress(f"life {spec.life + 1}, round {number + 1}/{spec.later_saves}: {blocked}")
         return results
@@ -143,9 +148,10 @@ class _Life:
         started.wait_until_committed()
         elapsed = time.perf_counter() - begun
         own, busy = cpu_seconds() - own, busy_seconds() - busy
+        own = sum_over_ranks(own)
         committed = max_over_ranks(elapsed)
-        others = max(0.0, busy - sum_over_ranks(own)) / committed
-        return _Timing(Sample(max_over_ranks(blocked), others), Sample(committed, others))
+        others = max(0.0, busy - own) / committed
+        return _Timing(Sample(max_over_ranks(blocked), others), Sample(committed, others), own)
 
     def _raw_write(self) -> Sample:
         folder = self._fresh_folder()

@@ -98,6 +98,9 @@ def _cells(row: Row) -> list[str]:
     if row.read_per_needed is not None:
         ours += f", reads {row.read_per_needed:.2f}"
         stock += f", reads {row.stock_read_per_needed:.2f}"
+    if row.cpu_seconds is not None:
+        ours += f", {row.cpu_seconds:.2f} s of processor time"
+        stock += f", {row.stock_cpu_seconds:.2f} s of processor time"
     if row.lost is not None:
         ours += f", loses {row.lost:.1%}, a save costs {_seconds(row.cost)}"
         stock += f", loses {row.stock_lost:.1%}, a save costs {_seconds(row.stock_cost)}"

@@ -77,7 +77,7 @@ class Row:
 
     Stock tuned is stock with the setting that suits the row best: two threads, a stager that is kept.
     ``lost`` is the part of the steps per second that a training loop loses, ``cost`` the seconds of training
-    that each of its saves takes.
+    that each of its saves takes. ``cpu_seconds`` are a save's, of all cores, ranks and writer processes.
     ``others`` is the median of the cores that other processes kept busy: above 0.2 or so, measure again.
     """
 
@@ -98,6 +98,8 @@ class Row:
     stock_lost: float | None = None
     cost: Spread | None = None
     stock_cost: Spread | None = None
+    cpu_seconds: float | None = None
+    stock_cpu_seconds: float | None = None
     microseconds: float | None = None
     milliseconds: float | None = None
     read_per_needed: float | None = None
@@ -241,6 +243,9 @@ def async_row(measured: Measurement, kind: str) -> Row:
         times_limit=_ratios(ours, samples[limit]).median,
         others=_others(measured.others),
     )
+    if spent := measured.facts.get("cpu_seconds"):
+        row.cpu_seconds = statistics.median(spent[f"ours_{kind}"])
+        row.stock_cpu_seconds = statistics.median(spent["stock"])
     judged = measured.workload == "W1" and measured.operation == "async_save"
     return row.judge(_BLOCKING if judged else ())
 

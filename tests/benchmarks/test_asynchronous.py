@@ -88,9 +88,11 @@ def test_lives_are_put_together() -> None:
         measured = Measurement("W1", 1, "async_save", 1, 1)
         measured.samples = {"ours_thread": [life], "stock": [10 * life]}
         measured.others = {"ours_thread": [0.0], "stock": [0.0]}
+        measured.facts = {"cpu_seconds": {"ours_thread": [life], "stock": [life]}}
         lives.append([measured])
     (merged,) = merge_lives(lives)
     assert merged.samples == {"ours_thread": [1.0, 2.0], "stock": [10.0, 20.0]}
+    assert merged.facts["cpu_seconds"] == {"ours_thread": [1.0, 2.0], "stock": [1.0, 2.0]}
     assert merged.others == {"ours_thread": [0.0, 0.0], "stock": [0.0, 0.0]}
 
 
