@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.future import SaveFuture
+from dcp.background.interrupts import interrupts_later
 from dcp.background.order import SaveOrder
 from dcp.background.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
@@ -144,9 +145,6 @@ class AsyncSession:
             retries=retries,
             retry_pause_seconds=retry_pause_seconds,
         )
-        with self._changed:
-            self._unfinished.add(future)
-        future.add_done_callback(lambda _: self._ended(future))
         begun = time.perf_counter()
         interrupt: BaseException | None = None
         try:
@@ -157,6 +155,22 @@ class AsyncSession:
             interrupt = error
             payload = FailedStaging.because(StagingError(f"staging was ended by a {type(error).__name__}"))
         order.seconds["blocked"] = time.perf_counter() - begun
+        with interrupts_later():
+            self._hand_over(order, payload, future, progress)
+        if interrupt is not None:
+            raise interrupt
+        return future
+
+    def _hand_over(
+        self,
+        order: SaveOrder,
+        payload: Payload,
+        future: SaveFuture,
+        progress: bool | ProgressCallback | None,
+    ) -> None:
+        with self._changed:
+            self._unfinished.add(future)
+        future.add_done_callback(lambda _: self._ended(future))
         _chain(payload.done, future.staging_completion)
         try:
             self._worker.submit(
@@ -166,9 +180,6 @@ class AsyncSession:
             payload.release()
             self._forget(future)
             raise
-        if interrupt is not None:
-            raise interrupt
-        return future
 
     def _stage(
         self,
@@ -215,7 +226,7 @@ class AsyncSession:
     ) -> Future[Any]:
         """`_staged_by`, once the copies of earlier saves are not read any more."""
         if stager is not self._stager:  # which has memory for every save in flight; of others nobody knows
-            self._wait_until_left(1)
+            self._wait_until_left(0)
         return _staged_by(stager, state, then)
 
     @property

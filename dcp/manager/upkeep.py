@@ -294,7 +294,9 @@ class Upkeep:
         """Delete what need not stay; not yet what has just been ``saved``, whatever its step."""
         if self._keep is None:
             return
-        states = self._folders.survey(self._unsettled_now())
+        # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push out
+        # what is to stay.
+        states = self._folders.survey(self._unsettled_now() | set(self._deleter.pending()))
         for step in retention.plan(self._keep, states, time.time()).delete:
             if step != saved:
                 self._deleter.delete(step)

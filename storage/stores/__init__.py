@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from dcp.storage.errors import StorageError
@@ -43,24 +43,33 @@ OpenStore: TypeAlias = Callable[[str | os.PathLike[str]], Store]
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
 
-def open_store(checkpoint_id: str | os.PathLike[str]) -> Store:
-    """The store of a checkpoint: a path, ``file:///path``, or ``memory://name`` (this process only).
+def open_store(
+    checkpoint_id: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Store:
+    """The store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only), ``s3://``
+    or any other URL that fsspec has a file system for.
 
-    Nothing is touched yet. Raises `StorageError` for any other scheme.
+    ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
+    `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for an
+    unknown scheme, for a missing package, and for options where none apply.
     """
     text = os.fspath(checkpoint_id)
     url = _URL.fullmatch(text)
-    if url is None:
-        return PosixStore(text)
-    scheme, rest = url[1].lower(), url[2]
-    if scheme == "memory":
-        return MemoryStore(rest)
-    if scheme != "file":
+    scheme = url[1].lower() if url is not None else "file"
+    if scheme not in ("file", "memory"):
+        from dcp.storage.stores.objects.store import FsspecStore
+
+        return FsspecStore(text, storage_options)
+    if storage_options:
         raise StorageError(
-            f"no store is known for {text!r}: the scheme {scheme}:// is not supported; use a path, file:// or memory://",
+            f"{text!r} takes no storage options, and was given {', '.join(sorted(storage_options))}",
             path=text,
             op="open",
         )
+    if url is None:
+        return PosixStore(text)
+    if scheme == "memory":
+        return MemoryStore(url[2])
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise StorageError(f"{text!r} names no local file: write file:///absolute/path", path=text, op="open")

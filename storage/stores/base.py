@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +30,7 @@ __all__ = [
     "Expected",
     "FileInfo",
     "ReadHandle",
+    "ReadProfile",
     "Store",
     "Version",
     "WriteHandle",
@@ -67,6 +68,25 @@ class Version:
     """
 
     token: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProfile:
+    """How a store likes to be read: what a request costs decides how many there should be, and how large.
+
+    - ``threads``: reads at a time; None goes by the machine's cores.
+    - ``request_bytes``: how much one request should fetch; larger pieces are split.
+    - ``join_below_bytes``: pieces up to this size are read together with their neighbours.
+    - ``gap_bytes``: bytes that may be read for nothing to join two pieces.
+    - ``scatter``: joined pieces go straight to their destinations by one `ReadHandle.preadv`, because a
+      request costs far more than a buffer.
+    """
+
+    threads: int | None = None
+    request_bytes: int = 4 << 20
+    join_below_bytes: int = 64 << 10
+    gap_bytes: int = 16 << 10
+    scatter: bool = False
 
 
 class Anything(Enum):
@@ -202,6 +222,9 @@ class Store(ABC):
     url: str
     """Names the folder in messages."""
 
+    read_profile: ReadProfile = ReadProfile()
+    """How reads of it are best scheduled."""
+
     def path_of(self, name: str) -> str:
         """``name`` below `url`, for messages and the ``path`` of errors."""
         return f"{self.url}/{name}"
@@ -229,12 +252,17 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def open_read(self, name: str) -> ReadHandle:
-        """Open a data file for ranged reads. Raises `CheckpointNotFoundError` if it is absent."""
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
+        """Open a data file for ranged reads. Raises `CheckpointNotFoundError` if it is absent.
+
+        Given the size that the file must have, a store may take it for granted now and save a request. It
+        then raises `CheckpointNotFoundError` or `CorruptCheckpointError` (another size) at the first read.
+        """
 
     @abstractmethod
     def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
         """Begin a data file. Raises `StorageError` if the name exists: data files are never overwritten.
+        A store that cannot see unfinished files raises it at the latest in `WriteHandle.finish`.
 
         ``expected_bytes`` is the size that the file will have; a store may reserve it, and raise
         `StorageFullError` now instead of after hours. It need not be exact.
@@ -257,11 +285,41 @@ class Store(ABC):
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is fine, since deletion is repeated after crashes."""
 
+    def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
+        """Remove several files, in few requests where the store can; returns what failed, by name.
+
+        Every name is tried. The order among them is not defined.
+        """
+        failed: dict[str, Exception] = {}
+        for name in names:
+            try:
+                self.delete(name)
+            except Exception as error:  # noqa: BLE001 - returned; the other files must go as well
+                failed[name] = error
+        return failed
+
+    def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
+        """End unfinished uploads of the files for which ``belongs(name)``; returns how many there were.
+
+        A killed writer leaves them on an object store, where no listing shows them and somebody pays for
+        them. A writer that is still at work on one of them fails. Stores without such a thing have none.
+        """
+        return 0
+
+    def traffic(self) -> dict[str, float]:
+        """What this object has asked of its service so far; ``{}`` where nothing is counted.
+
+        Where it is: "requests" in all and by kind ("get", "put", ...), "retries", "bytes_received",
+        "bytes_sent", "request_seconds" (summed) and "slowest_request_seconds".
+        """
+        return {}
+
     @abstractmethod
     def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
-        """Advisory and exclusive between processes and threads; released when the holder dies.
+        """Advisory and exclusive between threads, and between processes where the store has such a thing;
+        released when the holder dies.
 
-        Re-entrant in one thread through one store object. Raises `StorageError` after ``timeout_seconds``.
+        An object store has not: there only the comparison in `publish` arbitrates. Re-entrant in one thread through one store object. Raises `StorageError` after ``timeout_seconds``.
         """
 
     @abstractmethod

@@ -77,6 +77,7 @@ class FaultInjectingStore(Store):
     def __init__(self, inner: Store, *faults: Fault) -> None:
         self.inner = inner
         self.url = inner.url
+        self.read_profile = inner.read_profile
         self.log: list[Operation] = []
         self._faults: list[Fault] = []
         self._seen: list[int] = []
@@ -123,10 +124,10 @@ class FaultInjectingStore(Store):
         _flip([memoryview(data)], due)
         return bytes(data)
 
-    def open_read(self, name: str) -> ReadHandle:
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
         """See `Store`; reads through the handle are operations, too."""
         self._run("open_read", name)
-        return _FaultyReadHandle(self, self.inner.open_read(name))
+        return _FaultyReadHandle(self, self.inner.open_read(name, expected_bytes=expected_bytes))
 
     def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
         """See `Store`; writes through the handle are operations, too."""
@@ -149,6 +150,15 @@ class FaultInjectingStore(Store):
         """See `Store`."""
         self._run("delete", name)
         self.inner.delete(name)
+
+    def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
+        """See `Store`."""
+        self._run("abort_uploads")
+        return self.inner.abort_uploads(belongs)
+
+    def traffic(self) -> dict[str, float]:
+        """See `Store`; not an operation."""
+        return self.inner.traffic()
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:

@@ -88,7 +88,7 @@ class MemoryStore(Store):
             )
         return bytes(data)
 
-    def open_read(self, name: str) -> ReadHandle:
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
         """The handle keeps the file's memory, also when the file is deleted or replaced."""
         return _MemoryReadHandle(name, self.path_of(name), self._file(name))
 

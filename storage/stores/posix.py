@@ -144,7 +144,7 @@ class PosixStore(Store):
                 )
             return handle.pread(handle.size_bytes, 0)
 
-    def open_read(self, name: str) -> PosixReadHandle:
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
         """Raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
         path = self._path(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,34 @@ def test_a_script_interrupted_while_staging_ends(tmp_path: Path, kind: str) -> N
     ended = subprocess.run(command, timeout=120, check=False, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1", "2"]
+
+
+class InterruptedStore:
+    """What opens a store; it is interrupted on its way to the writer process, once."""
+
+    def __init__(self, interrupted: bool = False) -> None:
+        self._interrupted = interrupted
+
+    def __call__(self, path: str | os.PathLike[str]) -> PosixStore:
+        """The store."""
+        return PosixStore(path)
+
+    def __reduce__(self) -> tuple[type[InterruptedStore], tuple[bool]]:
+        if not self._interrupted:
+            self._interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        return InterruptedStore, (True,)
+
+
+def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Path) -> None:
+    """Half of a message to the writer process would leave this save, and all after it, without an end."""
+    session = AsyncSession(no_dist=True, kind=AsyncCheckpointerType.PROCESS, timeout_seconds=30)
+    writer = dcp.FileSystemWriter(tmp_path / "1", open_store=InterruptedStore())
+    with pytest.raises(KeyboardInterrupt):
+        session.save(state_of(1), storage_writer=writer)
+    session.save(state_of(2), storage_writer=dcp.FileSystemWriter(tmp_path / "2")).result(60)
+    session.close()
+    assert [loaded(tmp_path / name)["version"] for name in ("1", "2")] == [1, 2]
 
 
 def raise_on_one_rank(rank: int, world_size: int, root: Path, error: type[BaseException]) -> str:
