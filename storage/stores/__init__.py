@@ -42,6 +42,12 @@ OpenStore: TypeAlias = Callable[[str | os.PathLike[str]], Store]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
+_MANGLED = re.compile(
+    r"(?:.*/)?(s3|s3a|gs|gcs|abfss?|az|adl|hf|oci|oss|hdfs|https?|s?ftp|file|memory):(/.*)?",
+    re.DOTALL | re.IGNORECASE,
+)
+"""What pathlib makes of a URL: it takes two slashes for one."""
+
 
 def open_store(
     checkpoint_id: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
@@ -55,6 +61,8 @@ def open_store(
     """
     text = os.fspath(checkpoint_id)
     url = _URL.fullmatch(text)
+    if url is None:
+        _refuse_mangled(text)
     scheme = url[1].lower() if url is not None else "file"
     if scheme not in ("file", "memory"):
         from dcp.storage.stores.objects.store import FsspecStore
@@ -74,3 +82,23 @@ def open_store(
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise StorageError(f"{text!r} names no local file: write file:///absolute/path", path=text, op="open")
     return PosixStore(unquote(parts.path))
+
+
+def _refuse_mangled(text: str) -> None:
+    """Raise StorageError for a path that was a URL once, rather than make a local folder of its scheme."""
+    mangled = _MANGLED.fullmatch(text)
+    if mangled is not None:
+        slashes = "///" if mangled[1].lower() == "file" else "//"
+        meant = f"{mangled[1]}:{slashes}{(mangled[2] or '').lstrip('/')}"
+        raise StorageError(
+            f"{text!r} is a URL that lost a slash, as pathlib.Path and os.path.normpath take one from it: give "
+            f"{meant!r}, as a string",
+            path=text,
+            op="open",
+        )
+    if "://" in text:
+        raise StorageError(
+            f"{text!r}: URLs that are chained or have anything before their scheme are not supported",
+            path=text,
+            op="open",
+        )
