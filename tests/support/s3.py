@@ -1,0 +1,99 @@
+"""What lies on an S3 server, seen and changed past our own code: by botocore, without retries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import botocore.session
+from botocore.config import Config
+
+__all__ = ["RawS3", "raw_s3", "split_url"]
+
+_THREADS = 16
+
+
+class _Reachable(Protocol):
+    @property
+    def storage_options(self) -> dict[str, Any]: ...
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Bucket and key (or prefix) of ``s3://BUCKET/KEY``."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    return bucket, key
+
+
+class RawS3:
+    """Plain requests by URL: ``s3://BUCKET/KEY``."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def list(self, url: str) -> dict[str, int]:
+        """Sizes in bytes of all objects whose URL begins with ``url``, by what follows after it (and a /)."""
+        bucket, prefix = split_url(url)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return {
+            item["Key"].removeprefix(prefix).removeprefix("/"): int(item["Size"])
+            for page in pages
+            for item in page.get("Contents", [])
+        }
+
+    def read(self, url: str) -> bytes:
+        """The whole object."""
+        bucket, key = split_url(url)
+        data: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        return data
+
+    def write(self, url: str, data: bytes) -> str:
+        """Put an object, whatever is there; its entity tag."""
+        bucket, key = split_url(url)
+        return str(self.client.put_object(Bucket=bucket, Key=key, Body=data)["ETag"])
+
+    def write_many(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Put several objects at a time."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda pair: self.write(*pair), objects))
+
+    def delete(self, url: str) -> None:
+        """Delete one object; a missing one is fine."""
+        bucket, key = split_url(url)
+        self.client.delete_object(Bucket=bucket, Key=key)
+
+    def begin_upload(self, url: str) -> str:
+        """Begin an upload in parts, as a writer does that is killed then; its id."""
+        bucket, key = split_url(url)
+        return str(self.client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"])
+
+    def uploads(self, url: str) -> dict[str, str]:
+        """Uploads in parts that are not ended, of keys that begin with ``url``: keys by upload id."""
+        bucket, prefix = split_url(url)
+        answer = self.client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+        return {item["UploadId"]: item["Key"] for item in answer.get("Uploads", [])}
+
+
+@contextmanager
+def raw_s3(server: _Reachable) -> Iterator[RawS3]:
+    """A client of ``server``, or of anything with its ``storage_options``."""
+    options = server.storage_options
+    client = botocore.session.get_session().create_client(
+        "s3",
+        endpoint_url=options["endpoint_url"],
+        aws_access_key_id=options["key"],
+        aws_secret_access_key=options["secret"],
+        region_name=options["client_kwargs"]["region_name"],
+        config=Config(
+            retries={"total_max_attempts": 1},
+            read_timeout=60,
+            max_pool_connections=_THREADS,
+            s3={"addressing_style": "path"},
+            proxies={},
+        ),
+    )
+    try:
+        yield RawS3(client)
+    finally:
+        client.close()
