@@ -319,7 +319,8 @@ class Store(ABC):
         """Advisory and exclusive between threads, and between processes where the store has such a thing;
         released when the holder dies.
 
-        An object store has not: there only the comparison in `publish` arbitrates. Re-entrant in one thread through one store object. Raises `StorageError` after ``timeout_seconds``.
+        An object store has not: there only the comparison in `publish` arbitrates. Re-entrant in one thread
+        through one store object. Raises `StorageError` after ``timeout_seconds``.
         """
 
     @abstractmethod

@@ -7,14 +7,27 @@ system). Repeating, counting and naming what failed is `dcp.storage.stores.objec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 from dcp.storage.stores.base import Buffer
 
-__all__ = ["ABSENT", "Absent", "Condition", "Failure", "ObjectClient", "ObjectInfo", "RequestError", "Upload"]
+__all__ = [
+    "ABSENT",
+    "Absent",
+    "Condition",
+    "Failure",
+    "ObjectClient",
+    "ObjectInfo",
+    "Page",
+    "PartsClient",
+    "RequestError",
+    "StreamClient",
+    "Upload",
+]
 
 
 class Failure(Enum):
@@ -66,6 +79,15 @@ class ObjectInfo:
     etag: str
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a listing: objects, common prefixes (with their ``/``), and where the next part begins."""
+
+    objects: list[ObjectInfo]
+    prefixes: list[str]
+    next: str | None
+
+
 @dataclass(slots=True)
 class Upload:
     """An upload in parts that has begun; parts may arrive in any order."""
@@ -75,24 +97,40 @@ class Upload:
 
 
 class ObjectClient(ABC):
-    """Requests to one bucket (or file system). Keys are relative to it; every failure is a `RequestError`."""
-
-    has_parts: bool
-    """Whether uploads go in parts that are sent at once; otherwise by `put` and `stream` only."""
+    """Requests to one bucket, or one file system. Every failure is a `RequestError`."""
 
     concurrency: int
     """Requests that are worth sending at a time."""
 
-    replaces_conditionally: bool
-    """Whether `put` can compare with an entity tag."""
+    delete_limit: int = 1
+    """How many objects `delete` takes at once."""
 
     def __init__(self, place: str) -> None:
         self.place = place
-        """The bucket, for messages and for what is detected once per place."""
+        """The bucket, for messages."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Service and bucket: what is found out about it once holds for all clients of the same identity."""
+
+    @property
+    @abstractmethod
+    def creates_conditionally(self) -> bool | None:
+        """Whether `put` with `ABSENT` is atomic; None if that has to be tried."""
+
+    @property
+    @abstractmethod
+    def replaces_conditionally(self) -> bool | None:
+        """Whether `put` compares entity tags atomically; None if that has to be tried."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
         """What the object is; `Failure.MISSING` if it is absent."""
+
+    def tag(self, key: str) -> str:
+        """The object's entity tag; `Failure.MISSING` if it is absent."""
+        return self.head(key).etag
 
     @abstractmethod
     def get(
@@ -101,7 +139,8 @@ class ObjectClient(ABC):
         """Fill ``buffers`` (one-dimensional, of bytes) in order from byte ``begin`` on, all of them or fail.
 
         `Failure.RANGE` if the object ends before; `Failure.CONDITION` if its tag is not ``etag``; a body that
-        ends too early is `Failure.PASSING`. Nothing is written to the buffers after the return.
+        ends too early is `Failure.PASSING`. Nothing is written to the buffers after the return. The size in
+        the result is -1, and the tag empty, where the answer does not tell.
         """
 
     @abstractmethod
@@ -111,6 +150,33 @@ class ObjectClient(ABC):
     @abstractmethod
     def put(self, key: str, data: Buffer, condition: Condition = None) -> str:
         """Store a whole object under ``condition`` (else `Failure.CONDITION`); returns its entity tag."""
+
+    @abstractmethod
+    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> Page:
+        """One page of the objects whose keys begin with ``prefix``, in order.
+
+        ``shallow``: only objects without a further ``/``, and of those with one the prefixes up to it.
+        """
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> dict[str, str]:
+        """Delete up to `delete_limit` objects at once; missing ones are fine. Returns what failed, by key."""
+
+    def make_folder(self, key: str) -> None:
+        """Make a folder, where the service has any."""
+        return
+
+    def remove_folder(self, key: str) -> None:
+        """Remove an empty folder, where the service has any."""
+        return
+
+    def folder_exists(self, key: str) -> bool:
+        """Whether there is a folder; services without any say yes."""
+        return True
+
+
+class PartsClient(ObjectClient):
+    """A service that takes files in parts, several at a time and in any order."""
 
     @abstractmethod
     def begin_upload(self, key: str) -> Upload:
@@ -126,32 +192,24 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:
-        """Throw the parts away; one that is not there any more is fine."""
+        """Throw the parts away; an upload that is not there any more is fine."""
 
     @abstractmethod
     def uploads(self, prefix: str) -> list[Upload]:
-        """Uploads in parts that were begun below ``prefix`` and not ended."""
+        """Uploads that were begun below ``prefix`` and have not ended."""
+
+
+class StreamClient(ObjectClient):
+    """A service that takes files front to back, as file objects."""
 
     @abstractmethod
-    def list(self, prefix: str, *, shallow: bool) -> Iterator[list[ObjectInfo] | list[str]]:
-        """Pages of the objects whose keys begin with ``prefix``, in order.
-
-        ``shallow``: only those without a further ``/``; what lies deeper is given as pages of the common
-        prefixes (str, with their ``/``).
-        """
+    def open_write(self, key: str) -> IO[bytes]:
+        """A file to be written; closing it makes the object."""
 
     @abstractmethod
-    def delete(self, keys: Sequence[str]) -> dict[str, str]:
-        """Delete up to `delete_limit` objects at once; missing ones are fine. Returns what failed, by key."""
+    def writing(self) -> AbstractContextManager[None]:
+        """Around what is done with such a file: its errors become `RequestError`."""
 
-    delete_limit: int = 1
-
-    def make_folder(self, key: str) -> None:
-        """Make a folder, where the service has any."""
-
-    def remove_folder(self, key: str) -> None:
-        """Remove an empty folder, where the service has any."""
-
-    def folder_exists(self, key: str) -> bool:
-        """Whether there is a folder; services without any say yes."""
-        return True
+    @abstractmethod
+    def discard(self, file: IO[bytes], key: str) -> None:
+        """Throw such a file away, with what has been written of it."""

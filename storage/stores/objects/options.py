@@ -14,7 +14,8 @@ __all__ = ["ConditionalWrites", "ObjectOptions"]
 ConditionalWrites = Literal["auto", "trust", "off"]
 """How a commit makes sure that nobody else commits at the same time. "auto": by the service's conditional
 writes, tried out once unless they are known to work. "trust": as "auto", without trying. "off": look, then
-write: what another writer does in between is lost. For services without conditional writes, and one writer."""
+write: what another writer does in between is lost. For services without conditional writes and one writer
+to a place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,13 @@ class ObjectOptions:
     def __post_init__(self) -> None:
         if self.conditional_writes not in ("auto", "trust", "off"):
             raise StorageError(f"conditional_writes must be auto, trust or off: {self.conditional_writes!r}")
-        if self.concurrency < 1 or self.part_bytes < 5 << 20:
+        if self.concurrency < 1 or self.part_bytes < 5 << 20 or self.part_bytes % 4096:
             raise StorageError(
-                "concurrency must be at least 1 and part_bytes at least 5 MiB, the least that S3 takes: "
+                "concurrency must be at least 1, part_bytes a multiple of 4096 from 5 MiB on, as S3 wants: "
                 f"{self.concurrency=}, {self.part_bytes=}"
             )
         if self.retry_seconds < 0 or self.request_timeout_seconds <= 0:
-            raise StorageError(
-                f"not a time to wait: {self.retry_seconds=}, {self.request_timeout_seconds=}"
-            )
+            raise StorageError(f"not a time to wait: {self.retry_seconds=}, {self.request_timeout_seconds=}")
 
     @classmethod
     def split(cls, storage_options: Mapping[str, Any] | None) -> tuple[ObjectOptions, dict[str, Any]]:

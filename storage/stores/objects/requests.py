@@ -1,0 +1,129 @@
+"""Requests with patience: repeated while they fail in passing, counted, and named in the error they end in.
+
+Waiting follows "full jitter" (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015): a
+uniformly random time up to a bound that doubles, so that a thousand ranks that were throttled together do not
+come back together.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from dcp.storage.errors import StorageError, StorageFullError
+from dcp.storage.stores.objects.client import Failure, RequestError
+from dcp.storage.stores.objects.options import ObjectOptions
+
+__all__ = ["Requests", "ServiceError"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS: Final = 0.1
+_LONGEST_PAUSE_SECONDS: Final = 15.0
+_QUIET_ATTEMPTS: Final = 2
+_ANSWERS: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
+
+
+class ServiceError(Exception):
+    """An answer that the caller has to interpret: missing, condition not met, range beyond the end.
+
+    ``is_ambiguous``: an earlier attempt failed in passing, and may have been carried out.
+    """
+
+    def __init__(self, kind: Failure, message: str, *, is_ambiguous: bool) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.is_ambiguous = is_ambiguous
+
+
+class Requests:
+    """The requests of one store object to ``place`` (a bucket), and what they cost. Thread-safe."""
+
+    def __init__(self, url: str, place: str, options: ObjectOptions) -> None:
+        self._url = url
+        self._place = place
+        self._retry_seconds = options.retry_seconds
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._slowest_seconds = 0.0
+        # Not the shared generator: a training script seeds that one alike on all ranks.
+        self._random = random.Random()
+
+    def run(
+        self, op: str, key: str, attempt: Callable[[], T], *, received_bytes: int = 0, sent_bytes: int = 0
+    ) -> T:
+        """What ``attempt`` returns, made again as long as it fails in passing.
+
+        ``op`` names the request for counters and errors. Raises `ServiceError` for answers, `StorageError`
+        (with ``bucket``, ``key``, ``op``, ``attempts``) for everything else.
+        """
+        give_up = time.monotonic() + self._retry_seconds
+        bound_seconds, attempts = _FIRST_PAUSE_SECONDS, 0
+        while True:
+            attempts += 1
+            begun = time.perf_counter()
+            try:
+                result = attempt()
+            except RequestError as error:
+                self._count(op, time.perf_counter() - begun, again=attempts > 1)
+                if error.kind in _ANSWERS:
+                    raise ServiceError(error.kind, str(error), is_ambiguous=attempts > 1) from error
+                pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
+                if error.kind is not Failure.PASSING or time.monotonic() + pause > give_up:
+                    raise self._error(op, key, error, attempts) from error
+                level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
+                logger.log(
+                    level, "%s of %s: attempt %d failed, again in %.1f s: %s", op, key, attempts, pause, error
+                )
+                time.sleep(pause)
+                bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
+                continue
+            self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)
+            return result
+
+    def traffic(self) -> dict[str, float]:
+        """See `Store.traffic`."""
+        with self._lock:
+            if not self._counts:
+                return {}
+            return {
+                "requests": sum(self._counts.values()) - self._counts["retries"],
+                "retries": 0,
+                **self._counts,
+                "bytes_received": self._bytes["received"],
+                "bytes_sent": self._bytes["sent"],
+                "request_seconds": self._seconds,
+                "slowest_request_seconds": self._slowest_seconds,
+            }
+
+    def _count(
+        self, op: str, seconds: float, again: bool, received_bytes: int = 0, sent_bytes: int = 0
+    ) -> None:
+        with self._lock:
+            self._counts[op] += 1
+            self._counts["retries"] += again
+            self._bytes["received"] += received_bytes
+            self._bytes["sent"] += sent_bytes
+            self._seconds += seconds
+            self._slowest_seconds = max(self._slowest_seconds, seconds)
+
+    def _error(self, op: str, key: str, error: RequestError, attempts: int) -> StorageError:
+        kind = StorageFullError if error.kind is Failure.FULL else StorageError
+        tried = f", after {attempts} attempts" if attempts > 1 else ""
+        return kind(
+            f"{op} of {key!r} in {self._place} failed{tried}: {error}",
+            path=self._url if not key else f"{self._url}/{key.rpartition('/')[2]}",
+            op=op,
+            bucket=self._place,
+            key=key,
+            attempts=attempts,
+        )

@@ -1,0 +1,83 @@
+"""What errors of S3, botocore and the HTTP client below mean for the next attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dcp.storage.stores.objects.client import Failure, RequestError
+
+__all__ = ["request_error"]
+
+_PASSING_CODES: Final = frozenset(
+    {
+        "BadDigest",  # damaged on the way: the next attempt sends it anew
+        "ConditionalRequestConflict",  # another conditional write to the key was under way
+        "IncompleteBody",
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+_FULL_CODES: Final = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
+_PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_LONGEST_WAIT_SECONDS: Final = 60.0
+_SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: Failure.RANGE}
+
+
+def request_error(error: BaseException, bucket: str) -> RequestError:
+    """``error`` of one attempt as a `RequestError`; its text never has credentials."""
+    from aiohttp import ClientError as HttpError
+    from botocore import exceptions, parsers
+
+    if isinstance(error, exceptions.ClientError):
+        return _answered(error.response, bucket)
+    passing = (
+        exceptions.HTTPClientError,  # connections refused, reset, closed, timed out; bodies cut short
+        exceptions.IncompleteReadError,
+        parsers.ResponseParserError,
+        HttpError,
+        OSError,  # with asyncio's TimeoutError
+        EOFError,
+    )
+    if isinstance(error, passing):
+        return RequestError(Failure.PASSING, f"{type(error).__name__}: {error}")
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return RequestError(
+            Failure.FINAL,
+            "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or "
+            "storage_options key and secret (anon=True for public buckets)",
+        )
+    return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
+
+
+def _answered(response: Mapping[str, Any], bucket: str) -> RequestError:
+    """By the code of the body, which HEAD does not have, or by the status."""
+    metadata, body = response.get("ResponseMetadata", {}), response.get("Error", {})
+    status, code = int(metadata.get("HTTPStatusCode", 0)), str(body.get("Code", ""))
+    text = f"{status} {code}: {body.get('Message', '')}".rstrip(": ")
+    if code == "NoSuchBucket":
+        return RequestError(Failure.FINAL, f"there is no bucket {bucket!r} ({text})")
+    if code in _FULL_CODES or status == 507:
+        return RequestError(Failure.FULL, text)
+    if code in _PASSING_CODES or status in _PASSING_STATUS:
+        return RequestError(Failure.PASSING, text, retry_after_seconds=_retry_after(metadata))
+    if status in _SETTLED_BY_STATUS:
+        return RequestError(_SETTLED_BY_STATUS[status], text)
+    return RequestError(Failure.FINAL, text)
+
+
+def _retry_after(metadata: Mapping[str, Any]) -> float:
+    try:
+        wished = float(metadata.get("HTTPHeaders", {}).get("retry-after", 0))
+    except ValueError:  # a date: ours is the better guess
+        return 0.0
+    return min(max(0.0, wished), _LONGEST_WAIT_SECONDS)

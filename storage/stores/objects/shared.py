@@ -1,0 +1,82 @@
+"""What store objects of one place share in a process: the client with its connections, threads, buffers.
+
+Every step of a run has a store object of its own; a session with the service costs far more than a request.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from dcp.storage.stores.buffers import BufferPool
+from dcp.storage.stores.objects.client import ObjectClient
+from dcp.storage.stores.objects.options import ObjectOptions
+
+__all__ = ["Shared", "all_of", "lock_of", "shared"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class Shared:
+    """A client, the threads that carry its requests, and the buffers for parts, by their size."""
+
+    client: ObjectClient
+    options: ObjectOptions
+    threads: ThreadPoolExecutor
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pools: dict[int, BufferPool] = field(default_factory=dict)
+
+    def pool(self, size_bytes: int) -> BufferPool:
+        """Buffers for parts of ``size_bytes``; together they take as much memory as those of `part_bytes`."""
+        count = max(2, self.options.concurrency * self.options.part_bytes // size_bytes)
+        with self.lock:
+            return self.pools.setdefault(size_bytes, BufferPool(count, size_bytes))
+
+
+_SHARED: Final[dict[tuple[int, str], Shared]] = {}
+_LOCKS: Final[dict[tuple[int, str], threading.RLock]] = {}
+_guard = threading.Lock()
+
+
+def _start_afresh() -> None:
+    global _guard
+    _guard = threading.Lock()  # a thread that the child does not have may hold the old one
+
+
+os.register_at_fork(after_in_child=_start_afresh)
+
+
+def shared(place: str, options: ObjectOptions, given: Any, make: Callable[[], ObjectClient]) -> Shared:
+    """The one of this process for ``place`` and these options; a forked child has its own."""
+    key = os.getpid(), f"{place}\n{options}\n{sorted(given.items(), key=lambda item: item[0])!r}"
+    with _guard:
+        found = _SHARED.get(key)
+        if found is None:
+            client = make()
+            threads = ThreadPoolExecutor(client.concurrency, thread_name_prefix="dcp-object")
+            found = _SHARED[key] = Shared(client, options, threads)
+        return found
+
+
+def lock_of(url: str) -> threading.RLock:
+    """The lock of a place between the threads of this process."""
+    with _guard:
+        return _LOCKS.setdefault((os.getpid(), url), threading.RLock())
+
+
+def all_of(threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of ``tasks``, run at once; the first failure once none of them runs any more."""
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    futures: list[Future[T]] = [threads.submit(task) for task in tasks]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)

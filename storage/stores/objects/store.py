@@ -1,0 +1,433 @@
+"""The store on an object service: `FsspecStore`.
+
+A folder is a prefix of keys, a file an object, and a file appears when its last request has been answered.
+Nothing is ever renamed or copied. What makes a commit atomic is the conditional request that publishes the
+manifest; see `dcp.storage.commit` for why no lock is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from dcp.storage.stores.base import (
+    ANY,
+    LOCK_NAME,
+    Expected,
+    FileInfo,
+    ReadHandle,
+    ReadProfile,
+    Store,
+    Version,
+    WriteHandle,
+    check_name,
+)
+from dcp.storage.stores.objects.client import (
+    ABSENT,
+    Condition,
+    Failure,
+    ObjectClient,
+    ObjectInfo,
+    Page,
+    PartsClient,
+    StreamClient,
+)
+from dcp.storage.stores.objects.conditions import require_conditional_writes
+from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.reading import REQUEST_BYTES, ObjectReadHandle
+from dcp.storage.stores.objects.requests import Requests, ServiceError
+from dcp.storage.stores.objects.shared import Shared, lock_of, shared
+from dcp.storage.stores.objects.writing import PartsWriteHandle, StreamWriteHandle
+
+__all__ = ["FsspecStore"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_S3_URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
+_WHOLE_PUT_BYTES: Final = 64 << 20
+"""A publish above this goes in parts, as data files do."""
+
+_GAP_BYTES: Final = 256 << 10
+
+
+class FsspecStore(Store):
+    """Files below an URL of S3, or of whatever else fsspec has a file system for.
+
+    ``storage_options`` are the file system's own, and `ObjectOptions`. No request is made before the first
+    operation. Stores of one place share their connections; a pickled or forked one makes its own.
+
+    On S3, `publish` is atomic between processes by conditional requests. Other file systems can create
+    exclusively (atomically where they implement it), but not compare and replace; there, replacing is refused
+    unless ``conditional_writes="off"`` accepts that one writer may overwrite what another has just written.
+    `lock` is between the threads of one process, everywhere.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        if "::" in url:
+            raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
+        self.url = url.rstrip("/")
+        self._given = dict(storage_options or {})
+        self._options, self._filesystem_options = ObjectOptions.split(self._given)
+        s3 = _S3_URL.fullmatch(self.url)
+        self._bucket = s3[1] if s3 else None
+        self._prefix = f"{s3[2]}/" if s3 and s3[2] else "" if s3 else None
+        self._requests = Requests(self.url, self._bucket or self.url.partition("://")[0], self._options)
+        self.read_profile = ReadProfile(
+            threads=self._options.concurrency,
+            request_bytes=REQUEST_BYTES,
+            join_below_bytes=REQUEST_BYTES,
+            gap_bytes=_GAP_BYTES,
+            scatter=True,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return FsspecStore, (self.url, self._given)
+
+    def traffic(self) -> dict[str, float]:
+        """Of this store object; "requests" has each attempt, "retries" those that were not the first."""
+        return self._requests.traffic()
+
+    # -- folders ---------------------------------------------------------------------------------------------
+
+    def make_root(self) -> None:
+        """Nothing on S3, where a prefix needs no making."""
+        self._client.make_folder(self._root_key())
+
+    def remove_root(self) -> None:
+        """Nothing on S3: a prefix is gone with its last object."""
+        self._client.remove_folder(self._root_key())
+
+    def sync(self) -> None:
+        """Nothing to do: an object is durable when the service has answered."""
+
+    def list(self) -> list[FileInfo]:
+        """One request for each thousand files, on S3."""
+        found = []
+        for page in self._pages(shallow=True):
+            for info in page.objects:
+                if (name := self._name_of(info.key)) is not None:
+                    found.append(_file_info(name, info))
+        return sorted(found, key=lambda info: info.name)
+
+    def walk(self) -> Iterator[tuple[str, FileInfo]]:
+        """The files of all folders directly below this one: (folder, file), by one listing of everything."""
+        start = len(self._key(""))
+        for page in self._pages(shallow=False):
+            for info in page.objects:
+                folder, separator, name = info.key[start:].partition("/")
+                if separator and _is_allowed(folder) and _is_allowed(name):
+                    yield folder, _file_info(name, info)
+
+    def folders(self) -> Sequence[str]:
+        """Names of the folders directly below this one, sorted."""
+        start = len(self._key(""))
+        found = set()
+        for page in self._pages(shallow=True):
+            found |= {prefix[start:].removesuffix("/") for prefix in page.prefixes}
+        return sorted(filter(_is_allowed, found))
+
+    def exists(self) -> bool:
+        """Whether the folder itself is there; where prefixes are all there is, it always is."""
+        return self._client.folder_exists(self._root_key())
+
+    # -- small files -----------------------------------------------------------------------------------------
+
+    def stat(self, name: str) -> FileInfo | None:
+        """One request."""
+        key = self._file_key(name)
+        info = self._unless_missing("head", key, lambda: self._client.head(key))
+        return None if info is None else _file_info(name, info)
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """One request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
+        key, path = self._file_key(name), self.path_of(name)
+        first_bytes = max(1, min(limit_bytes, REQUEST_BYTES))
+        found = self._unless_missing("get", key, lambda: self._client.read(key, first_bytes))
+        if found is None:
+            raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+        data, info = found
+        if info.size_bytes > limit_bytes:
+            raise CheckpointFormatError(
+                f"{path} has {info.size_bytes} bytes, more than the {limit_bytes} that such a file may have: "
+                "it is damaged or hostile",
+                path=path,
+                size_bytes=info.size_bytes,
+                limit_bytes=limit_bytes,
+            )
+        if len(data) >= info.size_bytes:
+            return data
+        whole = bytearray(info.size_bytes)
+        whole[: len(data)] = data
+        handle = self._handle(name, info)
+        handle.preadv([memoryview(whole)[len(data) :]], len(data))
+        return bytes(whole)
+
+    def version(self, name: str) -> Version | None:
+        """The entity tag, where the service has any: one request. Else a digest of the content."""
+        key = self._file_key(name)
+        tag = self._unless_missing("head", key, lambda: self._client.tag(key))
+        return None if tag is None else _version(tag)
+
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """A conditional request: the service compares, not this process. See `ConditionalWrites`."""
+        self._file_key(name)
+        condition: Condition = None if expected is ANY else ABSENT
+        if isinstance(expected, Version):
+            condition = _tag(expected)
+            if not condition:  # no version of this store: it cannot be what is there
+                raise self._conflict(name)
+        if condition is not None and not self._compares(condition):
+            if self.version(name) != (expected if isinstance(expected, Version) else None):
+                raise self._conflict(name)
+            condition = None
+        try:
+            return _version(self._put(name, data, condition))
+        except ServiceError as error:
+            if error.kind is not Failure.CONDITION:
+                raise StorageError(
+                    f"{self.path_of(name)}: {error}", path=self.path_of(name), op="publish"
+                ) from error
+            # An answer was lost, and the request was made again: what is there may be what we wrote.
+            version = self.version(name) if error.is_ambiguous else None
+            if version is None or self.read(name, limit_bytes=len(data)) != data:
+                raise self._conflict(name) from error
+            return version
+
+    def delete(self, name: str) -> None:
+        """One request."""
+        key = self._file_key(name)
+        self._unless_missing("delete", key, lambda: self._client.delete([key]))
+
+    def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
+        """One request for each thousand files, on S3."""
+        failed: dict[str, Exception] = {}
+        by_key = {self._file_key(name): name for name in names}
+        keys, step = list(by_key), self._client.delete_limit
+        for start in range(0, len(keys), step):
+            part = keys[start : start + step]
+            try:
+                refused = self._run("delete", part[0], partial(self._client.delete, part))
+            except StorageError as error:
+                failed |= {by_key[key]: error for key in part}
+                continue
+            for key, reason in refused.items():
+                path = self.path_of(by_key[key])
+                failed[by_key[key]] = StorageError(
+                    f"delete of {path} failed: {reason}", path=path, op="delete", key=key
+                )
+        return failed
+
+    def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
+        """Two requests or more, on S3. Without the permission to list uploads it does nothing."""
+        client = self._client
+        if not isinstance(client, PartsClient):
+            return 0
+        try:
+            found = self._run("list_uploads", self._key(""), lambda: client.uploads(self._key("")))
+        except StorageError as error:
+            logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error)
+            return 0
+        ours = [upload for upload in found if (name := self._name_of(upload.key)) and belongs(name)]
+        for upload in ours:
+            try:
+                self._run("abort_upload", upload.key, partial(client.abort_upload, upload))
+            except StorageError as error:
+                logger.debug("%s: an unfinished upload stays behind: %s", self.url, error)
+        return len(ours)
+
+    # -- data files ------------------------------------------------------------------------------------------
+
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
+        """No request, given the size."""
+        if expected_bytes is not None:
+            return self._handle(name, ObjectInfo(self._file_key(name), expected_bytes, 0.0, ""))
+        key = self._file_key(name)
+        info = self._unless_missing("head", key, lambda: self._client.head(key))
+        if info is None:
+            raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+        return self._handle(name, info)
+
+    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+        """On S3 without a request; that the name is taken shows when the file is finished."""
+        key, path, client = self._file_key(name), self.path_of(name), self._client
+        if isinstance(client, PartsClient):
+            # Not tried out: save ids make names unique, and a thousand ranks would all have to.
+            condition = None if self._options.conditional_writes == "off" else ABSENT
+            return PartsWriteHandle(
+                name,
+                path,
+                key,
+                self._requests,
+                self._shared(),
+                client,
+                condition=condition,
+                expected_bytes=expected_bytes,
+            )
+        if self.stat(name) is not None:
+            raise StorageError(
+                f"{path} exists already: data files are never overwritten", path=path, op="create"
+            )
+        if not isinstance(client, StreamClient):
+            raise StorageError(f"{self.url} cannot be written to", path=path, op="create")
+        return StreamWriteHandle(name, path, key, self._requests, client)
+
+    @contextmanager
+    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+        """Between the threads of this process only: `publish` compares for all others."""
+        lock = lock_of(self.url)
+        if not lock.acquire(timeout=max(0.0, timeout_seconds)):
+            raise StorageError(
+                f"{self.url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
+                path=self.url,
+                op="lock",
+                timeout_seconds=timeout_seconds,
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # -- within ----------------------------------------------------------------------------------------------
+
+    def _shared(self) -> Shared:
+        return shared(self._bucket or self.url, self._options, self._filesystem_options, self._make_client)
+
+    def _make_client(self) -> ObjectClient:
+        if self._bucket is not None:
+            from dcp.storage.stores.objects.s3 import S3Client
+
+            return S3Client(self._bucket, self._filesystem_options, self._options)
+        from dcp.storage.stores.objects.generic import FsspecClient, open_filesystem
+
+        return FsspecClient(open_filesystem(self.url, self._filesystem_options)[0], self._options)
+
+    @property
+    def _client(self) -> ObjectClient:
+        return self._shared().client
+
+    def _root_key(self) -> str:
+        return self._key("").rstrip("/")
+
+    def _key(self, name: str) -> str:
+        if self._prefix is None:
+            from dcp.storage.stores.objects.generic import open_filesystem
+
+            self._prefix = f"{open_filesystem(self.url, self._filesystem_options)[1]}/"
+        return f"{self._prefix}{name}"
+
+    def _file_key(self, name: str) -> str:
+        return self._key(check_name(name))
+
+    def _name_of(self, key: str) -> str | None:
+        """The file's name, None for what lies deeper or cannot be a file of a checkpoint."""
+        name = key[len(self._key("")) :]
+        return name if _is_allowed(name) else None
+
+    def _pages(self, *, shallow: bool) -> Iterator[Page]:
+        prefix, client = self._key(""), self._client
+        after: str | None = None
+        while True:
+            page = self._run("list", prefix, partial(client.list_page, prefix, shallow=shallow, after=after))
+            yield page
+            if page.next is None:
+                return
+            after = page.next
+
+    def _handle(self, name: str, info: ObjectInfo) -> ObjectReadHandle:
+        return ObjectReadHandle(
+            name,
+            self.path_of(name),
+            info.key,
+            info.size_bytes,
+            info.etag or None,
+            self._shared,
+            self._requests,
+        )
+
+    def _put(self, name: str, data: bytes, condition: Condition) -> str:
+        key, client = self._file_key(name), self._client
+        if isinstance(client, PartsClient) and len(data) > _WHOLE_PUT_BYTES:
+            handle = PartsWriteHandle(
+                name,
+                self.path_of(name),
+                key,
+                self._requests,
+                self._shared(),
+                client,
+                condition=condition,
+                expected_bytes=len(data),
+            )
+            try:
+                handle.write(data)
+                return handle.finish_as()
+            except BaseException:
+                handle.abort()
+                raise
+        return self._requests.run("put", key, lambda: client.put(key, data, condition), sent_bytes=len(data))
+
+    def _compares(self, condition: Condition) -> bool:
+        """Whether the service is to compare; False where the user has agreed that it does not.
+
+        Raises `StorageError` where it cannot, and nobody has agreed.
+        """
+        if self._options.conditional_writes == "off":
+            return False
+        if self._options.conditional_writes == "auto":
+            require_conditional_writes(self._client, self._requests, condition, self._key(""), self.url)
+        return True
+
+    def _conflict(self, name: str) -> CheckpointConflictError:
+        return CheckpointConflictError(
+            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
+            "save under another id, or load what is there first",
+            path=self.path_of(name),
+        )
+
+    def _run(self, op: str, key: str, attempt: Callable[[], T]) -> T:
+        """A request of which no answer is expected that needs interpreting."""
+        try:
+            return self._requests.run(op, key, attempt)
+        except ServiceError as error:
+            raise StorageError(f"{op} of {key!r}: {error}", path=self.url, op=op, key=key) from error
+
+    def _unless_missing(self, op: str, key: str, attempt: Callable[[], T]) -> T | None:
+        try:
+            return self._requests.run(op, key, attempt)
+        except ServiceError as error:
+            if error.kind is Failure.MISSING:
+                return None
+            raise StorageError(f"{op} of {key!r}: {error}", path=self.url, op=op, key=key) from error
+
+
+def _file_info(name: str, info: ObjectInfo) -> FileInfo:
+    return FileInfo(name, info.size_bytes, info.modified_seconds)
+
+
+def _version(tag: str) -> Version:
+    return Version(f"etag:{tag}")
+
+
+def _tag(version: Version) -> str:
+    return version.token.removeprefix("etag:") if version.token.startswith("etag:") else ""
+
+
+def _is_allowed(name: str) -> bool:
+    if name == LOCK_NAME:
+        return False
+    try:
+        check_name(name)
+    except CheckpointFormatError:
+        return False
+    return True
