@@ -1,5 +1,5 @@
-"""What ``torch.distributed.checkpoint._fsspec_filesystem`` has: torch's own for now."""
+"""What ``torch.distributed.checkpoint._fsspec_filesystem`` has: storages for any URL that fsspec knows."""
 
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from dcp.storage.fsspec_storage import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]

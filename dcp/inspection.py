@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,14 +24,14 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.pickle_decoder import decode_pickle
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES, decode_plain
 from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
-from dcp.storage.stores import open_store
 from dcp.storage.stores.base import FileInfo, ReadHandle, Store
 from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.opening import OpenWith
 
 __all__ = [
     "CheckpointHeader",
@@ -130,43 +131,74 @@ class ModuleNode:
     children: dict[str, ModuleNode] = field(default_factory=dict)
 
 
-def open_index(checkpoint_id: str | os.PathLike[str], *, rank: int | None = None) -> CheckpointIndex:
+def open_index(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointIndex:
     """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
     ``rank`` picks that rank's part of a save without collectives; by default all parts are merged.
+    ``storage_options`` are those of a URL's file system, as for `dcp.load`.
     Raises `CheckpointNotFoundError` where no save was committed, `CheckpointFormatError` on damaged metadata.
     """
-    return _open_index(open_store(checkpoint_id), rank=rank)
+    return _open_index(OpenWith(storage_options)(checkpoint_id), rank=rank)
 
 
-def list_checkpoints(checkpoint_id: str | os.PathLike[str]) -> list[CheckpointSummary]:
+def list_checkpoints(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[CheckpointSummary]:
     """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
 
     Folders without files of a checkpoint are left out. An unreadable checkpoint is listed as such.
+    With ``quick`` no file is opened, and everything is by the listings: ``committed_seconds`` is the time of
+    the commit object, ``bytes`` the size of all data files, and format, tensors and ranks are not known.
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
-    store = open_store(checkpoint_id)
-    own = _summarize(store)
+    opener = OpenWith(storage_options)
+    store = opener(checkpoint_id)
+    own = _summarize(store, store.list(), quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
         return [own]
-    root = open_root(checkpoint_id)
+    root = open_root(checkpoint_id, open_store=opener)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
-    found = (_summarize(root.store(name)) for name in root.names())
+
+    def summary(folder: tuple[str, list[FileInfo] | None]) -> CheckpointSummary | None:
+        return _summarize(root.store(folder[0]), folder[1], quick=quick)
+
+    folders = root.listings().items()
+    if root.at_once > 1 and not quick:
+        with ThreadPoolExecutor(root.at_once) as pool:
+            found = list(pool.map(summary, folders))
+    else:
+        found = list(map(summary, folders))
     summaries = [summary for summary in found if summary is not None]
     return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
 
 
-def _summarize(store: Store) -> CheckpointSummary | None:
-    """None if the folder has nothing of a checkpoint."""
+def _summarize(
+    store: Store, files: Sequence[FileInfo] | None = None, *, quick: bool
+) -> CheckpointSummary | None:
+    """None if the folder has nothing of a checkpoint; ``files`` is its listing, where that is known."""
     name = store.url.rstrip("/").rsplit("/", 1)[-1]
     match = _STEP.search(name)
     step = int(match[1]) if match else None
     try:
-        files = store.list()
-        if not has_checkpoint(store):
-            left = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
-            return CheckpointSummary(name, store.url, "incomplete", step, bytes=sum(left)) if left else None
+        if files is None:
+            files = store.list()
+        data_bytes = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
+        committed = [file for file in files if is_commit_object(file.name)]
+        if not committed:
+            left = sum(data_bytes)
+            return CheckpointSummary(name, store.url, "incomplete", step, bytes=left) if data_bytes else None
+        if quick:
+            seconds = max(file.modified_seconds for file in committed)
+            return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
         index = _open_index(store)
     except CheckpointError as error:
         return CheckpointSummary(name, store.url, "unreadable", step, problem=str(error))

@@ -77,6 +77,7 @@ def load(
     per_rank: PerRankLoad | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     progress: bool | ProgressCallback | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Load a checkpoint in place into a sharded state dict; every rank of the process group calls it alike.
 
@@ -99,6 +100,8 @@ def load(
     values be as they are where another number of ranks saved the checkpoint, or it has none of them; "exact"
     (default) wants each rank's own.
 
+    ``storage_options`` are those of the file system of a URL, as for `dcp.save`.
+
     A checkpoint that is replaced while it is being read is read anew, once.
 
     Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, ShapeMismatchError,
@@ -109,7 +112,7 @@ def load(
     """
     alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
-    reader = choose_reader(storage_reader, checkpoint_id)
+    reader = choose_reader(storage_reader, checkpoint_id, storage_options)
     planner = planner if planner is not None else DefaultLoadPlanner()
     if verify is not None and not isinstance(reader, FileSystemReader):
         raise CheckpointError(

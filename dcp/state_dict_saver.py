@@ -65,6 +65,7 @@ def save(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
     """Save a sharded state dict as one checkpoint; every rank of the process group calls it alike.
 
@@ -79,6 +80,10 @@ def save(
     bounds every wait for other ranks. ``user_metadata`` is plain data kept in the manifest. ``progress``
     draws a bar (True) or is called with `dcp.progress.Progress`.
 
+    ``checkpoint_id`` is a path or a URL, such as ``s3://bucket/run/step-100``. ``storage_options`` are then
+    those of the file system, as all users of fsspec pass them (``endpoint_url``, ``key``, ``secret``,
+    ``anon``, ...; the environment serves as well), and ours of `dcp.storage.stores.objects.options`.
+
     A ``storage_writer`` that is used again, or without one a planner with ``enable_plan_caching``, remembers
     the plan: as long as no rank's structure changes, the next save exchanges digests instead of plans.
 
@@ -91,7 +96,7 @@ def save(
     alone = works_alone(process_group, no_dist=no_dist)
     return _save(
         lambda: stateful_to_plain(state_dict),
-        choose_writer(storage_writer, checkpoint_id),
+        choose_writer(storage_writer, checkpoint_id, storage_options),
         Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save"),
         planner,
         cache=_cache_for(storage_writer, planner),
@@ -115,11 +120,13 @@ def async_save(
     user_metadata: Mapping[str, Any] | None = None,
     progress: bool | ProgressCallback | None = None,
     overlap: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveFuture:
     """`save` behind the training loop: copies the state, returns, and writes the copy in the background.
 
-    The parameters up to ``use_collectives`` are torch's, with torch's meaning. THREAD writes in a thread of
-    this process; PROCESS in a process of its own, which is started once, does not compete for the
+    The parameters up to ``use_collectives`` are torch's, with torch's meaning, and ``storage_options`` those
+    of `save`, which the writer process gets with the order to save. THREAD writes in a thread of this
+    process; PROCESS in a process of its own, which is started once, does not compete for the
     interpreter, and commits what was staged even if this process is killed. CPU tensors are copied as well:
     when this returns, or with ``overlap`` when ``staging_completion`` is done, everything may change again.
 
@@ -143,7 +150,7 @@ def async_save(
         session.wait()  # it cannot be pointed at another id while a save uses it
     return session.save(
         state_dict,
-        storage_writer=choose_writer(storage_writer, checkpoint_id),
+        storage_writer=choose_writer(storage_writer, checkpoint_id, storage_options),
         planner=planner,
         use_collectives=use_collectives,
         user_metadata=user_metadata,

@@ -8,34 +8,53 @@ from typing import TYPE_CHECKING, Any
 
 from dcp.storage.errors import CheckpointError
 from dcp.storage.reader import FileSystemReader
+from dcp.storage.stores import open_store
+from dcp.storage.stores.opening import OpenWith, check_storage_options
 from dcp.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-__all__ = ["choose_reader", "choose_writer", "refuse_user_metadata"]
+__all__ = ["choose_reader", "choose_writer", "refuse_user_metadata", "with_options"]
 
 
 def choose_reader(
-    reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None
+    reader: StorageReader | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> StorageReader:
     """``reader``, pointed at ``checkpoint_id`` if given; or the one of ours that can read the id."""
     if reader is not None:
+        _refuse_options(storage_options, reader, "storage_reader")
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)
         return reader
-    return FileSystemReader(_checked(checkpoint_id))
+    opener = OpenWith(storage_options)
+    return FileSystemReader(_checked(checkpoint_id, opener), open_store=opener)
 
 
 def choose_writer(
-    writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None
+    writer: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> StorageWriter:
     """``writer``, pointed at ``checkpoint_id`` if given; or the one of ours that can write the id."""
     if writer is not None:
+        _refuse_options(storage_options, writer, "storage_writer")
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)
         return writer
-    return FileSystemWriter(_checked(checkpoint_id))
+    opener = OpenWith(storage_options)
+    return FileSystemWriter(_checked(checkpoint_id, opener), open_store=opener)
+
+
+def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
+    """``writer``, which opens its store with the options of ``opener`` if it was given none of its own."""
+    own = writer.open_store
+    if own is open_store or (isinstance(own, OpenWith) and not own.storage_options):
+        through_fsspec = isinstance(own, OpenWith) and own.through_fsspec
+        writer.open_store = OpenWith(opener.storage_options, through_fsspec=through_fsspec)
+    return writer
 
 
 def refuse_user_metadata(writer: StorageWriter, user_metadata: Mapping[str, Any] | None) -> None:
@@ -46,15 +65,21 @@ def refuse_user_metadata(writer: StorageWriter, user_metadata: Mapping[str, Any]
         )
 
 
-def _checked(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+def _refuse_options(options: Mapping[str, Any] | None, storage: object, argument: str) -> None:
+    check_storage_options(options)
+    if options:
+        raise CheckpointError(
+            f"storage_options are for the storage that is chosen by checkpoint_id, and {argument} is given "
+            f"as well: give the options to that {type(storage).__name__} where it is made, as in "
+            "dcp.FsspecReader(url, **options)"
+        )
+
+
+def _checked(checkpoint_id: str | os.PathLike[str] | None, opener: OpenWith) -> str | os.PathLike[str]:
+    """The id, if ours can handle it; else the error that tells why not, before anything is done."""
     if not checkpoint_id:
         raise CheckpointError(
             "give checkpoint_id, or a storage_writer or storage_reader that knows its place"
         )
-    if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
-        raise CheckpointError(
-            f"no storage here can handle {os.fspath(checkpoint_id)!r}; give a storage_writer or "
-            "storage_reader for it",
-            path=os.fspath(checkpoint_id),
-        )
+    opener(checkpoint_id)
     return checkpoint_id

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -32,11 +32,11 @@ from dcp.storage.formats.torch_zip import (
     entry_start,
     read_directory,
 )
-from dcp.storage.stores import open_store
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, ReadHandle, Store
+from dcp.storage.stores.opening import OpenWith
 from dcp.version import __version__
 
-__all__ = ["Finding", "Progress", "VerifyReport", "verify"]
+__all__ = ["Finding", "Progress", "VerifyReport", "verify", "verify_store"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read in all), from any thread, one call at a time."""
@@ -99,14 +99,23 @@ class _Block:
 
 
 def verify(
-    checkpoint_id: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    threads: int = 2,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Read and check everything of a checkpoint; what is wrong becomes a `Finding`.
 
-    Memory is bounded by 8 MiB a thread. Raises `CheckpointNotFoundError` where nothing is committed, and
-    `StorageError` where the store as a whole cannot be read.
+    ``storage_options`` are those of a URL's file system, as for `dcp.load`. Memory is bounded by 8 MiB a
+    thread. Raises `CheckpointNotFoundError` where nothing is committed, and `StorageError` where the store as
+    a whole cannot be read.
     """
-    store = open_store(checkpoint_id)
+    return verify_store(OpenWith(storage_options)(checkpoint_id), threads=threads, progress=progress)
+
+
+def verify_store(store: Store, *, threads: int = 2, progress: Progress | None = None) -> VerifyReport:
+    """`verify` of the checkpoint in ``store``."""
     report = VerifyReport(store.url)
     try:
         index = open_index(store)

@@ -85,7 +85,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "logger": ((), ("_dcp_logger", "_dcp_method_logger")),
     "hf_storage": ((), ("HuggingFaceStorageReader", "HuggingFaceStorageWriter")),
     "quantized_hf_storage": ((), ("QuantizedHuggingFaceStorageReader",)),
-    "_fsspec_filesystem": ((), ("FsspecReader", "FsspecWriter")),
+    "_fsspec_filesystem": (("FsspecReader", "FsspecWriter"), ()),
 }
 
 # methods that torch documents for users to override or call, by class
@@ -117,6 +117,8 @@ METHODS = {
         "read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data reset "
         "validate_checkpoint_id"
     ),
+    "_fsspec_filesystem.FsspecReader": "read_metadata read_data reset validate_checkpoint_id",
+    "_fsspec_filesystem.FsspecWriter": "write_data finish reset storage_meta validate_checkpoint_id",
     "filesystem.FileSystemWriter": (
         "set_up_storage_writer prepare_local_plan prepare_global_plan write_data finish reset storage_meta "
         "validate_checkpoint_id"

@@ -91,8 +91,8 @@ def _refuse_mangled(text: str) -> None:
         slashes = "///" if mangled[1].lower() == "file" else "//"
         meant = f"{mangled[1]}:{slashes}{(mangled[2] or '').lstrip('/')}"
         raise StorageError(
-            f"{text!r} is a URL that lost a slash, as pathlib.Path and os.path.normpath take one from it: give "
-            f"{meant!r}, as a string",
+            f"{text!r} is a URL that lost a slash, as pathlib.Path and os.path.normpath take one from it: "
+            f"give {meant!r}, as a string",
             path=text,
             op="open",
         )

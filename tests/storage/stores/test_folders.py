@@ -107,9 +107,15 @@ def test_a_folder_is_one_plain_name(root: Root, name: str) -> None:
 
 
 def test_places_that_cannot_be_roots(tmp_path: Path) -> None:
-    """An unknown scheme is refused at once; a file in the place of the root is an error when it is listed."""
-    with pytest.raises(StorageError, match="s3://"):
-        open_root("s3://bucket/run")
+    """An unknown scheme, and a file in the place of the root, are errors when they are listed; a URL that lost
+    a slash is one at once."""
+    with pytest.raises(StorageError, match="gopher://"):
+        open_root("gopher://host/run").names()
+    for mangled in (Path("s3://bucket/run"), tmp_path / "s3://bucket/run", "gs:/bucket"):
+        with pytest.raises(StorageError, match="a URL that lost a slash"):
+            open_root(mangled)
+    with pytest.raises(StorageError, match="chained"):
+        open_root("simplecache::s3://bucket/run")
     (tmp_path / "file").write_bytes(b"")
     assert not open_root(tmp_path / "file").exists()
     with pytest.raises(StorageError) as caught:

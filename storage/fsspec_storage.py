@@ -1,0 +1,96 @@
+"""Storages for any URL that fsspec has a file system for, by torch's names: `FsspecReader`, `FsspecWriter`.
+
+What differs from `FileSystemReader` and `FileSystemWriter` is only how the store of an id is made: keyword
+arguments that are not theirs are the file system's options.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsspec.utils import get_protocol
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+from dcp.storage.engine.read_requests import Verify
+from dcp.storage.reader import FileSystemReader
+from dcp.storage.stores.opening import OpenWith
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["FsspecReader", "FsspecWriter"]
+
+
+class FsspecWriter(FileSystemWriter):
+    """`FileSystemWriter` to a URL such as ``s3://bucket/prefix``; a local path is fine, too.
+
+    ``kwargs`` are the storage options, as all users of fsspec pass them (``endpoint_url``, ``key``,
+    ``secret``, ``anon``, ``client_kwargs``, ...), and ours of `dcp.storage.stores.objects.options`.
+    ``memory://`` is fsspec's memory file system.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        torch_compatible: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            path,
+            single_file_per_rank,
+            sync_files,
+            thread_count,
+            per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+            torch_compatible=torch_compatible,
+            open_store=OpenWith(kwargs, through_fsspec=True),
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether fsspec knows the scheme; a `Path` is never a URL."""
+        return _is_known(checkpoint_id)
+
+
+class FsspecReader(FileSystemReader):
+    """`FileSystemReader` of a URL such as ``s3://bucket/prefix``; a local path is fine, too.
+
+    ``kwargs`` are storage options, as for `FsspecWriter`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: Verify = "blocks",
+        threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            path, verify=verify, threads=threads, open_store=OpenWith(kwargs, through_fsspec=True)
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether fsspec knows the scheme; a `Path` is never a URL."""
+        return _is_known(checkpoint_id)
+
+
+def _is_known(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """As torch's: without making a file system, for which credentials or a package may be missing."""
+    if isinstance(checkpoint_id, Path):
+        return False
+    from fsspec import available_protocols
+
+    return get_protocol(os.fspath(checkpoint_id)) in available_protocols()
