@@ -60,7 +60,19 @@ def write_file(store: Store, name: str, data: bytes, *, durable: bool = False, p
 
 
 class StoreContract:
-    """Every backend passes these. See the module's docstring."""
+    """Every backend passes these. See the module's docstring.
+
+    What differs between kinds of stores, and both ways keep the promises, a subclass says:
+
+    - ``sees_unfinished``: whether files that are being written are there for others. Where they are not, the
+      second one of a name fails in `finish`.
+    - ``keeps_replaced``: whether who has opened a file can read it to its end after it was replaced. Where
+      not (False), reading on raises `CorruptCheckpointError`: never a mix of two contents. None promises
+      nothing: then only the checksums of a checkpoint tell.
+    """
+
+    sees_unfinished = True
+    keeps_replaced: bool | None = True
 
     @pytest.fixture
     def store(self) -> Store:
@@ -140,16 +152,20 @@ class StoreContract:
             assert self.raw_read(store, f"a{n}") == 3 * pattern_bytes(3 * _MIB, n)
             assert self.raw_read(store, f"b{n}") == pattern_bytes(9 * _MIB, n)
 
-    def test_create_is_exclusive(self, store: Store) -> None:
+    @pytest.mark.parametrize("size", [5, 20 * _MIB])
+    def test_create_is_exclusive(self, store: Store, size: int) -> None:
         """A name that exists, even unfinished, cannot be created again, and keeps its bytes."""
+        data = pattern_bytes(size)
         with store.create("data.bin", durable=False) as handle:
-            with pytest.raises(StorageError):
-                self.reopen(store).create("data.bin", durable=True)
-            handle.write(b"first")
+            if self.sees_unfinished:
+                with pytest.raises(StorageError):
+                    self.reopen(store).create("data.bin", durable=True)
+            handle.write(data)
         with pytest.raises(StorageError) as caught:
-            store.create("data.bin", durable=False)
+            write_file(self.reopen(store), "data.bin", pattern_bytes(size, 1))
         assert caught.value.path == store.path_of("data.bin")
-        assert self.raw_read(store, "data.bin") == b"first"
+        assert self.raw_read(store, "data.bin") == data
+        assert [info.name for info in store.list()] == ["data.bin"]
 
     @pytest.mark.parametrize("size", [10, 20 * _MIB])
     @pytest.mark.parametrize("durable", [False, True])
@@ -285,13 +301,57 @@ class StoreContract:
         store.delete(".tmp-left")
         assert [info.name for info in store.list()] == ["a", "b"]
 
-    def test_open_handle_survives_replacement(self, store: Store) -> None:
-        """Who has opened the old file reads the old file to its end."""
+    def test_open_handle_and_replacement(self, store: Store) -> None:
+        """Who has begun to read the old file reads the old file to its end, or is told; never the new one."""
         store.publish("m", b"old", durable=False)
         with store.open_read("m") as handle:
+            assert handle.pread(1, 0) == b"o"
             store.publish("m", b"new!", durable=False)
-            assert handle.pread(3, 0) == b"old"
+            if self.keeps_replaced:
+                assert handle.pread(3, 0) == b"old"
+            elif self.keeps_replaced is False:
+                with pytest.raises(CorruptCheckpointError) as caught:
+                    handle.pread(3, 0)
+                assert caught.value.path == store.path_of("m")
         assert store.read("m", limit_bytes=9) == b"new!"
+
+    def test_expected_size(self, store: Store) -> None:
+        """A file that is opened with the size it must have is read; another size or no file is an error."""
+        data = pattern_bytes(5000)
+        write_file(store, "data.bin", data)
+        with store.open_read("data.bin", expected_bytes=5000) as handle:
+            assert handle.pread(5000, 0) == data
+        with pytest.raises(CheckpointNotFoundError), store.open_read("absent", expected_bytes=9) as handle:
+            handle.pread(9, 0)
+        for wrong in (4999, 5001):
+            with store.open_read("data.bin", expected_bytes=wrong) as handle:
+                if handle.size_bytes == wrong:  # taken for granted, so that reading has to tell
+                    with pytest.raises(CorruptCheckpointError):
+                        handle.pread(wrong, 0)
+
+    def test_delete_all(self, store: Store) -> None:
+        """Several files go at once, missing ones are fine, others stay."""
+        for name in ("a", "b", "c"):
+            write_file(store, name, b"1")
+        assert store.delete_all(["a", "missing", "c"]) == {}
+        assert [info.name for info in store.list()] == ["b"]
+        assert store.delete_all([]) == {}
+
+    def test_unfinished_uploads(self, store: Store) -> None:
+        """Those that are asked for end, others and finished files stay."""
+        write_file(store, "done.bin", pattern_bytes(20 * _MIB))
+        kept, ended = store.create("kept.bin", durable=True), store.create("ended.bin", durable=True)
+        for handle in (kept, ended):
+            handle.write(pattern_bytes(20 * _MIB))
+        count = store.abort_uploads(lambda name: name == "ended.bin")
+        assert count in (0, 1)
+        if count:
+            with pytest.raises(StorageError):
+                ended.finish()
+        ended.abort()
+        assert kept.finish() == 20 * _MIB
+        assert store.abort_uploads(lambda name: True) == 0
+        assert [info.name for info in store.list()] == ["done.bin", "kept.bin"]
 
     @pytest.mark.parametrize("durable", [False, True])
     @pytest.mark.parametrize("size", [0, 10, 9 * _MIB + 1])

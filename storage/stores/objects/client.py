@@ -102,6 +102,9 @@ class ObjectClient(ABC):
     concurrency: int
     """Requests that are worth sending at a time."""
 
+    tells_size: bool = False
+    """Whether every `get` tells size and tag, so that an object need not be looked at before."""
+
     delete_limit: int = 1
     """How many objects `delete` takes at once."""
 

@@ -44,6 +44,7 @@ _CANCEL_SECONDS: Final = 30.0
 class S3Client(PartsClient):
     """One bucket. ``storage_options`` are those of `s3fs.S3FileSystem`."""
 
+    tells_size = True
     delete_limit = 1000
 
     def __init__(self, bucket: str, storage_options: Mapping[str, Any], options: ObjectOptions) -> None:

@@ -250,8 +250,8 @@ class FsspecStore(Store):
     # -- data files ------------------------------------------------------------------------------------------
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """No request, given the size."""
-        if expected_bytes is not None:
+        """On S3 no request, given the size."""
+        if expected_bytes is not None and self._client.tells_size:
             return self._handle(name, ObjectInfo(self._file_key(name), expected_bytes, 0.0, ""))
         key = self._file_key(name)
         info = self._unless_missing("head", key, lambda: self._client.head(key))
