@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dcp.demo.s3_server import S3Server
+from tests.support.fault_proxy import FaultProxy
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,10 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3_root(s3_server: S3Server) -> str:
     """``s3://BUCKET/PREFIX``, of one test alone and with nothing below it."""
     return f"s3://{s3_server.bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def s3_proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+    """The server behind a proxy of this test alone, which logs requests and spoils some if asked."""
+    with FaultProxy(s3_server) as proxy:
+        yield proxy

@@ -76,7 +76,7 @@ class RawS3:
 
 
 @contextmanager
-def raw_s3(server: _Reachable) -> Iterator[RawS3]:
+def raw_s3(server: _Reachable, *, read_timeout_seconds: float = 60) -> Iterator[RawS3]:
     """A client of ``server``, or of anything with its ``storage_options``."""
     options = server.storage_options
     client = botocore.session.get_session().create_client(
@@ -87,7 +87,7 @@ def raw_s3(server: _Reachable) -> Iterator[RawS3]:
         region_name=options["client_kwargs"]["region_name"],
         config=Config(
             retries={"total_max_attempts": 1},
-            read_timeout=60,
+            read_timeout=read_timeout_seconds,
             max_pool_connections=_THREADS,
             s3={"addressing_style": "path"},
             proxies={},

@@ -1,0 +1,198 @@
+"""What goes wrong at which request: faults, by a seeded plan or by rules; and what an S3 request is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+__all__ = [
+    "DELAY",
+    "HANG",
+    "INTERNAL_ERROR",
+    "LOST_ANSWER",
+    "PASSING",
+    "RESET",
+    "SLOW_DOWN",
+    "STALLED",
+    "TOO_MANY",
+    "TRUNCATED",
+    "Fault",
+    "FaultPlan",
+    "Kind",
+    "RandomFaults",
+    "Request",
+    "Rule",
+]
+
+
+class Kind(Enum):
+    """How an exchange is spoiled."""
+
+    DELAY = "delay"
+    """Carried out after a while."""
+    RESET = "reset"
+    """The connection is reset before the server hears of the request."""
+    LOST_ANSWER = "lost answer"
+    """The server carries the request out; the connection is reset in place of its answer."""
+    TRUNCATED = "truncated"
+    """The connection is closed in the middle of the answer's body (or first line, where there is no body)."""
+    STALLED = "stalled"
+    """As truncated, but the connection stays open."""
+    ANSWER = "answer"
+    """An answer of the proxy's own; the server does not hear of the request."""
+    HANG = "hang"
+    """No answer at all, and the server does not hear of the request."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to spoil an exchange; ``status`` and ``code`` are those of an answer."""
+
+    kind: Kind
+    status: int = 0
+    code: str = ""
+    seconds: float = 0.0
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.code}" if self.kind is Kind.ANSWER else self.kind.value
+
+
+DELAY = Fault(Kind.DELAY, seconds=0.2)
+RESET = Fault(Kind.RESET)
+LOST_ANSWER = Fault(Kind.LOST_ANSWER)
+TRUNCATED = Fault(Kind.TRUNCATED)
+STALLED = Fault(Kind.STALLED)
+HANG = Fault(Kind.HANG)
+INTERNAL_ERROR = Fault(Kind.ANSWER, 500, "InternalError")
+SLOW_DOWN = Fault(Kind.ANSWER, 503, "SlowDown")
+TOO_MANY = Fault(Kind.ANSWER, 429, "TooManyRequests", headers=(("Retry-After", "1"),))
+
+PASSING = (DELAY, RESET, LOST_ANSWER, TRUNCATED, INTERNAL_ERROR, SLOW_DOWN, TOO_MANY)
+"""What networks and services do for a moment: the same request would succeed a little later."""
+
+
+@dataclass
+class Request:
+    """One request, as the proxy saw it; the numbers grow while it is under way."""
+
+    method: str
+    bucket: str
+    key: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    """By lower-case name."""
+    status: int | None = None
+    """Of the answer that was sent to the client; None if it got none."""
+    request_bytes: int = 0
+    """Of the body, as is `response_bytes`."""
+    response_bytes: int = 0
+    fault: Fault | None = None
+
+    @classmethod
+    def parse(cls, method: str, target: str, headers: dict[str, str]) -> Request:
+        """From a request line with the bucket in the path."""
+        parts = urlsplit(target)
+        bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
+        return cls(method, bucket, key, dict(parse_qsl(parts.query, keep_blank_values=True)), headers)
+
+    @property
+    def operation(self) -> str:
+        """S3's name for it: GetObject, UploadPart, ..."""
+        if not self.key:
+            return self._bucket_operation()
+        if "uploads" in self.query:
+            return "CreateMultipartUpload"
+        if "uploadId" in self.query:
+            names = {"PUT": "UploadPart", "POST": "CompleteMultipartUpload", "GET": "ListParts"}
+            return names.get(self.method, "AbortMultipartUpload")
+        if self.method == "PUT" and "x-amz-copy-source" in self.headers:
+            return "CopyObject"
+        return f"{self.method.capitalize()}Object"
+
+    def _bucket_operation(self) -> str:
+        if not self.bucket:
+            return "ListBuckets"
+        for name, operation in (("delete", "DeleteObjects"), ("uploads", "ListMultipartUploads")):
+            if name in self.query:
+                return operation
+        if self.method == "GET":
+            return "ListObjectsV2" if self.query.get("list-type") == "2" else "ListObjects"
+        return {"PUT": "CreateBucket", "HEAD": "HeadBucket"}.get(self.method, "DeleteBucket")
+
+    @property
+    def range(self) -> str | None:
+        """The Range header."""
+        return self.headers.get("range")
+
+    def matches(self, operation: str | None, key: str | None) -> bool:
+        """Whether it is such an operation (any if None) on a key in which the regular expression occurs."""
+        right_key = key is None or re.search(key, self.key) is not None
+        return right_key and operation in (None, self.operation)
+
+    def __str__(self) -> str:
+        told = f" ({self.fault})" if self.fault else ""
+        return f"{self.operation} {self.bucket}/{self.key} {self.range or ''}-> {self.status}{told}"
+
+
+@dataclass
+class Rule:
+    """A fault for certain requests: of those that match, from the ``nth`` (from 1) on, as often as ``times``.
+
+    ``times=None`` is for ever.
+    """
+
+    fault: Fault
+    operation: str | None = None
+    key: str | None = None
+    nth: int = 1
+    times: int | None = 1
+    seen: int = field(default=0, init=False)
+
+    def apply(self, request: Request) -> Fault | None:
+        """The fault, if it is meant for this request; counts those that match."""
+        if not request.matches(self.operation, self.key):
+            return None
+        self.seen += 1
+        last = None if self.times is None else self.nth + self.times - 1
+        return self.fault if self.seen >= self.nth and (last is None or self.seen <= last) else None
+
+
+class RandomFaults:
+    """Each request is spoiled with ``probability``, by one of ``faults``; and with it the next ``burst - 1``.
+
+    The same seed gives the same faults for the same sequence of requests.
+    """
+
+    def __init__(
+        self, seed: int, probability: float, faults: Sequence[Fault] = PASSING, *, burst: int = 1
+    ) -> None:
+        self._random = random.Random(seed)
+        self._probability = probability
+        self._faults = tuple(faults)
+        self._burst = burst
+        self._left: list[Fault] = []
+
+    def next(self) -> Fault | None:
+        """The fault of the next request."""
+        if not self._left and self._random.random() < self._probability:
+            self._left = [self._random.choice(self._faults)] * self._burst
+        return self._left.pop() if self._left else None
+
+
+class FaultPlan:
+    """Rules first, then chance."""
+
+    def __init__(self) -> None:
+        self.rules: list[Rule] = []
+        self.random: RandomFaults | None = None
+
+    def next(self, request: Request) -> Fault | None:
+        """The fault of a request that has just arrived. All rules count it, the first one that hits wins."""
+        hits = [fault for rule in self.rules if (fault := rule.apply(request)) is not None]
+        drawn = self.random.next() if self.random is not None else None
+        return hits[0] if hits else drawn
