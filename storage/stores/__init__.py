@@ -57,7 +57,7 @@ def open_store(
 
     ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
     `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for an
-    unknown scheme, for a missing package, and for options where none apply.
+    unknown scheme and for options where none apply; for a missing package the first operation does.
     """
     text = os.fspath(checkpoint_id)
     url = _URL.fullmatch(text)

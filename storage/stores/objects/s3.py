@@ -56,6 +56,7 @@ class S3Client(PartsClient):
                 f"s3://{bucket} needs s3fs: pip install 'dcphub[s3]'", path=f"s3://{bucket}", op="open"
             ) from error
         given = dict(storage_options)
+        wished = dict(given.pop("config_kwargs", None) or {})
         config = {
             "max_pool_connections": options.concurrency + 4,
             "connect_timeout": min(10.0, options.request_timeout_seconds),
@@ -63,7 +64,9 @@ class S3Client(PartsClient):
             # Checksums of what we send are ours; those of what we read are in the manifest.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
-            **given.pop("config_kwargs", {}),
+            **wished,
+            # Not hashed a second time: the CRC-32 of each upload is signed, and the service compares it.
+            "s3": {"payload_signing_enabled": False, **(wished.get("s3") or {})},
             "retries": {"total_max_attempts": 1},
         }
         self.concurrency = options.concurrency

@@ -8,11 +8,14 @@ manifest; see `dcp.storage.commit` for why no lock is needed.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
+
+import fsspec
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -77,6 +80,13 @@ class FsspecStore(Store):
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         if "::" in url:
             raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
+        if url.partition("://")[0] not in fsspec.available_protocols():
+            raise StorageError(
+                f"no store is known for {url!r}: neither dcp nor fsspec knows the scheme; use a path, "
+                "file://, memory://, s3:// or another one of fsspec's",
+                path=url,
+                op="open",
+            )
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self._options, self._filesystem_options = ObjectOptions.split(self._given)
@@ -84,6 +94,7 @@ class FsspecStore(Store):
         self._bucket = s3[1] if s3 else None
         self._prefix = f"{s3[2]}/" if s3 and s3[2] else "" if s3 else None
         self._requests = Requests(self.url, self._bucket or self.url.partition("://")[0], self._options)
+        self._found: tuple[int, Shared | None] = 0, None
         self.read_profile = ReadProfile(
             threads=self._options.concurrency,
             request_bytes=REQUEST_BYTES,
@@ -302,7 +313,12 @@ class FsspecStore(Store):
     # -- within ----------------------------------------------------------------------------------------------
 
     def _shared(self) -> Shared:
-        return shared(self._bucket or self.url, self._options, self._filesystem_options, self._make_client)
+        pid, found = self._found
+        if found is None or pid != os.getpid():
+            place = self._bucket or self.url
+            found = shared(place, self._options, self._filesystem_options, self._make_client)
+            self._found = os.getpid(), found
+        return found
 
     def _make_client(self) -> ObjectClient:
         if self._bucket is not None:

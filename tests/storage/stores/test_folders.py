@@ -107,8 +107,8 @@ def test_a_folder_is_one_plain_name(root: Root, name: str) -> None:
 
 
 def test_places_that_cannot_be_roots(tmp_path: Path) -> None:
-    """An unknown scheme, and a file in the place of the root, are errors when they are listed; a URL that lost
-    a slash is one at once."""
+    """An unknown scheme, and a file in the place of the root, are errors when they are listed; a URL that
+    lost a slash is one at once."""
     with pytest.raises(StorageError, match="gopher://"):
         open_root("gopher://host/run").names()
     for mangled in (Path("s3://bucket/run"), tmp_path / "s3://bucket/run", "gs:/bucket"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,17 +24,19 @@ class TestS3(StoreContract):
 
     @pytest.fixture
     def store(self, s3_server: S3Server, s3_root: str) -> Iterator[Store]:
+        """A prefix of its own, and uploads in the smallest parts."""
         with raw_s3(s3_server) as self.raw:
             yield FsspecStore(f"{s3_root}/step", s3_server.storage_options | {"part_bytes": 5 << 20})
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
+        """By plain requests."""
         if f"step/{name}" not in self.raw.list(store.url.removesuffix("/step")):
             return None
         return self.raw.read(f"{store.url}/{name}")
 
     def reopen(self, store: Store) -> Store:
-        constructor, arguments = store.__reduce__()[:2]  # type: ignore[misc]
-        again: Store = constructor(*arguments)  # type: ignore[operator]
+        """As another process gets it."""
+        again: Store = pickle.loads(pickle.dumps(store))
         return again
 
 
@@ -45,6 +48,7 @@ class TestMemoryFileSystem(StoreContract):
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
+        """A folder of its own, removed afterwards."""
         name = uuid.uuid4().hex
         store = FsspecStore(f"memory://{name}")
         store.make_root()
@@ -52,11 +56,13 @@ class TestMemoryFileSystem(StoreContract):
         fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
+        """By the file system itself."""
         filesystem = fsspec.filesystem("memory")
         path = f"{store.url.removeprefix('memory:/')}/{name}"
         return bytes(filesystem.cat_file(path)) if filesystem.exists(path) else None
 
     def reopen(self, store: Store) -> Store:
+        """Another object for the same folder."""
         return FsspecStore(store.url)
 
 
@@ -67,11 +73,13 @@ class TestLocalFileSystem(StoreContract):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
+        """For one writer at a time."""
         store = FsspecStore(f"file://{tmp_path}/step", {"conditional_writes": "off"})
         store.make_root()
         return store
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
+        """By the operating system."""
         path = Path(store.url.removeprefix("file://"), name)
         return path.read_bytes() if path.exists() else None
 

@@ -35,7 +35,7 @@ def test_memory_is_shared_by_name() -> None:
     assert open_store("memory://other").list() == []
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/key", "https://host/x", "file://host/x", "file://"])
+@pytest.mark.parametrize("text", ["nosuch://bucket/key", "file://host/x", "file://"])
 def test_unsupported_urls(text: str) -> None:
     """Any other scheme, and a file on another host, is an error which names the URL."""
     with pytest.raises(StorageError) as caught:
