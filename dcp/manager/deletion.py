@@ -103,14 +103,14 @@ class Deleter:
 
     def resume(self) -> list[int]:
         """Queue the steps whose deletion an earlier process began and did not finish; returns them."""
-        steps = [
-            step
-            for step, files in self._folders.folders().items()
-            if NOTES_NAME in files and self._folders.notes(step).deleting is not None
-        ]
+        steps = self._folders.half_deleted()
         for step in steps:
-            self._enqueue(_Job(step, "rest"))
+            self.finish(step)
         return steps
+
+    def finish(self, step: int) -> None:
+        """Queue the rest of a deletion that an earlier process began; returns at once."""
+        self._enqueue(_Job(step, "rest"))
 
     def abandoned(self, older_than_seconds: float = ABANDONED_AFTER_SECONDS) -> list[int]:
         """Queue the step folders whose saves have never committed; returns them.

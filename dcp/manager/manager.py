@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -18,6 +15,7 @@ import torch.distributed as dist
 from dcp.background.future import SaveFuture
 from dcp.background.session import own_channel
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS
+from dcp.manager import endings
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
 from dcp.manager.restore import Restored, restore
@@ -32,7 +30,9 @@ from dcp.manager.user_metadata import user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.state_dict_loader import LoadOptions
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
+from dcp.storages import with_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,6 +89,8 @@ class CheckpointManager:
     - ``progress``: a bar (True), or a function that gets `dcp.progress.Progress`.
     - ``timeout_seconds`` bounds every wait for other ranks. ``agree_every_steps``: exchange with the other
       ranks whether to stop, or to save by the clock, only at each so many-th step.
+    - ``storage_options``: for a ``root`` such as ``s3://bucket/run``, as for `dcp.save`. A ``writer`` that
+      has options of its own keeps them.
     """
 
     def __init__(
@@ -117,11 +119,13 @@ class CheckpointManager:
         progress: bool | ProgressCallback | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         agree_every_steps: int = 1,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
         _check_choice("on_failure", on_failure, ("warn", "raise"))
         _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
-        self._folders = StepFolders(root, name)
+        self._opener = OpenWith(storage_options)
+        self._folders = StepFolders(root, name, open_store=self._opener)
         self._make_writer = writer if writer is not None else FileSystemWriter
         self._run = run
         self._progress = progress
@@ -171,7 +175,7 @@ class CheckpointManager:
         self._saver = Saver(
             self._turns, self._saves, self._ledger, self._events, self._upkeep, when_busy, timeout_seconds
         )
-        _open_managers.add(self)
+        endings.remember(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class CheckpointManager:
         described = user_metadata_of(step, metrics, self._run, user_metadata)
         if not self._saver.may_begin(step, reason):
             return None
-        writer = self._make_writer(self.checkpoint_id(step))
+        writer = with_options(self._make_writer(self.checkpoint_id(step)), self._opener)
         return self._saver.begin(step, reason, state_dict, writer, described, overlap=overlap)
 
     @property
@@ -274,13 +278,14 @@ class CheckpointManager:
         options.setdefault("progress", self._progress)
         restored = restore(
             state_dict,
-            list_steps=self.all_steps,
+            list_steps=self._newest_first,
             checkpoint_id=self.checkpoint_id,
             step=step,
             on_damage=None if self._upkeep is None else self._upkeep.doubt,
             timeout_seconds=self._timeout_seconds,
             process_group=self._process_group,
             no_dist=self._no_dist,
+            storage_options=self._opener.storage_options,
             **options,
         )
         if restored is None:
@@ -301,12 +306,19 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees them on the storage; not those that are to be
         deleted."""
-        going = set() if self._upkeep is None else set(self._upkeep.deleting())
+        going = self._going()
         return [step for step in self._folders.all_steps() if step not in going]
 
     def latest(self) -> int | None:
         """The newest of `all_steps`; `restore` may find it damaged and take an older one."""
-        return max(self.all_steps(), default=None)
+        return next(self._newest_first(), None)
+
+    def _newest_first(self) -> Iterator[int]:
+        going = self._going()
+        return (step for step in self._folders.newest_first() if step not in going)
+
+    def _going(self) -> set[int]:
+        return set() if self._upkeep is None else set(self._upkeep.deleting())
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
@@ -318,8 +330,7 @@ class CheckpointManager:
         if self._upkeep is None:
             return
         step = whole_step(step)
-        if step not in self.all_steps():
-            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
+        self._require(step)
         if self._folders.notes(step).pinned:
             raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
         self._upkeep.delete(step)
@@ -337,13 +348,17 @@ class CheckpointManager:
         self._check_open()
         if self.rank != 0:
             return
-        if step not in self.all_steps():
-            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
+        self._require(step)
         self._folders.update_notes(step, lambda notes: replace(notes, pinned=pinned))
+
+    def _require(self, step: int) -> None:
+        if step in self._going() or not self._folders.has(step):
+            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
 
     def pinned(self) -> list[int]:
         """The pinned ones of `all_steps`."""
-        return [step for step in self.all_steps() if self._folders.notes(step).pinned]
+        going = self._going()
+        return [step for step in self._folders.pinned() if step not in going]
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -376,7 +391,7 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        _open_managers.discard(self)
+        endings.forget(self)
         self._turns.deafen()
         deadline = time.monotonic() + timeout_seconds
         self._saves.close(timeout_seconds)
@@ -395,8 +410,13 @@ class CheckpointManager:
                 "it after that, or with no_dist=True if it is meant"
             )
 
-    def _leave_to_parent(self) -> None:
-        """In a forked child: closed, nothing to wait for, and no lock that another thread may have held."""
+    def end_with_interpreter(self, *, failed: bool) -> None:
+        """See `dcp.manager.endings`: close, after an exception as a with block does."""
+        bound = min(self._timeout_seconds, _AFTER_ERROR_SECONDS) if failed else self._timeout_seconds
+        self._close(bound, together=False)
+
+    def leave_to_parent(self) -> None:
+        """See `dcp.manager.endings`."""
         self._closed = True
         self._ledger = Ledger(keep_failures=False)
         self._upkeep = None
@@ -410,39 +430,9 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            self._close(min(self._timeout_seconds, _AFTER_ERROR_SECONDS), together=False)
+            self.end_with_interpreter(failed=True)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
-
-
-_open_managers: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
-
-
-_of_parent: list[CheckpointManager] = []  # kept: destructors would wait for threads of the parent
-
-
-def _leave_all_to_parent() -> None:
-    # A data loader's worker must not wait, when it ends, for a save that the training process carries out.
-    _of_parent.extend(_open_managers)
-    for manager in _of_parent:
-        manager._leave_to_parent()
-    _open_managers.clear()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-def _close_all() -> None:
-    # After an exception that ended the program, as after one in a with block.
-    failed = getattr(sys, "last_value", None) is not None
-    for manager in list(_open_managers):
-        bound = manager._timeout_seconds
-        manager._close(min(bound, _AFTER_ERROR_SECONDS) if failed else bound, together=False)
-
-
-# Before the interpreter forbids new threads, and before sessions drain by the same means (what was registered
-# last comes first), so that what follows a commit still happens, and the bound is the manager's.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]

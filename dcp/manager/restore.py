@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -33,7 +33,8 @@ from dcp.storage.errors import (
     StorageError,
 )
 from dcp.storage.formats.open import has_checkpoint
-from dcp.storage.stores import open_store
+from dcp.storage.stores import OpenStore
+from dcp.storage.stores.opening import OpenWith
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,15 +82,17 @@ def restore(
     retries: int = 3,
     retry_pause_seconds: float = 1.0,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[LoadOptions],
 ) -> Restored | None:
     """Load the newest step that can be read into ``state_dict``, or ``step`` and no other; all ranks alike.
 
-    ``list_steps`` gives the committed steps, and is called on the coordinator only. ``checkpoint_id`` is that
-    of a step. ``options`` are those of `dcp.load`; ``reader`` makes the reader of an id. ``on_damage`` is
-    called on every rank for each step whose stored bytes are not what was committed, and is still there; what
-    it raises is logged. Errors of the storage are retried ``retries`` times, after ``retry_pause_seconds``,
-    doubled each time.
+    ``list_steps`` gives the committed steps, newest first; it is called on the coordinator only, and asked
+    for no more of them than are tried. ``checkpoint_id`` is that of a step. ``options`` are those of
+    `dcp.load`, as are ``storage_options``; ``reader`` makes the reader of an id. ``on_damage`` is called on
+    every rank for each step whose stored bytes are not what was committed, and is still there; what it raises
+    is logged. Errors of the storage are retried ``retries`` times, after ``retry_pause_seconds``, doubled
+    each time.
 
     None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
     none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
@@ -111,11 +114,21 @@ def restore(
             process_group=process_group,
             no_dist=no_dist,
             timeout_seconds=timeout_seconds,
+            storage_options=None if reader is not None else storage_options,
             **options,
         )
         return report
 
-    restoring = _Restoring(ranks, planner, checkpoint_id, load_once, on_damage, retries, retry_pause_seconds)
+    restoring = _Restoring(
+        ranks,
+        planner,
+        checkpoint_id,
+        OpenWith(storage_options),
+        load_once,
+        on_damage,
+        retries,
+        retry_pause_seconds,
+    )
     before = planner.must_fill if isinstance(planner, DefaultLoadPlanner) else frozenset()
     try:
         return restoring.newest(list_steps) if step is None else restoring.only(step)
@@ -129,6 +142,7 @@ class _Restoring:
     ranks: Ranks
     planner: LoadPlanner
     checkpoint_id: Callable[[int], str]
+    open_store: OpenStore
     load_once: Callable[[str], LoadReport]
     on_damage: Callable[[int, CheckpointError], None] | None
     retries: int
@@ -138,8 +152,7 @@ class _Restoring:
         skipped: dict[int, str] = {}
         while True:
             # Anew each time: a writer that outlived the job before may commit and clean up meanwhile.
-            steps = self._steps(list_steps)
-            step = max((step for step in steps if step not in skipped), default=None)
+            step = self._first(list_steps, skipped)
             if step is None:
                 break
             try:
@@ -160,13 +173,14 @@ class _Restoring:
                 self._skip(step, error)
             raise
 
-    def _steps(self, list_steps: Callable[[], Iterable[int]]) -> list[int]:
+    def _first(self, list_steps: Callable[[], Iterable[int]], skipped: Collection[int]) -> int | None:
         def packed() -> bytes:
-            return bytes(msgpack.packb(sorted(list_steps())))
+            step = next((step for step in list_steps() if step not in skipped), None)
+            return b"" if step is None else bytes(msgpack.packb(step))
 
         what = "the listing of the steps"
-        steps: list[int] = msgpack.unpackb(self._retried(what, lambda: self.ranks.broadcast("steps", packed)))
-        return steps
+        found = self._retried(what, lambda: self.ranks.broadcast("steps", packed))
+        return int(msgpack.unpackb(found)) if found else None
 
     def _load(self, step: int) -> LoadReport:
         name = self.checkpoint_id(step)
@@ -231,7 +245,7 @@ class _Restoring:
 
     def _is_committed(self, step: int) -> bool:
         try:
-            return has_checkpoint(open_store(self.checkpoint_id(step)))
+            return has_checkpoint(self.open_store(self.checkpoint_id(step)))
         except CheckpointError:
             return True
 

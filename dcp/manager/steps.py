@@ -13,7 +13,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
@@ -21,9 +22,10 @@ from dcp.inspection import header_of
 from dcp.manager.notes import NOTES_NAME, Notes, read_notes, update_notes
 from dcp.manager.retention import StepState
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object, open_index
+from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.folders import Found, Root, open_root
 
@@ -97,10 +99,12 @@ def read_commit(store: Store) -> Commit | None:
         if isinstance(error, OSError) or not versions:
             raise
         return Commit(_token(versions), None, error, versions)
+    return Commit(_id_of(index) or _token(versions), index, None, versions)
+
+
+def _id_of(index: CheckpointIndex) -> str | None:
     save_id = index.provenance.get("save_id")
-    if type(save_id) is not str or not 0 < len(save_id) <= _LONGEST_ID:
-        save_id = _token(versions)
-    return Commit(save_id, index, None, versions)
+    return save_id if type(save_id) is str and 0 < len(save_id) <= _LONGEST_ID else None
 
 
 def _truth_first(name: str) -> tuple[int, int, str]:
@@ -116,13 +120,18 @@ class StepFolders:
     """The step folders below a root; safe to use from several threads.
 
     ``name_format`` has one field ``{step}``, or is a function of the step; it must write the step in decimal
-    digits. Raises ValueError if it does not, or if names could not be told apart.
+    digits. Raises ValueError if it does not, or if names could not be told apart. ``open_store`` makes the
+    stores below a root that is given by its name.
     """
 
     def __init__(
-        self, root: Root | str | os.PathLike[str], name_format: str | Callable[[int], str] = "step-{step:08d}"
+        self,
+        root: Root | str | os.PathLike[str],
+        name_format: str | Callable[[int], str] = "step-{step:08d}",
+        *,
+        open_store: OpenStore = open_store,
     ) -> None:
-        self.root = root if isinstance(root, Root) else open_root(root)
+        self.root = root if isinstance(root, Root) else open_root(root, open_store=open_store)
         self._name_format = name_format
         self._facts: _Cache[StepFacts] = _Cache()
         self._notes: _Cache[Notes] = _Cache()
@@ -168,7 +177,8 @@ class StepFolders:
     def folders(self) -> dict[int, Found]:
         """All step folders by step, ascending, with the commit objects and notes that are in them.
 
-        Uncommitted and half-deleted ones too. One listing, and a request or three for each folder.
+        Uncommitted and half-deleted ones too. One listing, and no more on object stores; elsewhere a request
+        or three for each folder.
         """
         found = {self.step_of(name): files for name, files in self.root.look((NOTES_NAME,)).items()}
         return dict(sorted((step, files) for step, files in found.items() if step is not None))
@@ -176,11 +186,44 @@ class StepFolders:
     def all_steps(self) -> list[int]:
         """Steps with a committed checkpoint whose deletion has not begun, ascending; nothing is opened
         besides new notes."""
-        return [step for step, files in self.folders().items() if self._counts(step, files)]
+        return [step for step, counts in self._of_each(self._counts, self.folders()) if counts]
+
+    def newest_first(self) -> Iterator[int]:
+        """`all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
+        for step, files in reversed(self.folders().items()):
+            if self._counts(step, files):
+                yield step
 
     def latest(self) -> int | None:
         """The newest of `all_steps`."""
-        return max(self.all_steps(), default=None)
+        return next(self.newest_first(), None)
+
+    def has(self, step: int) -> bool:
+        """Whether ``step`` is one of `all_steps`, without a look at the others."""
+        return self._counts(step, self.root.look_into(self.name(step), (NOTES_NAME,)))
+
+    def half_deleted(self) -> list[int]:
+        """Steps whose deletion has begun: notes have a tombstone, for whatever commit."""
+        noted = {step: files for step, files in self.folders().items() if NOTES_NAME in files}
+        return [step for step, notes in self._of_each(self._notes_of, noted) if notes.deleting is not None]
+
+    def pinned(self) -> list[int]:
+        """The pinned ones of `all_steps`."""
+
+        def is_pinned(step: int, files: Found) -> bool:
+            return self._counts(step, files) and self._notes_of(step, files).pinned
+
+        return [step for step, pinned in self._of_each(is_pinned, self.folders()) if pinned]
+
+    def _of_each(
+        self, look: Callable[[int, Found], _Value], folders: Mapping[int, Found]
+    ) -> list[tuple[int, _Value]]:
+        """What ``look`` finds out about each folder, several at a time where requests take long."""
+        if self.root.at_once == 1 or len(folders) < 2:
+            return [(step, look(step, files)) for step, files in folders.items()]
+        with ThreadPoolExecutor(min(self.root.at_once, len(folders))) as pool:
+            found = pool.map(look, folders.keys(), folders.values())
+            return list(zip(folders, found, strict=True))
 
     def _counts(self, step: int, files: Found) -> bool:
         if not any(map(is_commit_object, files)):
@@ -217,16 +260,16 @@ class StepFolders:
         A step is "damaged" if its index is, or a verification of this very commit said so; "pending" if it is
         among ``pending`` (being verified, or being saved again); else "good", verified or not.
         """
-        states = [
-            self._state(step, files, step in pending)
-            for step, files in self.folders().items()
-            if self._counts(step, files)
-        ]
-        return [state for state in states if state is not None]
+
+        def look(step: int, files: Found) -> StepState | None:
+            return self._state(step, files, step in pending) if self._counts(step, files) else None
+
+        return [state for _, state in self._of_each(look, self.folders()) if state is not None]
 
     def unverified(self) -> list[int]:
         """Steps of whose commit no verification is noted: a trainer was killed before it had one."""
-        return [step for step in self.all_steps() if self._is_unverified(step)]
+        looks = self._of_each(self._is_unverified, self.folders())
+        return [step for step, is_unverified in looks if is_unverified]
 
     def forget(self, step: int) -> None:
         """Read everything about the step anew: it was saved again, or deleted."""
@@ -254,35 +297,43 @@ class StepFolders:
             notes.pinned,
         )
 
-    def _is_unverified(self, step: int) -> bool:
+    def _is_unverified(self, step: int, files: Found) -> bool:
+        if not self._counts(step, files):
+            return False
         try:
-            return self.notes(step).verified_of(self.facts(step).save_id) is None
+            notes = self._notes_of(step, files)
+            return notes.verified is None or notes.verified_of(self._facts_of(step, files).save_id) is None
         except CheckpointError:
             return True
 
     def _facts_of(self, step: int, files: Found) -> StepFacts:
         objects = {name: info for name, info in files.items() if is_commit_object(name)}
-        return self._facts.get(step, objects, lambda: self._read_facts(step))
+        return self._facts.get(step, objects, lambda: self._read_facts(step, objects))
 
-    def _read_facts(self, step: int) -> StepFacts:
+    def _read_facts(self, step: int, objects: Found) -> StepFacts:
+        """Of what is committed as ``objects``: by no request but those that read them, if it is ours."""
         store = self.store(step)
-        commit = read_commit(store)
-        if commit is None:
-            raise CheckpointNotFoundError(f"{store.url} holds no checkpoint", path=store.url)
-        if commit.index is None:
-            raise commit.problem or CheckpointFormatError(f"{store.url} cannot be read", path=store.url)
-        header = header_of(store, commit.index)
+        index = open_index(store)
+        sizes = index.file_sizes.tolist()
+        if _id_of(index) is None or UNKNOWN in sizes:  # a foreign one: only the storage knows
+            commit = read_commit(store)
+            save_id = commit.save_id if commit is not None else ""
+            header = header_of(store, index)
+            size_bytes = header.file_bytes
+        else:
+            save_id, size_bytes = _id_of(index) or "", sum(sizes)
+            header = header_of(store, index, list(objects.values()))
         user = dict(header.user)
         run = user.get("run")
         return StepFacts(
             step=step,
-            save_id=commit.save_id,
+            save_id=save_id,
             committed_seconds=_number(header.committed_seconds),
             metrics=_metrics(user.get("metrics")),
             user=user,
             run=run if type(run) is str else None,
             world_size=header.world_size if type(header.world_size) is int else None,
-            bytes=header.file_bytes,
+            bytes=size_bytes,
         )
 
     def _notes_of(self, step: int, files: Found) -> Notes:

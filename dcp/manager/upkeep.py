@@ -23,7 +23,7 @@ from dcp.manager.steps import Commit, StepFolders, read_commit
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.stores.base import Store
-from dcp.verification import verify
+from dcp.verification import verify_store
 
 __all__ = ["Check", "Upkeep", "problem_of"]
 
@@ -45,7 +45,7 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
     if index is None:
         return str(commit.problem)
     if check == "full":
-        findings = [found for found in verify(store.url).findings if found.kind != _HARMLESS]
+        findings = [found for found in verify_store(store).findings if found.kind != _HARMLESS]
         return "; ".join(found.message for found in findings[:8]) or None
     sizes = {info.name: info.size_bytes for info in store.list()}
     wrong = []
@@ -98,11 +98,9 @@ class Upkeep:
         """A save of ``step`` begins: a deletion there is finished first, whatever became of it."""
         with self._changed:
             self._unsettled[step] += 1
-        try:
-            if not self._resumed:  # the only look at the storage, because training waits for this
-                self._resumed = True
-                self._deleter.resume()
-            if step in self._half_deleted or step in self._deleter.pending():
+            unknown = not self._resumed
+        try:  # training waits for this: a look at this one step at the most
+            if unknown or step in self._half_deleted or step in self._deleter.pending():
                 self._half_deleted.discard(step)
                 self._deleter.make_way(step)
         except (CheckpointError, OSError) as error:  # what is left belongs to another commit: it cannot hurt
@@ -250,9 +248,17 @@ class Upkeep:
         self._retain(step)
 
     def _go_on_with_what_was_left(self) -> None:
-        """What an earlier process began here: saves that never committed; verifications that its end cut
-        off."""
+        """What an earlier process began here: deletions; saves that never committed; verifications that its
+        end cut off."""
         try:
+            half_deleted = self._folders.half_deleted()
+            with (
+                self._changed
+            ):  # no save may begin in between: it takes a step from the deleter, or finds it clean
+                for step in half_deleted:
+                    if not self._unsettled[step]:
+                        self._deleter.finish(step)
+                self._resumed = True
             self._deleter.abandoned()
             if self._check != "off":
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
@@ -294,8 +300,8 @@ class Upkeep:
         """Delete what need not stay; not yet what has just been ``saved``, whatever its step."""
         if self._keep is None:
             return
-        # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push out
-        # what is to stay.
+        # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push
+        # out what is to stay.
         states = self._folders.survey(self._unsettled_now() | set(self._deleter.pending()))
         for step in retention.plan(self._keep, states, time.time()).delete:
             if step != saved:

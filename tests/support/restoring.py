@@ -30,7 +30,7 @@ def resume(root: Path | str, state: dict[str, Any], **options: Any) -> Restored 
     """`restore` as the manager calls it, without pauses."""
     folders = StepFolders(root)
     settings: dict[str, Any] = {
-        "list_steps": folders.all_steps,
+        "list_steps": folders.newest_first,
         "checkpoint_id": folders.checkpoint_id,
         "retry_pause_seconds": 0.0,
     }

@@ -147,7 +147,7 @@ def test_a_step_that_vanished_is_passed_over(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     shutil.rmtree(folder_of(tmp_path, 2))
     heard = Heard()
-    restored = resume(tmp_path, version_state(0), list_steps=lambda: [1, 2], on_damage=heard)
+    restored = resume(tmp_path, version_state(0), list_steps=lambda: [2, 1], on_damage=heard)
     assert restored is not None
     assert restored.step == 1
     assert restored.skipped == ((2, "it is not there any more"),)

@@ -162,7 +162,7 @@ def resume_sharded(rank: int, world_size: int, root: str, lists: bool, **options
 
     def list_steps() -> list[int]:
         assert rank == 0
-        return folders.all_steps() if lists else []
+        return list(folders.newest_first()) if lists else []
 
     state: dict[str, Any] = {"w": sharded(world_size, 0.0), "n": 0, "part": Counted()}
     state["part"].state.clear()
