@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ from dcp.storage.errors import CheckpointError
 __all__ = [
     "EXIT_FAILURE",
     "EXIT_FINDINGS",
+    "OPTIONS_VARIABLE",
     "Debug",
     "Json",
+    "Options",
     "describe_bytes",
     "describe_time",
     "errors_as_lines",
@@ -28,15 +31,52 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
+    "storage_options",
 ]
 
 EXIT_FINDINGS: Final = 1
 EXIT_FAILURE: Final = 3
 
+OPTIONS_VARIABLE: Final = "DCP_STORAGE_OPTIONS"
+
+_RETRY_SECONDS: Final = 10.0
+
+Options: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--storage-options",
+        metavar="JSON",
+        help="Options of a URL's file system, as a JSON object such as "
+        '\'{"endpoint_url": "https://..."}\'. Rather set DCP_STORAGE_OPTIONS to it, where it has secrets, '
+        "which other users can see on a command line; or what the file system reads itself, such as AWS_*.",
+    ),
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
+    """What to open ``uri`` with: the options ``given``, or those of the environment, which are for URLs only.
+
+    Of an object store that does not answer, the command line waits less long than a training run. Raises
+    `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
+    """
+    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
+    is_remote = scheme not in ("file", "memory")
+    source, text = "--storage-options", given
+    if text is None and is_remote:
+        source, text = OPTIONS_VARIABLE, os.environ.get(OPTIONS_VARIABLE)
+    if not text:
+        return {"retry_seconds": _RETRY_SECONDS} if is_remote else None
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise CheckpointError(f'{source} is not a JSON object, such as {{"anon": true}}') from None
+    return {"retry_seconds": _RETRY_SECONDS, **options} if is_remote else options
 
 
 @contextmanager

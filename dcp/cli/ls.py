@@ -9,12 +9,14 @@ import typer
 from dcp.cli.common import (
     Debug,
     Json,
+    Options,
     describe_bytes,
     describe_time,
     errors_as_lines,
     print_error,
     print_json,
     print_table,
+    storage_options,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +29,12 @@ _RIGHT = ("step", "tensors", "size", "ranks")
 
 
 def command(
-    uri: Annotated[str, typer.Argument(help="A folder of checkpoints, or a checkpoint.")],
+    uri: Annotated[str, typer.Argument(help="A folder of checkpoints, or a checkpoint: path or URL.")],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Open no checkpoint: without format, tensors and ranks, but at once."),
+    ] = False,
+    options: Options = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -36,7 +43,8 @@ def command(
         # here, because a usage message must not wait for numpy
         from dcp.inspection import list_checkpoints
 
-        summaries = list_checkpoints(uri)
+        given = storage_options(uri, options)
+        summaries = list_checkpoints(uri, quick=quick, storage_options=given)
     if json:
         print_json(summaries)
         return

@@ -10,12 +10,14 @@ import typer
 from dcp.cli.common import (
     Debug,
     Json,
+    Options,
     describe_bytes,
     describe_time,
     errors_as_lines,
     print_json,
     print_table,
     printable,
+    storage_options,
 )
 
 if TYPE_CHECKING:
@@ -27,9 +29,10 @@ _VALUE_CHARACTERS = 100
 
 
 def command(
-    uri: Annotated[str, typer.Argument(help="A checkpoint.")],
+    uri: Annotated[str, typer.Argument(help="A checkpoint: path or URL.")],
     tree: Annotated[bool, typer.Option("--tree", help="Group the tensors by module.")] = False,
     objects: Annotated[bool, typer.Option("--objects", help="List the other values, too.")] = False,
+    options: Options = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -38,9 +41,9 @@ def command(
         # here, because a usage message must not wait for numpy
         from dcp import inspection
         from dcp.storage.formats.open import open_index
-        from dcp.storage.stores import open_store
+        from dcp.storage.stores.opening import OpenWith
 
-        store = open_store(uri)
+        store = OpenWith(storage_options(uri, options))(uri)
         index = open_index(store)
         header = inspection.header_of(store, index)
         tensors = inspection.tensor_rows(index)

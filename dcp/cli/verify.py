@@ -15,10 +15,12 @@ from dcp.cli.common import (
     EXIT_FINDINGS,
     Debug,
     Json,
+    Options,
     describe_bytes,
     errors_as_lines,
     print_json,
     printable,
+    storage_options,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ _UPDATE_SECONDS = 0.1
 
 
 def command(
-    uris: Annotated[list[str], typer.Argument(metavar="URI...", help="Checkpoints.")],
+    uris: Annotated[list[str], typer.Argument(metavar="URI...", help="Checkpoints: paths or URLs.")],
+    options: Options = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -44,7 +47,8 @@ def command(
                 # here, because a usage message must not wait for numpy
                 from dcp.verification import verify
 
-                reports.append(verify(uri, progress=progress))
+                given = storage_options(uri, options)
+                reports.append(verify(uri, progress=progress, storage_options=given))
         except typer.Exit:  # the error has been printed; the other checkpoints are still worth a look
             failed = True
         else:
