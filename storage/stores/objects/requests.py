@@ -59,9 +59,16 @@ class Requests:
         self._random = random.Random()
 
     def run(
-        self, op: str, key: str, attempt: Callable[[], T], *, received_bytes: int = 0, sent_bytes: int = 0
+        self,
+        op: str,
+        key: str,
+        attempt: Callable[[], T],
+        *,
+        received_bytes: int = 0,
+        sent_bytes: int = 0,
+        called_off: threading.Event | None = None,
     ) -> T:
-        """What ``attempt`` returns, made again as long as it fails in passing.
+        """What ``attempt`` returns, made again as long as it fails in passing and is not ``called_off``.
 
         ``op`` names the request for counters and errors. Raises `ServiceError` for answers, `StorageError`
         (with ``bucket``, ``key``, ``op``, ``attempts``) for everything else.
@@ -78,13 +85,17 @@ class Requests:
                 if error.kind in _ANSWERS:
                     raise ServiceError(error.kind, str(error), is_ambiguous=attempts > 1) from error
                 pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
-                if error.kind is not Failure.PASSING or time.monotonic() + pause > give_up:
+                stopped = called_off is not None and called_off.is_set()
+                if error.kind is not Failure.PASSING or time.monotonic() + pause > give_up or stopped:
                     raise self._error(op, key, error, attempts) from error
                 level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
                 logger.log(
                     level, "%s of %s: attempt %d failed, again in %.1f s: %s", op, key, attempts, pause, error
                 )
-                time.sleep(pause)
+                if called_off is None:
+                    time.sleep(pause)
+                else:
+                    called_off.wait(pause)
                 bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
                 continue
             self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)
@@ -121,7 +132,7 @@ class Requests:
         tried = f", after {attempts} attempts" if attempts > 1 else ""
         return kind(
             f"{op} of {key!r} in {self._place} failed{tried}: {error}",
-            path=self._url if not key else f"{self._url}/{key.rpartition('/')[2]}",
+            path=f"{self._url}/{key.rpartition('/')[2]}".rstrip("/"),
             op=op,
             bucket=self._place,
             key=key,

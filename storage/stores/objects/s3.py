@@ -51,6 +51,8 @@ class S3Client(PartsClient):
         super().__init__(bucket)
         try:
             from s3fs import S3FileSystem
+
+            from dcp.storage.stores.objects.s3_session import OneAttemptSession
         except ImportError as error:
             raise StorageError(
                 f"s3://{bucket} needs s3fs: pip install 'dcphub[s3]'", path=f"s3://{bucket}", op="open"
@@ -64,6 +66,7 @@ class S3Client(PartsClient):
             # Checksums of what we send are ours; those of what we read are in the manifest.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
+            "http_session_cls": OneAttemptSession,
             **wished,
             # Not hashed a second time: the CRC-32 of each upload is signed, and the service compares it.
             "s3": {"payload_signing_enabled": False, **(wished.get("s3") or {})},

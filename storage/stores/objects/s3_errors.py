@@ -41,7 +41,8 @@ def request_error(error: BaseException, bucket: str) -> RequestError:
     if isinstance(error, exceptions.ClientError):
         return _answered(error.response, bucket)
     passing = (
-        exceptions.HTTPClientError,  # connections refused, reset, closed, timed out; bodies cut short
+        exceptions.HTTPClientError,  # connections closed, timed out; bodies cut short
+        exceptions.ConnectionError,  # refused, reset
         exceptions.IncompleteReadError,
         parsers.ResponseParserError,
         HttpError,

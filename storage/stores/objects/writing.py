@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -125,6 +126,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
         self._sent: deque[tuple[Future[object], BounceBuffer]] = deque()
         self._parts: list[object] = []
         self._count = 0
+        self._called_off = threading.Event()
         self.etag = ""
 
     def _append(self, view: memoryview) -> None:
@@ -187,6 +189,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
                 upload.key,
                 lambda: self._client.put_part(upload, number, data, crc),
                 sent_bytes=size,
+                called_off=self._called_off,
             )
         except ServiceError as error:
             raise StorageError(
@@ -251,6 +254,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
         return info.size_bytes == self._position
 
     def _throw_away(self) -> None:
+        self._called_off.set()  # patience with a service that fails would keep the caller waiting
         for part, buffer in self._sent:
             if part.cancel():
                 self._give(buffer)

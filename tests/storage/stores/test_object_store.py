@@ -15,7 +15,7 @@ from dcp.storage.errors import CheckpointConflictError, CheckpointError, Storage
 from dcp.storage.stores import open_store
 from dcp.storage.stores.base import Buffer
 from dcp.storage.stores.contract import pattern_bytes
-from dcp.storage.stores.objects.client import Condition, Failure, ObjectClient, RequestError
+from dcp.storage.stores.objects.client import Condition, Failure, ObjectClient, RequestError, Upload
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.s3 import S3Client
@@ -226,6 +226,29 @@ def test_an_interrupt_ends_a_read_before_its_memory_is_given_up(store: FsspecSto
     with store.open_read("data") as whole:
         assert whole.pread(len(data), 0) == data
     assert bytes(memory) == seen
+
+
+class _FailingClient(S3Client):
+    """As a service that takes no parts any more."""
+
+    def put_part(self, upload: Upload, number: int, data: memoryview, crc: int) -> object:
+        raise RequestError(Failure.PASSING, "503 SlowDown")
+
+
+class _FailingStore(FsspecStore):
+    def _make_client(self) -> ObjectClient:
+        return _FailingClient(str(self._bucket), self._filesystem_options, self._options)
+
+
+def test_an_abort_does_not_wait_for_patience(s3_server: S3Server, s3_root: str, raw: RawS3) -> None:
+    """Parts that are tried again and again for an hour are given up when the file is; nothing stays."""
+    options = {"retry_seconds": 3600, "concurrency": 2, "part_bytes": 5 * _MIB}
+    store = _FailingStore(s3_root, s3_server.storage_options | options)
+    handle = store.create("data", durable=True)
+    handle.write(pattern_bytes(9 * _MIB))
+    handle.abort()
+    assert store.traffic()["put_part"] >= 1
+    assert raw.uploads(s3_root) == {}
 
 
 def _failing(*failures: RequestError) -> Callable[[], str]:
