@@ -16,9 +16,12 @@ from typing import Any, NoReturn
 
 from benchmarks.processes import BenchmarkError, Progress, run_ranks
 
-_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "plan", "device")
+_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "plan", "device", "s3")
 _BY_NAME_ONLY = ("async-W1-opt", "async-W2")
 _MEMORY_WORKLOADS = ("W1", "W2", "W3")
+_OBJECT_WORKLOADS = ("W1", "W2")
+_OBJECT_SAVES = 7
+"""Of W1 at a time: one by each contender, one that is timed, one that the server has yet to clear away."""
 _ASYNC_RANKS = (1, 2)
 _ASYNC_LIVES = 3
 
@@ -52,6 +55,7 @@ class _Suite:
 
         self._facts = environment(folder)
         self._begun = time.monotonic()
+        self._left_out: list[str] = []
         self.rows: list[Any] = []
         self.measured: list[Any] = []
 
@@ -70,6 +74,8 @@ class _Suite:
                 self._plan()
             elif workload == "device":
                 self._stage_from_device()
+            elif workload == "s3":
+                self._object_store()
             else:
                 self._save_and_load(workload)
             self._write(partial=workload != self._options.only[-1])
@@ -82,6 +88,8 @@ class _Suite:
         chosen = {"rounds": options.rounds, "scale": options.scale, "only": ",".join(options.only)}
         chosen["seconds"] = round(time.monotonic() - self._begun, 1)
         chosen["complete"] = "no" if partial else "yes"
+        if self._left_out:
+            chosen["not installed"] = ", ".join(self._left_out)
         out.mkdir(parents=True, exist_ok=True)
         text = markdown(self.rows, self._facts, chosen)
         (out / "benchmarks.md").write_text(text)
@@ -230,15 +238,72 @@ class _Suite:
         self.measured += results
         self.rows += [device_row(result) for result in results]
 
+    def _object_store(self) -> None:
+        from benchmarks.object_service import Service
+        from benchmarks.object_store import not_installed
+        from dcp.demo.s3_server import S3Server, S3ServerError
+
+        with self._own_folder() as name:
+            server = S3Server(Path(name) / "s3", volume_limit_bytes=1 << 30)
+            try:
+                server.start()
+            except S3ServerError as error:
+                raise BenchmarkError(str(error)) from error
+            try:
+                service = Service(server.environment, server.pid)
+                self._left_out = not_installed(service)
+                for workload in _OBJECT_WORKLOADS:
+                    self._save_and_load_objects(workload, service)
+                self._reshard_objects(service)
+            finally:
+                server.stop()
+
+    def _save_and_load_objects(self, workload: str, service: Any) -> None:
+        from benchmarks.object_rows import client_row, object_row
+        from benchmarks.object_store import ObjectSpec, measure_objects
+
+        spec = ObjectSpec(workload, self._options.scale, self._options.rounds, service)
+        say = self._say(f"s3, {workload}")
+        (results,) = run_ranks(1, measure_objects, spec, progress=say, folder=self._folder)
+        self.measured += results
+        rows = [make(result) for make in (object_row, client_row) for result in results]
+        self.rows += [row for row in rows if row is not None]
+
+    def _reshard_objects(self, service: Any) -> None:
+        from benchmarks.object_rows import object_reshard_row
+        from benchmarks.object_service import Buckets
+        from benchmarks.object_store import (
+            CASES,
+            SAVING_RANKS,
+            ObjectSpec,
+            load_resharded_objects,
+            save_for_resharding_objects,
+        )
+
+        options, run = self._options, partial(run_ranks, folder=self._folder)
+        spec = ObjectSpec("W1", options.scale, options.rounds, service)
+        buckets = Buckets(service, "r1")
+        kept = {side: buckets.make() for side in ("ours", "stock")}
+        buckets.close()
+        arguments = (options.scale, service, kept)
+        run(SAVING_RANKS, save_for_resharding_objects, *arguments, progress=self._say("s3, R1"))
+        for ranks, dim in CASES:
+            say = self._say(f"s3, R1, {ranks} ranks, dim {dim}")
+            result = run(ranks, load_resharded_objects, spec, dim, kept, progress=say)[0]
+            self.measured.append(result)
+            self.rows.append(object_reshard_row(result))
+
 
 def _needed_bytes(options: argparse.Namespace) -> int:
     """Of disk: what both sides keep for loading, and one more save."""
     from benchmarks.workloads import STATE_BYTES
 
-    largest = max(
-        STATE_BYTES.get(workload.removeprefix("async-"), STATE_BYTES["W3"]) for workload in options.only
-    )
-    return int(3.2 * largest * options.scale) + (64 << 20)
+    def needed(workload: str) -> float:
+        if workload == "s3":
+            return _OBJECT_SAVES * STATE_BYTES["W1"]
+        return 3.2 * STATE_BYTES.get(workload.removeprefix("async-"), STATE_BYTES["W3"])
+
+    return int(max(map(needed, options.only)) * options.scale) + (64 << 20)
 
 
 def _terminated(signal_number: int, frame: FrameType | None) -> NoReturn:

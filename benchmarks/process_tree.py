@@ -35,9 +35,10 @@ def _tree(root: str | None = None) -> list[tuple[str, list[str]]]:
     return [(pid, found[pid]) for pid in ours if pid in found]
 
 
-def cpu_seconds() -> float:
-    """Of this process and its living descendants since they started, user and system."""
-    ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _tree())
+def cpu_seconds(pid: int | None = None) -> float:
+    """Of a process (this one by default) and its living descendants since they started, user and system."""
+    root = None if pid is None else str(pid)
+    ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _tree(root))
     return ticks / _TICKS_PER_SECOND
 
 

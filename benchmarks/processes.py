@@ -27,7 +27,13 @@ _TIMEOUT = timedelta(minutes=10)
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once and has no threads: forking from it saves each rank seconds of importing.
 _context.set_forkserver_preload(
-    ["benchmarks.rounds", "benchmarks.resharding", "benchmarks.memory", "benchmarks.async_saving"]
+    [
+        "benchmarks.rounds",
+        "benchmarks.resharding",
+        "benchmarks.memory",
+        "benchmarks.async_saving",
+        "benchmarks.object_store",
+    ]
 )
 
 

@@ -23,9 +23,9 @@ _HEAD = (
     "GB",
     "ours",
     "stock",
-    "stock, tuned",
+    "stock, tuned; others",
     "ratio",
-    "ratio, tuned",
+    "ratio, tuned; others",
     "limit",
     "of limit",
     "others' cores",
@@ -91,13 +91,18 @@ def _ratio(spread: Spread | None) -> str:
     return f"{spread.median:.1f}x ({spread.smallest:.1f}-{spread.largest:.1f})"
 
 
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in map(str.strip, parts) if part)
+
+
 def _cells(row: Row) -> list[str]:
     ours, stock = _seconds(row.ours), _seconds(row.stock)
     if row.mebibytes is not None:
         ours, stock = f"{row.mebibytes:.0f} MiB", f"{row.stock_mebibytes:.0f} MiB"
     if row.read_per_needed is not None:
         ours += f", reads {row.read_per_needed:.2f}"
-        stock += f", reads {row.stock_read_per_needed:.2f}"
+        if row.stock_read_per_needed is not None:
+            stock += f", reads {row.stock_read_per_needed:.2f}"
     if row.cpu_seconds is not None:
         ours += f", {row.cpu_seconds:.2f} s of processor time"
         stock += f", {row.stock_cpu_seconds:.2f} s of processor time"
@@ -111,9 +116,9 @@ def _cells(row: Row) -> list[str]:
         f"{row.gigabytes:.2f}",
         ours,
         stock,
-        _seconds(row.stock_tuned),
+        _joined(_seconds(row.stock_tuned), f"{row.peer_name} {_seconds(row.peer)}"),
         _ratio(row.ratio),
-        _ratio(row.ratio_tuned),
+        _joined(_ratio(row.ratio_tuned), f"{row.peer_name} {_ratio(row.ratio_peer)}"),
         f"{row.limit_name} {_seconds(row.limit)}".strip(),
         "" if row.of_limit is None else f"{row.of_limit:.0%}",
         "" if row.others is None else f"{row.others:.1f}",

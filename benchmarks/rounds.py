@@ -97,16 +97,19 @@ class Sample(NamedTuple):
     others: float
 
 
-def timed(operation: Callable[[], object]) -> Sample:
-    """Seconds of the slowest rank, begun together with no garbage waiting."""
+def timed(operation: Callable[[], object], server_seconds: Callable[[], float] = lambda: 0.0) -> Sample:
+    """Seconds of the slowest rank, begun together with no garbage waiting.
+
+    ``server_seconds`` is the processor time of a server that all ranks ask: it is none of the others'.
+    """
     gc.collect()
     synchronize()
-    busy, own, begun = busy_seconds(), time.process_time(), time.perf_counter()
+    server, busy, own, begun = server_seconds(), busy_seconds(), time.process_time(), time.perf_counter()
     operation()
     elapsed, own = time.perf_counter() - begun, time.process_time() - own
     seconds = max_over_ranks(elapsed)
-    busy = busy_seconds() - busy
-    return Sample(seconds, max(0.0, busy - sum_over_ranks(own)) / seconds)
+    busy, server = busy_seconds() - busy, server_seconds() - server
+    return Sample(seconds, max(0.0, busy - server - sum_over_ranks(own)) / seconds)
 
 
 def busy_seconds() -> float:

@@ -20,7 +20,9 @@ __all__ = [
     "device_row",
     "loop_rows",
     "memory_row",
+    "others_cores",
     "plan_row",
+    "ratios",
     "reshard_row",
     "save_load_row",
 ]
@@ -35,9 +37,19 @@ Kind = Literal[
     "milliseconds",
     "read_per_needed",
     "mebibytes",
+    "ratio_peer",
+    "peer_gain",
 ]
 
-_AT_MOST = ("times_limit", "lost", "microseconds", "milliseconds", "read_per_needed", "mebibytes")
+_AT_MOST = (
+    "peer_gain",
+    "times_limit",
+    "lost",
+    "microseconds",
+    "milliseconds",
+    "read_per_needed",
+    "mebibytes",
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,8 @@ class Spread:
 class Row:
     """One line of the table. Times in seconds; ratios above 1 mean that ours is faster.
 
-    Stock tuned is stock with the setting that suits the row best: two threads, a stager that is kept.
+    Stock tuned is stock with the setting that suits the row best: two threads, a stager that is kept. The
+    peer is another package that does the same. ``peer_gain``: how much faster it would be.
     ``lost`` is the part of the steps per second that a training loop loses, ``cost`` the seconds of training
     that each of its saves takes. ``cpu_seconds`` are a save's, of all cores, ranks and writer processes.
     ``others`` is the median of the cores that other processes kept busy: above 0.2 or so, measure again.
@@ -90,6 +103,10 @@ class Row:
     stock_tuned: Spread | None = None
     ratio: Spread | None = None
     ratio_tuned: Spread | None = None
+    peer_name: str = ""
+    peer: Spread | None = None
+    ratio_peer: Spread | None = None
+    peer_gain: float | None = None
     limit_name: str = ""
     limit: Spread | None = None
     of_limit: float | None = None
@@ -118,7 +135,7 @@ class Row:
         found = getattr(self, target.kind)
         value = float("nan") if found is None else found.median if isinstance(found, Spread) else found
         met = value <= target.bound if target.kind in _AT_MOST else value >= target.bound
-        return Verdict(_TEXTS[target.kind].format(bound=target.bound), value, met)
+        return Verdict(_TEXTS[target.kind].format(bound=target.bound, peer=self.peer_name), value, met)
 
 
 _TEXTS: dict[Kind, str] = {
@@ -131,6 +148,8 @@ _TEXTS: dict[Kind, str] = {
     "milliseconds": "<= {bound:g} ms",
     "read_per_needed": "reads <= {bound:g} of what it needs",
     "mebibytes": "<= {bound:g} MiB",
+    "ratio_peer": ">= {bound:g}x {peer}",
+    "peer_gain": "{peer} is <= {bound:g}x as fast",
 }
 
 _DURABLE = (Target("ratio", 1.6), Target("ratio_tuned", 1.1), Target("of_limit", 0.85))
@@ -155,12 +174,13 @@ _LIMITS = {
 """Where there are several, the one with the smaller median counts: nobody gets an easy yardstick."""
 
 
-def _ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
+def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
     """Pair by pair within a round, so that a slow minute of the machine falls on both."""
     return Spread.of([a / b for a, b in zip(over, under, strict=True)])
 
 
-def _others(others: dict[str, list[float]]) -> float | None:
+def others_cores(others: dict[str, list[float]]) -> float | None:
+    """The median over all contenders; None where nothing was timed."""
     values = [value for samples in others.values() for value in samples]
     return statistics.median(values) if values else None
 
@@ -177,15 +197,15 @@ def save_load_row(measured: Measurement) -> Row:
         measured.size_bytes / 1e9,
         Spread.of(ours),
         stock=Spread.of(samples["stock"]),
-        ratio=_ratios(samples["stock"], ours),
+        ratio=ratios(samples["stock"], ours),
         limit_name=limit,
         limit=Spread.of(samples[limit]),
-        of_limit=_ratios(samples[limit], ours).median,
-        others=_others(measured.others),
+        of_limit=ratios(samples[limit], ours).median,
+        others=others_cores(measured.others),
     )
     if "stock_2_threads" in samples:
         row.stock_tuned = Spread.of(samples["stock_2_threads"])
-        row.ratio_tuned = _ratios(samples["stock_2_threads"], ours)
+        row.ratio_tuned = ratios(samples["stock_2_threads"], ours)
     if measured.workload == "W2":
         row.microseconds = row.ours.median / measured.tensors * 1e6
     return row.judge(_TARGETS.get((measured.workload, measured.ranks, measured.operation), ()))
@@ -201,10 +221,10 @@ def reshard_row(measured: Resharding) -> Row:
         measured.size_bytes / 1e9,
         Spread.of(samples["ours"]),
         stock=Spread.of(samples["stock"]),
-        ratio=_ratios(samples["stock"], samples["ours"]),
+        ratio=ratios(samples["stock"], samples["ours"]),
         read_per_needed=measured.bytes_read["ours"] / measured.size_bytes,
         stock_read_per_needed=measured.bytes_read["stock"] / measured.size_bytes,
-        others=_others(measured.others),
+        others=others_cores(measured.others),
     )
     if measured.dim == 0:
         return row.judge((Target("ratio", 1), Target("read_per_needed", 1.02)))
@@ -234,14 +254,14 @@ def async_row(measured: Measurement, kind: str) -> Row:
         measured.size_bytes / 1e9,
         Spread.of(ours),
         stock=Spread.of(samples["stock"]),
-        ratio=_ratios(samples["stock"], ours),
+        ratio=ratios(samples["stock"], ours),
         stock_tuned=Spread.of(samples["stock_reused"]),
-        ratio_tuned=_ratios(samples["stock_reused"], ours),
+        ratio_tuned=ratios(samples["stock_reused"], ours),
         limit_name=limit,
         limit=Spread.of(samples[limit]),
-        of_limit=_ratios(samples[limit], ours).median,
-        times_limit=_ratios(ours, samples[limit]).median,
-        others=_others(measured.others),
+        of_limit=ratios(samples[limit], ours).median,
+        times_limit=ratios(ours, samples[limit]).median,
+        others=others_cores(measured.others),
     )
     if spent := measured.facts.get("cpu_seconds"):
         row.cpu_seconds = statistics.median(spent[f"ours_{kind}"])
@@ -272,15 +292,15 @@ def loop_rows(measured: Measurement) -> list[Row]:
             measured.size_bytes / 1e9,
             Spread.of(ours),
             stock=Spread.of(samples[stock]),
-            ratio=_ratios(samples[stock], ours),
+            ratio=ratios(samples[stock], ours),
             limit_name="no saves",
             limit=Spread.of(limit),
-            of_limit=_ratios(limit, ours).median,
-            lost=1 - _ratios(limit, ours).median,
-            stock_lost=1 - _ratios(limit, samples[stock]).median,
+            of_limit=ratios(limit, ours).median,
+            lost=1 - ratios(limit, ours).median,
+            stock_lost=1 - ratios(limit, samples[stock]).median,
             cost=Spread.of(costs[f"ours_{kind}"]),
             stock_cost=Spread.of(costs[stock]),
-            others=_others(measured.others),
+            others=others_cores(measured.others),
         )
         rows.append(row.judge((Target("lost", 0.05),) if kind == "process" else ()))
     return rows
@@ -296,8 +316,8 @@ def plan_row(measured: Measurement) -> Row:
         measured.size_bytes / 1e9,
         Spread.of(samples["ours"]),
         stock=Spread.of(samples["stock"]),
-        ratio=_ratios(samples["stock"], samples["ours"]),
-        others=_others(measured.others),
+        ratio=ratios(samples["stock"], samples["ours"]),
+        others=others_cores(measured.others),
     )
     row.milliseconds = row.ours.median * 1e3
     return row.judge((Target("milliseconds", 5),) if measured.operation.startswith("plan again") else ())
@@ -323,13 +343,13 @@ def device_row(measured: Measurement) -> Row:
         f"{measured.operation} ({measured.facts['device']})",
         measured.size_bytes / 1e9,
         Spread.of(ours),
-        others=_others(measured.others),
+        others=others_cores(measured.others),
     )
     if stock in samples:
-        row.stock, row.ratio = Spread.of(samples[stock]), _ratios(samples[stock], ours)
+        row.stock, row.ratio = Spread.of(samples[stock]), ratios(samples[stock], ours)
     if tuned in samples:
-        row.stock_tuned, row.ratio_tuned = Spread.of(samples[tuned]), _ratios(samples[tuned], ours)
+        row.stock_tuned, row.ratio_tuned = Spread.of(samples[tuned]), ratios(samples[tuned], ours)
     if limit in samples:
         row.limit_name, row.limit = limit, Spread.of(samples[limit])
-        row.of_limit = _ratios(samples[limit], ours).median
+        row.of_limit = ratios(samples[limit], ours).median
     return row.judge((Target("of_limit", 0.8),) if measured.operation == "stage" else ())

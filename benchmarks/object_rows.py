@@ -1,0 +1,95 @@
+"""The rows of S1: saves and loads on S3 beside stock, beside plain requests, and beside others' storages."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.object_store import LOAD, SAVE
+from benchmarks.resharding import Resharding
+from benchmarks.rounds import Measurement
+from benchmarks.targets import Row, Spread, Target, others_cores, ratios
+
+__all__ = ["client_row", "object_reshard_row", "object_row"]
+
+_CONNECTOR = "s3torchconnector"
+_NEARLY_RAW = (Target("of_limit", 0.8), Target("ratio_peer", 1))
+_TARGETS: dict[tuple[str, str], tuple[Target, ...]] = {
+    ("W1", SAVE): (Target("ratio", 1.5), *_NEARLY_RAW),
+    ("W1", LOAD): (Target("ratio", 5), *_NEARLY_RAW),
+    ("W2", LOAD): (Target("ratio", 20),),
+}
+_RAW = {SAVE: "raw_put_", LOAD: "raw_get_"}
+_PYTHON_CLIENTS = ("s3fs", "botocore")
+
+
+def object_row(measured: Measurement) -> Row:
+    """Ours beside stock; the limit is the client whose plain requests have the smallest median."""
+    samples, ours = measured.samples, measured.samples["ours"]
+    prefix = _RAW[measured.operation]
+    limit = _fastest(measured, [name for name in samples if name.startswith(prefix)])
+    row = Row(
+        measured.workload,
+        measured.ranks,
+        measured.operation,
+        measured.size_bytes / 1e9,
+        Spread.of(ours),
+        stock=Spread.of(samples["stock"]),
+        ratio=ratios(samples["stock"], ours),
+        limit_name=limit,
+        limit=Spread.of(samples[limit]),
+        of_limit=ratios(samples[limit], ours).median,
+        others=others_cores(measured.others),
+    )
+    if "stock_2_threads" in samples:
+        row.stock_tuned = Spread.of(samples["stock_2_threads"])
+        row.ratio_tuned = ratios(samples["stock_2_threads"], ours)
+    if _CONNECTOR in samples:
+        row.peer_name = _CONNECTOR
+        row.peer, row.ratio_peer = Spread.of(samples[_CONNECTOR]), ratios(samples[_CONNECTOR], ours)
+    if measured.workload == "W2":
+        row.microseconds = row.ours.median / measured.tensors * 1e6
+    targets = _TARGETS.get((measured.workload, measured.operation), ())
+    return row.judge([target for target in targets if row.peer_name or target.kind != "ratio_peer"])
+
+
+def client_row(measured: Measurement) -> Row | None:
+    """The faster of the Python clients beside obstore, plain requests only; None where that is missing."""
+    samples, prefix = measured.samples, _RAW[measured.operation]
+    if f"{prefix}obstore" not in samples:
+        return None
+    python = _fastest(measured, [prefix + name for name in _PYTHON_CLIENTS])
+    row = Row(
+        measured.workload,
+        measured.ranks,
+        f"plain requests, {python.removeprefix(prefix)} vs obstore, {measured.operation}",
+        measured.size_bytes / 1e9,
+        Spread.of(samples[python]),
+        peer_name="obstore",
+        peer=Spread.of(samples[f"{prefix}obstore"]),
+        ratio_peer=ratios(samples[f"{prefix}obstore"], samples[python]),
+        others=others_cores(measured.others),
+    )
+    row.peer_gain = ratios(samples[python], samples[f"{prefix}obstore"]).median
+    return row.judge((Target("peer_gain", 1.3),))
+
+
+def object_reshard_row(measured: Resharding) -> Row:
+    """One case of R1 from S3. Stock does not say what it fetches."""
+    samples = measured.samples
+    row = Row(
+        "R1",
+        measured.ranks,
+        f"load 4 ranks' dim 0 on dim {measured.dim} from S3",
+        measured.size_bytes / 1e9,
+        Spread.of(samples["ours"]),
+        stock=Spread.of(samples["stock"]),
+        ratio=ratios(samples["stock"], samples["ours"]),
+        read_per_needed=measured.bytes_read["ours"] / measured.size_bytes,
+        others=others_cores(measured.others),
+    )
+    return row.judge((Target("read_per_needed", 1.05),) if measured.dim == 0 else ())
+
+
+def _fastest(measured: Measurement, names: Sequence[str]) -> str:
+    return min(names, key=lambda name: statistics.median(measured.samples[name]))

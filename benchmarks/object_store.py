@@ -1,0 +1,190 @@
+"""S1: saves and loads on a real S3 server of this machine, beside what its clients do with plain requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.object_limits import CLIENTS, RawLoops
+from benchmarks.object_service import Buckets, Service
+from benchmarks.object_sides import ObjectSide, connector_side, ours, stock_side
+from benchmarks.processes import Progress
+from benchmarks.resharding import CASES, SAVING_RANKS, Resharding
+from benchmarks.rounds import Measurement, Sample, rotated, sum_over_ranks, synchronize, timed
+from benchmarks.workloads import State, build_state
+
+__all__ = [
+    "CASES",
+    "LOAD",
+    "SAVE",
+    "SAVING_RANKS",
+    "ObjectSpec",
+    "load_resharded_objects",
+    "measure_objects",
+    "not_installed",
+    "save_for_resharding_objects",
+]
+
+SAVE, LOAD = "save to S3", "load from S3"
+_KEY = "run/step-00000001"
+_STOCK_THREADS = 2
+
+
+@dataclass(frozen=True)
+class ObjectSpec:
+    """One job: which workload at which size, how often, on which server."""
+
+    workload: str
+    scale: float
+    rounds: int
+    service: Service
+
+
+def not_installed(service: Service) -> list[str]:
+    """Contenders that are left out, because their packages are not there."""
+    missing = [] if connector_side(service) else ["s3torchconnector[dcp]"]
+    try:
+        CLIENTS["obstore"](service)
+    except ImportError:
+        missing.append("obstore")
+    return missing
+
+
+def measure_objects(rank: int, world_size: int, progress: Progress, spec: ObjectSpec) -> list[Measurement]:
+    """All rounds of saving and loading by one rank."""
+    spec.service.enter()
+    state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
+    job = _Job(spec, state, progress)
+    try:
+        return job.run()
+    finally:
+        job.close()
+
+
+class _Job:
+    def __init__(self, spec: ObjectSpec, state: State, progress: Progress) -> None:
+        self._spec = spec
+        self._state = state
+        self._progress = progress
+        self._buckets = Buckets(spec.service, spec.workload.lower())
+        connector = connector_side(spec.service)
+        self._sides = [ours(), stock_side(), *([connector] if connector else [])]
+        self._kept: dict[str, str] = {}
+        self._raw = RawLoops(spec.service, state.size_bytes, self._buckets, progress)
+
+    def run(self) -> list[Measurement]:
+        """Warm up, then the rounds."""
+        self._warm_up()
+        size_bytes, tensors = self._state.size_bytes, len(self._state.by_fqn)
+        results = [
+            Measurement(self._spec.workload, 1, operation, size_bytes, tensors) for operation in (SAVE, LOAD)
+        ]
+        results[0].facts["settings"] = self._raw.settings["put"]
+        results[1].facts["settings"] = self._raw.settings["get"]
+        for number in range(self._spec.rounds):
+            for result, contenders in zip(results, (self._savers(), self._loaders()), strict=True):
+                for name in rotated(list(contenders), number):
+                    sample = contenders[name]()
+                    result.samples.setdefault(name, []).append(sample.seconds)
+                    result.others.setdefault(name, []).append(sample.others)
+                latest = {name: samples[-1] for name, samples in result.samples.items()}
+                shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in latest.items())
+                self._progress(f"round {number + 1}/{self._spec.rounds}, {result.operation}: {shown}")
+        return results
+
+    def close(self) -> None:
+        """Remove all buckets."""
+        self._raw.close()
+        for bucket in self._kept.values():
+            self._buckets.remove(bucket)
+        self._buckets.close()
+
+    def _warm_up(self) -> None:
+        """One save and one load by each side; loads are checked, and the checkpoints kept for the rounds."""
+        for side in self._sides:
+            self._progress(f"warming up {side.name}")
+            bucket = self._kept[side.name] = self._buckets.make()
+            side.save(self._state.state_dict, _url(bucket))
+            self._state.wipe()
+            side.load(self._state.state_dict, _url(bucket))
+            if not self._state.is_intact():
+                raise RuntimeError(f"{side.name} loaded other bytes than it saved in {self._spec.workload}")
+
+    def _savers(self) -> dict[str, Callable[[], Sample]]:
+        sides = [*self._sides, stock_side(_STOCK_THREADS)]
+        savers: dict[str, Callable[[], Sample]] = {
+            side.name: partial(self._timed_save, side) for side in sides
+        }
+        for name in self._raw.names:
+            savers[f"raw_put_{name}"] = partial(self._timed_put, name)
+        return savers
+
+    def _loaders(self) -> dict[str, Callable[[], Sample]]:
+        loaders: dict[str, Callable[[], Sample]] = {
+            side.name: partial(self._timed_load, side) for side in self._sides
+        }
+        for name in self._raw.names:
+            loaders[f"raw_get_{name}"] = partial(self._timed, partial(self._raw.get, name))
+        return loaders
+
+    def _timed(self, operation: Callable[[], object]) -> Sample:
+        return timed(operation, self._spec.service.cpu_seconds)
+
+    def _timed_save(self, side: ObjectSide) -> Sample:
+        with self._buckets.one() as bucket:
+            return self._timed(lambda: side.save(self._state.state_dict, _url(bucket)))
+
+    def _timed_put(self, name: str) -> Sample:
+        with self._buckets.one() as bucket:
+            return self._timed(lambda: self._raw.put(name, bucket))
+
+    def _timed_load(self, side: ObjectSide) -> Sample:
+        return self._timed(lambda: side.load(self._state.state_dict, _url(self._kept[side.name])))
+
+
+def save_for_resharding_objects(
+    rank: int, world_size: int, progress: Progress, scale: float, service: Service, buckets: dict[str, str]
+) -> None:
+    """Both sides' checkpoints, sharded on dimension 0, each in its bucket."""
+    service.enter()
+    state = build_state("W1", scale, rank=rank, world_size=world_size)
+    for side in (ours(), stock_side()):
+        progress(f"saving with {side.name}")
+        side.save(state.state_dict, _url(buckets[side.name]))
+
+
+def load_resharded_objects(
+    rank: int,
+    world_size: int,
+    progress: Progress,
+    spec: ObjectSpec,
+    dim: int,
+    buckets: dict[str, str],
+) -> Resharding:
+    """The rounds of one case; the first, untimed loads are checked byte by byte."""
+    spec.service.enter()
+    state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size, dim=dim)
+    result = Resharding(world_size, dim, int(sum_over_ranks(state.size_bytes)))
+    sides = {side.name: side for side in (ours(), stock_side())}
+    for side in sides.values():
+        state.wipe()
+        fetched = side.load(state.state_dict, _url(buckets[side.name]))
+        if fetched is not None:
+            result.bytes_read[side.name] = int(sum_over_ranks(fetched))
+        if not state.is_intact():
+            raise RuntimeError(f"{side.name} loaded other bytes than were saved")
+    for number in range(spec.rounds):
+        for name in rotated(list(sides), number):
+            load = partial(sides[name].load, state.state_dict, _url(buckets[name]))
+            sample = timed(load, spec.service.cpu_seconds)
+            result.samples.setdefault(name, []).append(sample.seconds)
+            result.others.setdefault(name, []).append(sample.others)
+        latest = ", ".join(f"{name} {result.samples[name][-1]:.3f} s" for name in sides)
+        progress(f"round {number + 1}/{spec.rounds}: {latest}")
+    synchronize()
+    return result
+
+
+def _url(bucket: str) -> str:
+    return f"s3://{bucket}/{_KEY}"
