@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import sys
@@ -85,6 +86,10 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
 
     An error that is not of our making is a bug, and must not end with Python's status 1: that means findings.
     """
+    requests = logging.getLogger("dcp.storage.stores.objects")
+    level = requests.level
+    if not debug:
+        requests.setLevel(logging.ERROR)  # what was tried again and again is in the error that it ends in
     try:
         yield
     except (typer.Exit, BrokenPipeError):
@@ -99,6 +104,8 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
                 f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)"
             )
         raise typer.Exit(EXIT_FAILURE) from error
+    finally:
+        requests.setLevel(level)
 
 
 def print_error(message: str) -> None:

@@ -38,6 +38,11 @@ class ObjectOptions:
     part_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
+        for name in ("retry_seconds", "request_timeout_seconds", "concurrency", "part_bytes"):
+            value, whole = getattr(self, name), name in ("concurrency", "part_bytes")
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                kind = "a whole number" if whole else "a number of seconds"
+                raise StorageError(f"storage option {name} must be {kind}, not a {type(value).__name__}")
         if self.conditional_writes not in ("auto", "trust", "off"):
             raise StorageError(f"conditional_writes must be auto, trust or off: {self.conditional_writes!r}")
         if self.concurrency < 1 or self.part_bytes < 5 << 20 or self.part_bytes % 4096:
