@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import IO, Final
 
 from dcp.storage.errors import StorageError
@@ -126,6 +127,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
         self._sent: deque[tuple[Future[object], BounceBuffer]] = deque()
         self._parts: list[object] = []
         self._count = 0
+        self._begun = 0
         self._called_off = threading.Event()
         self.etag = ""
 
@@ -162,8 +164,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
         while self._sent and self._sent[0][0].done():
             self._reap()
         if self._upload is None:
-            client, key = self._client, self._key
-            self._upload = self._requests.run("begin_upload", key, lambda: client.begin_upload(key))
+            self._upload = self._begin()
         self._buffer, self._filled = None, 0
         self._count += 1
         if self._count >= _MAX_PARTS:
@@ -179,6 +180,28 @@ class PartsWriteHandle(_ObjectWriteHandle):
         pool = self._pool
         if self._count % _GROW_AFTER_PARTS == 0 and pool.size_bytes < _LARGEST_PART_BYTES:
             self._pool = self._shared.pool(4 * pool.size_bytes)
+
+    def _begin(self) -> Upload:
+        def attempt() -> Upload:
+            self._begun += 1
+            return self._client.begin_upload(self._key)
+
+        return self._requests.run("begin_upload", self._key, attempt)
+
+    def _abort_strangers(self) -> None:
+        """End the uploads of our name that began without an answer: nobody knows of them, somebody pays.
+
+        Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
+        """
+        if self._begun < 2:
+            return
+        client, key = self._client, self._key
+        try:
+            for upload in self._requests.run("list_uploads", key, lambda: client.uploads(key)):
+                if upload.key == key:
+                    self._requests.run("abort_upload", key, partial(client.abort_upload, upload))
+        except (StorageError, ServiceError) as error:
+            logger.warning("%s: an unfinished upload may stay behind: %s", self._path, error)
 
     def _put(self, upload: Upload, number: int, buffer: BounceBuffer, size: int) -> object:
         try:
@@ -219,6 +242,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
             if not error.is_ambiguous or not self._is_there():
                 raise
         self._state = "finished"
+        self._abort_strangers()
         return self.etag
 
     def _put_whole(self) -> str:
@@ -262,12 +286,12 @@ class PartsWriteHandle(_ObjectWriteHandle):
         self._sent.clear()
         self._release()
         upload = self._upload
-        if upload is None:
-            return
-        try:
-            self._requests.run("abort_upload", self._key, lambda: self._client.abort_upload(upload))
-        except (StorageError, ServiceError) as error:
-            logger.warning("%s: an unfinished upload stays behind: %s", self._path, error)
+        if upload is not None:
+            try:
+                self._requests.run("abort_upload", self._key, lambda: self._client.abort_upload(upload))
+            except (StorageError, ServiceError) as error:
+                logger.warning("%s: an unfinished upload stays behind: %s", self._path, error)
+        self._abort_strangers()
 
     def _release(self) -> None:
         if self._buffer is not None:
