@@ -1,0 +1,164 @@
+"""`FsspecReader` and `FsspecWriter`: torch's names over our engines, beside stock's own and inside stock."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader as StockReader
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter as StockWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from dcp.storage import reader as reading
+from dcp.storage import writer as writing
+from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
+from dcp.storage.stores import PosixStore
+from dcp.storage.stores.objects.store import FsspecStore
+from tests.support.s3 import raw_s3
+from tests.support.versions import version_of, version_state
+
+
+@pytest.fixture
+def memory_url() -> Iterator[str]:
+    """A place in fsspec's memory file system."""
+    url = f"memory://{uuid.uuid4().hex}/step-1"
+    yield url
+    files = fsspec.filesystem("memory")
+    if files.exists(url):
+        files.rm(url, recursive=True)
+
+
+def loaded(reader: Any, load: Any = dcp.load) -> int | str:
+    """The version that ``load`` gives by ``reader``."""
+    state = version_state(0)
+    load(state, storage_reader=reader, no_dist=True)
+    return version_of(state)
+
+
+# -- in all combinations with stock --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["s3", "memory"])
+def test_with_stock_in_both_directions(
+    where: str, s3_server: S3Server, s3_root: str, memory_url: str
+) -> None:
+    """What ours writes stock's reads, and the reverse; ours also works inside of stock's save and load."""
+    place = s3_root if where == "s3" else memory_url
+    options = s3_server.storage_options if where == "s3" else {}
+    savers: dict[str, tuple[Any, type]] = {
+        "ours": (dcp.save, dcp.FsspecWriter),
+        "stock": (stock_save, StockWriter),
+        "ours in stock": (stock_save, dcp.FsspecWriter),
+        "stock in ours": (dcp.save, StockWriter),
+    }
+    for version, (name, (save, writer)) in enumerate(savers.items(), start=1):
+        url = f"{place}/{name.replace(' ', '-')}"
+        save(version_state(version), storage_writer=writer(url, **options), no_dist=True)
+        assert loaded(dcp.FsspecReader(url, **options)) == version, name
+        assert loaded(dcp.FsspecReader(url, **options), stock_load) == version, name
+        assert loaded(StockReader(url, **options), stock_load) == version, name
+        assert loaded(StockReader(url, **options)) == version, name
+        names = [path.rpartition("/")[2] for path in fsspec.open_files(f"{url}/*", **options).fs.find(url)]
+        assert ("manifest.msgpack" in names) == (writer is dcp.FsspecWriter), name
+
+
+def test_overwriting_is_one_commit(s3_server: S3Server, s3_root: str) -> None:
+    """The files of the replaced checkpoint are gone; with ``overwrite=False`` nothing is replaced."""
+    options = s3_server.storage_options
+    writer = dcp.FsspecWriter(s3_root, **options)
+    for version in (1, 2):
+        dcp.save(version_state(version), storage_writer=writer, no_dist=True)
+    with raw_s3(s3_server) as raw:
+        kinds = sorted(name.rpartition(".")[2] for name in raw.list(f"{s3_root}/"))
+    assert kinds == ["distcp", "metadata", "msgpack"]
+    careful = dcp.FsspecWriter(s3_root, overwrite=False, **options)
+    with pytest.raises(CheckpointConflictError, match="overwrite=False"):
+        dcp.save(version_state(3), storage_writer=careful, no_dist=True)
+    assert loaded(dcp.FsspecReader(s3_root, **options)) == 2
+
+
+def test_options_of_ours_beside_those_of_the_file_system(s3_server: S3Server, s3_root: str) -> None:
+    """torch_compatible, verify and threads are the storage's; a flipped byte is found unless told not to
+    look."""
+    options = s3_server.storage_options
+    state = {"w": torch.arange(1000)}
+    plain = dcp.FsspecWriter(s3_root, torch_compatible=False, thread_count=2, **options)
+    dcp.save(state, storage_writer=plain, no_dist=True)
+    with raw_s3(s3_server) as raw:
+        (name,) = [name for name in raw.list(f"{s3_root}/") if name.endswith(".distcp")]
+        assert ".metadata" not in raw.list(f"{s3_root}/")
+        data = bytearray(raw.read(f"{s3_root}/{name}"))
+        data[data.index(state["w"].numpy().tobytes()) + 80] ^= 1
+        raw.write(f"{s3_root}/{name}", bytes(data))
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        dcp.load(dict(state), storage_reader=dcp.FsspecReader(s3_root, threads=1, **options), no_dist=True)
+    blind = dcp.FsspecReader(s3_root, verify="none", **options)
+    got = {"w": torch.zeros(1000, dtype=torch.int64)}
+    dcp.load(got, storage_reader=blind, no_dist=True)
+    assert (got["w"] != state["w"]).nonzero().flatten().tolist() == [10]
+
+
+# -- what they are -------------------------------------------------------------------------------------------
+
+
+def test_places(tmp_path: Path, memory_url: str) -> None:
+    """Local paths are local; memory is fsspec's, as for torch's, and what `dcp.load` finds in ours is not."""
+    for path in (tmp_path / "a", str(tmp_path / "b"), (tmp_path / "c").as_uri()):
+        writer = dcp.FsspecWriter(path, auto_mkdir=True)  # which is what torch's local users give
+        assert isinstance(writer.store, PosixStore)
+        dcp.save(version_state(1), storage_writer=writer, no_dist=True)
+        assert loaded(dcp.FsspecReader(path)) == 1
+    writer = dcp.FsspecWriter(memory_url)
+    assert isinstance(writer.store, FsspecStore)
+    dcp.save(version_state(1), storage_writer=writer, no_dist=True)
+    assert fsspec.filesystem("memory").exists(f"{memory_url}/manifest.msgpack")
+    with pytest.raises(dcp.CheckpointNotFoundError):
+        dcp.load(version_state(0), checkpoint_id=memory_url, no_dist=True)
+
+
+def test_they_are_ours_in_every_way(memory_url: str) -> None:
+    """Columns, not objects, are handed to them; they point to another id, copy, and pickle with options."""
+    writer, reader = dcp.FsspecWriter(memory_url), dcp.FsspecReader(memory_url)
+    assert writing.uses_columns(writer)
+    assert reading.uses_columns(reader)
+    assert isinstance(writer, dcp.FileSystemWriter)
+    assert isinstance(reader, dcp.FileSystemReader)
+    dcp.save(version_state(1), storage_writer=writer, checkpoint_id=f"{memory_url}-2", no_dist=True)
+    dcp.save(version_state(2), storage_writer=writer, checkpoint_id=memory_url, no_dist=True)
+    again = pickle.loads(pickle.dumps(dcp.FsspecReader(f"{memory_url}-2", concurrency=3)))
+    assert again.open_store.storage_options == {"concurrency": 3}
+    assert loaded(again) == 1
+    future = dcp.async_save(version_state(3), storage_writer=writer, no_dist=True)
+    future.result(60)
+    assert loaded(reader) == 3
+    fsspec.filesystem("memory").rm(f"{memory_url}-2", recursive=True)
+
+
+def test_ids_they_take() -> None:
+    """As torch's: a scheme that fsspec knows, whether or not its package is installed, and no Path."""
+    for kind, stock in ((dcp.FsspecReader, StockReader), (dcp.FsspecWriter, StockWriter)):
+        for checkpoint_id in ("s3://b/x", "memory://x", "/tmp/x", "file:///x", "nope://x", Path("/tmp/x")):
+            wanted = stock.validate_checkpoint_id(checkpoint_id)
+            assert kind.validate_checkpoint_id(checkpoint_id) is wanted, checkpoint_id
+        assert kind.validate_checkpoint_id("abfs://container/x")  # adlfs is not installed here
+
+
+def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    """torch's experiments, and options that the local file system does not have."""
+    with pytest.raises(PlanError, match="stream extensions"):
+        dcp.FsspecWriter(tmp_path, _extensions=[object()])
+    with pytest.raises(PlanError, match="dcp format"):
+        dcp.FsspecWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    writer = dcp.FsspecWriter(tmp_path, key="k")
+    with pytest.raises(dcp.StorageError, match="takes no storage options, and was given key"):
+        dcp.save({"n": 1}, storage_writer=writer, no_dist=True)

@@ -1,0 +1,249 @@
+"""``storage_options``: they reach the storage by every way in, and are never shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dcp
+from dcp.background.process_writer import ProcessWriter
+from dcp.background.session import default_session
+from dcp.demo.s3_server import S3Server
+from dcp.inspection import list_checkpoints
+from dcp.storage.errors import CheckpointError, StorageError
+from dcp.storage.formats.manifest import MANIFEST_NAME
+from dcp.storage.stores import Store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.opening import OpenWith
+from dcp.verification import verify
+from tests.support.crashes import Child, in_lab
+from tests.support.fault_proxy import FaultProxy
+from tests.support.ranks import run_ranks
+from tests.support.s3 import raw_s3
+from tests.support.versions import version_of, version_state
+
+PROCESS, THREAD = dcp.AsyncCheckpointerType.PROCESS, dcp.AsyncCheckpointerType.THREAD
+
+# -- every way in --------------------------------------------------------------------------------------------
+
+
+def seen(url: str, options: dict[str, Any]) -> int | str:
+    """The version that a checkpoint of `version_state` holds."""
+    state = version_state(0)
+    dcp.load(state, checkpoint_id=url, storage_options=options, no_dist=True)
+    return version_of(state)
+
+
+def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
+    """Saving, also in a thread, loading, looking into checkpoints, listing and verifying them."""
+    options = s3_server.storage_options
+    dcp.save(version_state(1), checkpoint_id=f"{s3_root}/step-1", storage_options=options, no_dist=True)
+    future = dcp.async_save(
+        version_state(2),
+        checkpoint_id=f"{s3_root}/step-2/",
+        storage_options=options,
+        no_dist=True,
+        async_checkpointer_type=THREAD,
+    )
+    assert "model.w" in future.result(60).state_dict_metadata
+    assert [seen(f"{s3_root}/step-{step}", options) for step in (1, 2)] == [1, 2]
+    assert "model.w" in dcp.open_index(f"{s3_root}/step-1", storage_options=options).fqns
+    assert [row.step for row in list_checkpoints(s3_root, storage_options=options)] == [1, 2]
+    assert verify(f"{s3_root}/step-2", storage_options=options).ok
+
+
+def test_ours_are_told_from_the_file_systems(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Both kinds come in one mapping; one of ours that is wrong is refused before any request."""
+    options = {**s3_proxy.storage_options, "concurrency": 2, "part_bytes": 5 << 20, "retry_seconds": 0}
+    dcp.save(version_state(1), checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    assert seen(s3_root, options) == 1
+    s3_proxy.log.clear()
+    for wrong in ({"concurrency": 0}, {"concurrency": "2"}, {"retry_seconds": None}, {"part_bytes": 5}):
+        with pytest.raises(StorageError, match=next(iter(wrong))):
+            dcp.save(version_state(1), checkpoint_id=s3_root, storage_options=options | wrong, no_dist=True)
+    assert s3_proxy.log == []
+
+
+def save_sharded(rank: int, world_size: int, url: str, options: dict[str, Any]) -> None:
+    """A tensor by rows, and something that each rank has for itself."""
+    state = {"w": sharded(world_size, torch.arange(48.0).reshape(12, 4)), "own": dcp.PerRank({"rank": rank})}
+    dcp.save(state, checkpoint_id=url, storage_options=options)
+
+
+def load_sharded(rank: int, world_size: int, url: str, options: dict[str, Any]) -> list[Any]:
+    """The rank's rows."""
+    state = {"w": sharded(world_size, torch.zeros(12, 4))}
+    report = dcp.load(state, checkpoint_id=url, storage_options=options)
+    return [state["w"].to_local().tolist(), report.world_size]
+
+
+def sharded(world_size: int, full: torch.Tensor) -> DTensor:
+    """``full`` by rows over all ranks."""
+    return distribute_tensor(full, init_device_mesh("cpu", (world_size,)), [Shard(0)])
+
+
+def test_ranks_save_and_others_load(s3_server: S3Server, s3_root: str) -> None:
+    """Two ranks save shards, three and one load them."""
+    options = s3_server.storage_options
+    run_ranks(2, save_sharded, s3_root, options)
+    rows = torch.arange(48.0).reshape(12, 4).tolist()
+    parts = run_ranks(3, load_sharded, s3_root, options)
+    assert [row for part, _ in parts for row in part] == rows
+    assert [world_size for _, world_size in parts] == [2, 2, 2]
+    assert run_ranks(1, load_sharded, s3_root, options) == [[rows, 2]]
+
+
+# -- the writer process --------------------------------------------------------------------------------------
+
+
+class AwaitOrphan:
+    """A fault's hook: goes on once the process that started this one has ended."""
+
+    def __init__(self) -> None:
+        self.parent = os.getpid()
+
+    def __call__(self, operation: Operation) -> None:
+        """Wait, a minute at most."""
+        deadline = time.monotonic() + 60
+        while os.getppid() == self.parent and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def waiting_store(path: Any, options: dict[str, Any], hook: Callable[[Operation], None]) -> Store:
+    """A store that commits when ``hook`` lets it."""
+    return FaultInjectingStore(OpenWith(options)(path), Fault("publish", name=MANIFEST_NAME, hook=hook))
+
+
+def die_after_staging(root: str, options: dict[str, Any]) -> None:
+    """A trainer that is killed when its second save is staged, and not committed."""
+    save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=PROCESS)
+    save(version_state(1), checkpoint_id=f"{root}/1", storage_options=options).result(60)
+    worker = default_session(None, no_dist=True, kind=PROCESS)._worker
+    assert isinstance(worker, ProcessWriter)
+    told = Path(f"/proc/{worker.pid}/cmdline").read_bytes() + Path(f"/proc/{worker.pid}/environ").read_bytes()
+    assert options["secret"].encode() not in told
+    state = version_state(2)
+    opener = partial(waiting_store, options=options, hook=AwaitOrphan())
+    save(state, storage_writer=dcp.FileSystemWriter(f"{root}/2", open_store=opener))
+    state["model"]["w"].zero_()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_in_a_child(root: str, options: dict[str, Any]) -> bool:
+    """Whether the trainer was killed."""
+    return Child(die_after_staging, root, options).wait(120).killed
+
+
+def test_a_trainer_that_is_killed_gets_its_checkpoint(s3_server: S3Server, s3_root: str) -> None:
+    """The writer process has the options with the order, neither by command line nor environment, and
+    commits on S3 what was staged after nobody is left who could tell it anything."""
+    options = s3_server.storage_options
+    assert in_lab(train_in_a_child, s3_root, options, timeout_seconds=200)
+    with raw_s3(s3_server) as raw:
+        deadline = time.monotonic() + 60
+        while MANIFEST_NAME not in raw.list(f"{s3_root}/2/") and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert [seen(f"{s3_root}/{name}", options) for name in ("1", "2")] == [1, 2]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [dcp.FileSystemWriter, dcp.FsspecWriter])
+def test_a_given_storage_has_its_own(tmp_path: Path, kind: Any) -> None:
+    """Options beside a storage that is given would be ignored, so they are refused; no options are fine."""
+    state = {"w": torch.ones(3)}
+    for save in (dcp.save, dcp.async_save):
+        with pytest.raises(CheckpointError, match="storage_writer is given") as caught:
+            save(state, storage_writer=kind(tmp_path), storage_options={"secret": "hush"}, no_dist=True)
+        assert "hush" not in str(caught.value)
+    dcp.save(state, storage_writer=kind(tmp_path), storage_options={}, no_dist=True)
+    with pytest.raises(CheckpointError, match="storage_reader is given"):
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), storage_options={"key": "k"})
+
+
+def test_places_without_options(tmp_path: Path) -> None:
+    """A local path and a place in memory have none: a typing error in a URL must not pass for a folder."""
+    for place in (tmp_path / "x", "memory://options"):
+        with pytest.raises(StorageError, match="takes no storage options, and was given secret") as caught:
+            dcp.save({"n": 1}, checkpoint_id=place, storage_options={"secret": "hush"}, no_dist=True)
+        assert "hush" not in str(caught.value)
+    with pytest.raises(TypeError, match="storage_options must map") as mistaken:
+        dcp.load({"n": 1}, checkpoint_id=tmp_path, storage_options="hush", no_dist=True)  # type: ignore[arg-type]
+    assert "hush" not in str(mistaken.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_was_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pathlib takes a slash from s3://, and a save must not go to a local folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    for mangled in (Path("s3://bucket/run"), str(Path("gs://bucket/run")), Path("s3://b/run").absolute()):
+        with pytest.raises(StorageError, match="a URL that lost a slash"):
+            dcp.save({"n": 1}, checkpoint_id=mangled, no_dist=True)
+        with pytest.raises(StorageError, match="a URL that lost a slash"):
+            dcp.CheckpointManager(mangled, no_dist=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- secrets -------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_not_shown(
+    s3_server: S3Server, s3_root: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by reprs nor in errors, their causes, or log records; wrong ones end in a typed error."""
+    secret = "hush-hush-hush"
+    good = s3_server.storage_options
+    wrong = {**good, "secret": secret, "retry_seconds": 0}
+    opener = OpenWith(wrong)
+    writer, reader = dcp.FsspecWriter(s3_root, **wrong), dcp.FsspecReader(s3_root, **wrong)
+    shown = [repr(thing) for thing in (opener, writer.open_store, vars(writer), vars(reader), writer.store)]
+    errors: list[Exception] = []
+    caplog.set_level(logging.DEBUG)
+    attempts: list[Callable[[], object]] = [
+        lambda: dcp.save({"n": 1}, checkpoint_id=s3_root, storage_options=wrong, no_dist=True),
+        lambda: dcp.load({"n": 1}, checkpoint_id=s3_root, storage_options=wrong, no_dist=True),
+        lambda: dcp.CheckpointManager(s3_root, storage_options=wrong, no_dist=True).all_steps(),
+        lambda: list_checkpoints(s3_root, storage_options=good | {"no_such_option": secret}),
+    ]
+    for attempt in attempts:
+        with pytest.raises(StorageError) as caught:
+            attempt()
+        errors.append(caught.value)
+    future = dcp.async_save({"n": 1}, checkpoint_id=s3_root, storage_options=wrong, no_dist=True)
+    error = future.exception(60)
+    assert isinstance(error, StorageError)
+    errors.append(error)
+    shown += [
+        "".join(traceback.format_exception(error)) + repr(getattr(error, "facts", "")) for error in errors
+    ]
+    shown += [caplog.text, *capfd.readouterr()]
+    assert "SignatureDoesNotMatch" in shown[5]
+    for text in shown:
+        assert secret not in text
+        assert good["secret"] not in text
+
+
+def test_what_opens_stores_travels_and_compares() -> None:
+    """As a process writer needs it; equal options are equal whatever mapping they come in."""
+    opener = OpenWith({"key": "k", "client_kwargs": {"region_name": "r"}})
+    again = pickle.loads(pickle.dumps(opener))
+    assert again == opener == OpenWith({"client_kwargs": {"region_name": "r"}, "key": "k"})
+    assert hash(again) == hash(opener)
+    assert again.storage_options == {"key": "k", "client_kwargs": {"region_name": "r"}}
+    assert opener != OpenWith({"key": "other", "client_kwargs": {"region_name": "r"}})
+    assert opener != OpenWith(opener.storage_options, through_fsspec=True)
+    assert repr(opener) == "OpenWith(client_kwargs, key)"
