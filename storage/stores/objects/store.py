@@ -212,7 +212,7 @@ class FsspecStore(Store):
                 ) from error
             # An answer was lost, and the request was made again: what is there may be what we wrote.
             version = self.version(name) if error.is_ambiguous else None
-            if version is None or self.read(name, limit_bytes=len(data)) != data:
+            if version is None or not self._holds(name, data):
                 raise self._conflict(name) from error
             return version
 
@@ -392,6 +392,13 @@ class FsspecStore(Store):
                 handle.abort()
                 raise
         return self._requests.run("put", key, lambda: client.put(key, data, condition), sent_bytes=len(data))
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        """Whether ``data`` is what the file has now; another writer's may be longer, or be gone already."""
+        try:
+            return self.read(name, limit_bytes=len(data)) == data
+        except (CheckpointFormatError, CheckpointNotFoundError):
+            return False
 
     def _compares(self, condition: Condition) -> bool:
         """Whether the service is to compare; False where the user has agreed that it does not.

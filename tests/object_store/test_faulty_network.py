@@ -1,0 +1,266 @@
+"""Saving and loading while the network or the service fails: in passing, for good, or after the deed."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from dcp.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from dcp.storage.stores import open_store
+from tests.support.fault_plan import (
+    HANG,
+    INTERNAL_ERROR,
+    LOST_ANSWER,
+    PASSING,
+    RESET,
+    SLOW_DOWN,
+    STALLED,
+    TOO_MANY,
+    TRUNCATED,
+    Fault,
+    Kind,
+)
+from tests.support.fault_proxy import FaultProxy
+from tests.support.faulty_saves import assert_loads, impatient, patient, small_state, state_of
+from tests.support.s3 import raw_s3
+
+_DENIED = Fault(Kind.ANSWER, 403, "AccessDenied")
+
+
+@pytest.fixture(scope="module")
+def saved(s3_server: S3Server) -> str:
+    """A checkpoint of ``small_state("saved")``."""
+    url = f"s3://{s3_server.bucket}/{uuid.uuid4().hex}"
+    _save(small_state("saved"), url, patient(s3_server.storage_options))
+    return url
+
+
+def _save(state: dict[str, Any], url: str, options: dict[str, Any]) -> None:
+    dcp.save(state, checkpoint_id=url, storage_options=options, no_dist=True)
+
+
+def _assert_nothing_left(server: S3Server, url: str) -> None:
+    with raw_s3(server) as raw:
+        assert raw.list(url) == {}
+        assert raw.uploads(url) == {}
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7])  # together they have all kinds of faults early
+def test_ten_percent_faults_change_nothing(s3_proxy: FaultProxy, s3_root: str, seed: int) -> None:
+    """Every tenth request fails in some way: save, overwrite in the background and load give the bytes."""
+    options = patient(s3_proxy.storage_options)
+    s3_proxy.spoil_at_random(seed, 0.1)
+    _save(state_of("first"), s3_root, options)
+    assert_loads(s3_root, state_of("first"), options)
+    second = dcp.async_save(state_of("second"), checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    second.result()
+    assert_loads(s3_root, state_of("second"), options)
+    spoiled = [request for request in s3_proxy.log if request.fault is not None]
+    assert len(spoiled) >= 3, "the seed spoils next to nothing: take another one"
+    _assert_whole(s3_proxy.server, s3_root)
+
+
+def _assert_whole(server: S3Server, url: str) -> None:
+    """One save's files, and nothing else."""
+    with raw_s3(server) as raw:
+        names = list(raw.list(url))
+        assert raw.uploads(url) == {}
+    assert len(names) == 3, names
+    assert {"manifest.msgpack", ".metadata"} < set(names)
+
+
+def test_bursts_of_faults_are_outlasted(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Four failures in a row of one kind of request end nothing, wherever they come."""
+    options = patient(s3_proxy.storage_options)
+    s3_proxy.spoil(RESET, operation="UploadPart", times=4)
+    s3_proxy.spoil(SLOW_DOWN, operation="CompleteMultipartUpload", times=4)
+    s3_proxy.spoil(INTERNAL_ERROR, operation="PutObject", key="manifest", times=4)
+    s3_proxy.spoil(TRUNCATED, operation="GetObject", key="distcp$", times=4)
+    _save(state_of("burst"), s3_root, options)
+    assert_loads(s3_root, state_of("burst"), options)
+    assert sum(request.fault is not None for request in s3_proxy.log) == 16
+    _assert_whole(s3_proxy.server, s3_root)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [RESET, LOST_ANSWER, TRUNCATED, STALLED, HANG, INTERNAL_ERROR, SLOW_DOWN, TOO_MANY],
+    ids=str,
+)
+def test_faults_without_end_are_a_typed_error(
+    s3_proxy: FaultProxy, s3_root: str, saved: str, fault: Fault
+) -> None:
+    """All requests fail: save and load give up after their time, and say what of where it was."""
+    options = impatient(s3_proxy.storage_options, request_timeout_seconds=0.5)
+    s3_proxy.spoil_at_random(1, 1.0, [fault])
+    with pytest.raises(StorageError) as failed_save:
+        _save(small_state("lost"), s3_root, options)
+    with pytest.raises(StorageError) as failed_load:
+        assert_loads(saved, small_state("saved"), options)
+    for error, url in ((failed_save.value, s3_root), (failed_load.value, saved)):
+        key = url.removeprefix(f"s3://{s3_proxy.bucket}/")
+        assert error.bucket == s3_proxy.bucket
+        assert error.key.startswith(key)
+        assert error.op in ("list", "get")
+        assert all(text in str(error) for text in (s3_proxy.bucket, error.key, error.op))
+    assert all(request.fault is fault for request in s3_proxy.log)
+    _assert_nothing_left(s3_proxy.server, s3_root)
+
+
+@pytest.mark.parametrize(
+    ("operation", "key", "op"),
+    [
+        ("CreateMultipartUpload", "distcp$", "begin_upload"),
+        ("UploadPart", "distcp$", "put_part"),
+        ("CompleteMultipartUpload", "distcp$", "complete_upload"),
+        ("PutObject", "manifest.msgpack$", "put"),
+    ],
+)
+def test_failed_saves_leave_nothing(
+    s3_proxy: FaultProxy, s3_root: str, operation: str, key: str, op: str
+) -> None:
+    """One kind of request fails for good: no file and no upload is left."""
+    options = impatient(s3_proxy.storage_options)
+    s3_proxy.spoil(INTERNAL_ERROR, operation=operation, key=key, times=None)
+    with pytest.raises(StorageError, match="InternalError") as failed:
+        _save(state_of("failed"), s3_root, options)
+    assert (failed.value.op, failed.value.bucket) == (op, s3_proxy.bucket)
+    assert s3_proxy.requests(operation, key)[0].key == failed.value.key
+    _assert_nothing_left(s3_proxy.server, s3_root)
+
+
+def test_failed_background_saves_leave_nothing(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """The error is the future's, and as much is cleaned up as after a save that is waited for."""
+    options = impatient(s3_proxy.storage_options)
+    s3_proxy.spoil(SLOW_DOWN, operation="UploadPart", times=None)
+    future = dcp.async_save(state_of("failed"), checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    with pytest.raises(StorageError, match="SlowDown"):
+        future.result()
+    _assert_nothing_left(s3_proxy.server, s3_root)
+
+
+def test_failed_overwrites_leave_the_old(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """The manifest cannot be replaced: what was there loads, and has no other files beside it."""
+    options = impatient(s3_proxy.storage_options)
+    _save(state_of("old"), s3_root, patient(s3_proxy.storage_options))
+    s3_proxy.spoil(SLOW_DOWN, operation="PutObject", key="manifest", times=None)
+    with pytest.raises(StorageError, match="SlowDown"):
+        _save(state_of("new"), s3_root, options)
+    s3_proxy.heal()
+    assert_loads(s3_root, state_of("old"), patient(s3_proxy.storage_options))
+    _assert_whole(s3_proxy.server, s3_root)
+
+
+def test_lost_answers_of_commits_are_no_conflicts(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """The manifest was published, the answer lost, and the repetition refused: that was us, once."""
+    options = patient(s3_proxy.storage_options)
+    for name in ("created", "replaced"):
+        s3_proxy.log.clear()
+        for file in ("manifest.msgpack$", "[.]metadata$"):
+            s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key=file)
+        _save(state_of(name), s3_root, options)
+        for file in ("manifest.msgpack$", "[.]metadata$"):
+            assert [request.status for request in s3_proxy.requests("PutObject", file)] == [None, 412]
+        s3_proxy.heal()
+        assert_loads(s3_root, state_of(name), options)
+        _assert_whole(s3_proxy.server, s3_root)
+
+
+def test_lost_refusals_of_commits_are_conflicts(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Somebody else published first, and the answer that says so was lost: a conflict all the same."""
+    store = open_store(s3_root, patient(s3_proxy.storage_options))
+    with raw_s3(s3_proxy.server) as raw:
+        raw.write(f"{s3_root}/manifest.msgpack", b"theirs")
+        s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key="manifest")
+        with pytest.raises(CheckpointConflictError, match="somebody else"):
+            store.publish("manifest.msgpack", b"ours!!", durable=True, expected=None)
+        old = store.version("manifest.msgpack")
+        raw.write(f"{s3_root}/manifest.msgpack", b"theirs again")
+        s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key="manifest")
+        with pytest.raises(CheckpointConflictError, match="somebody else"):
+            store.publish("manifest.msgpack", b"ours", durable=True, expected=old)
+        assert raw.read(f"{s3_root}/manifest.msgpack") == b"theirs again"
+    statuses = [request.status for request in s3_proxy.requests("PutObject", "manifest")]
+    assert statuses == [None, 412, None, 412]
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+def test_lost_answers_of_uploads(s3_proxy: FaultProxy, s3_root: str, operation: str) -> None:
+    """A step of an upload was carried out and its answer lost: the save succeeds, and leaves no upload."""
+    options = patient(s3_proxy.storage_options)
+    s3_proxy.spoil(LOST_ANSWER, operation=operation)
+    _save(state_of(operation), s3_root, options)
+    assert s3_proxy.requests(operation)[0].status is None
+    assert_loads(s3_root, state_of(operation), options)
+    _assert_whole(s3_proxy.server, s3_root)
+
+
+def test_lost_answers_of_whole_files(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """A data file of one request, created only if absent: the refused repetition is no failure."""
+    options = patient(s3_proxy.storage_options)
+    s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key="distcp$")
+    _save(small_state("small"), s3_root, options)
+    assert [request.status for request in s3_proxy.requests("PutObject", "distcp$")] == [None, 412]
+    assert_loads(s3_root, small_state("small"), options)
+
+
+def test_refusals_are_not_repeated(s3_proxy: FaultProxy, s3_root: str, saved: str) -> None:
+    """403 and 404 are final: every request is made once, and the error says why it failed."""
+    options = patient(s3_proxy.storage_options)
+    with pytest.raises(StorageError, match="InvalidAccessKeyId") as failed:
+        _save(small_state("denied"), s3_root, {**options, "key": "nobody"})
+    assert failed.value.attempts == 1
+    with pytest.raises(StorageError, match="SignatureDoesNotMatch"):
+        assert_loads(saved, small_state("saved"), {**options, "secret": "wrong"})
+    with pytest.raises(CheckpointNotFoundError):
+        assert_loads(s3_root, small_state("absent"), options)
+    with pytest.raises(StorageError, match="no bucket 'no-such-bucket'"):
+        assert_loads("s3://no-such-bucket/run", small_state("absent"), options)
+    assert {request.status for request in s3_proxy.log} <= {200, 403, 404}
+    keyed = Counter((r.operation, r.key, r.headers["authorization"][:60]) for r in s3_proxy.log if r.key)
+    assert set(keyed.values()) == {1}, keyed
+    _assert_nothing_left(s3_proxy.server, s3_root)
+
+
+def test_refused_data_is_not_asked_for_again(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """A denied or missing data file ends a load at once, with the file in the error."""
+    options = patient(s3_proxy.storage_options)
+    _save(small_state("small"), s3_root, options)
+    s3_proxy.spoil(_DENIED, operation="GetObject", key="distcp$", times=None)
+    s3_proxy.spoil(_DENIED, operation="HeadObject", key="distcp$", times=None)
+    s3_proxy.log.clear()
+    with pytest.raises(StorageError, match="AccessDenied") as denied:
+        assert_loads(s3_root, small_state("small"), options)
+    assert denied.value.key.endswith(".distcp")
+    assert len(s3_proxy.requests(key="distcp$")) == 1
+    s3_proxy.heal()
+    with raw_s3(s3_proxy.server) as raw:
+        (name,) = [name for name in raw.list(s3_root) if name.endswith(".distcp")]
+        raw.delete(f"{s3_root}/{name}")
+    s3_proxy.log.clear()
+    with pytest.raises(CheckpointError, match=name):
+        assert_loads(s3_root, small_state("small"), options)
+    attempts = len(s3_proxy.requests("GetObject", "manifest"))  # a second look at the commit is no repetition
+    assert attempts <= 2
+    assert len(s3_proxy.requests(key="distcp$")) <= attempts
+
+
+def test_faults_that_only_delay_are_no_faults(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Delayed answers are waited for, and nothing is asked twice."""
+    delays = [fault for fault in PASSING if fault.kind is Kind.DELAY]
+    options = patient(s3_proxy.storage_options)
+    s3_proxy.spoil_at_random(1, 0.3, delays)
+    _save(small_state("slow"), s3_root, options)
+    assert_loads(s3_root, small_state("slow"), options)
+    puts = Counter(request.key for request in s3_proxy.requests("PutObject", "distcp$|manifest|metadata"))
+    assert set(puts.values()) == {1}
