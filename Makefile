@@ -17,6 +17,7 @@ PYTEST_ARGS ?=
 
 help:
 	@echo "make demo      train, kill in a save, resume on other numbers of ranks, flip a bit; checks every claim"
+	@echo "make demo S3=1 the same on an S3 server, which it starts"
 	@echo "make test      all tests but the exhaustive ones"
 	@echo "make test-all  all tests: also world size 8 and long runs"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
@@ -25,7 +26,7 @@ help:
 	@echo "make clean     remove .venv and the caches"
 
 demo: $(STAMP)
-	@$(BIN)/python -m dcp.demo
+	@$(BIN)/python -m dcp.demo $(if $(S3),--s3)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not exhaustive" $(PYTEST_ARGS)

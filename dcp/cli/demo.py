@@ -17,12 +17,15 @@ def command(
         Path | None, typer.Option(help="Keep everything in this folder, which must be empty.")
     ] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between saves; a run has four saves.")] = 10,
+    s3: Annotated[
+        bool, typer.Option("--s3", help="Save to an S3 server, which is started here (SeaweedFS).")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp.demo.story import run_to_exit_status
+        from dcp.demo.command import run_to_exit_status
 
-        status = run_to_exit_status(root, save_every)
+        status = run_to_exit_status(root, save_every, s3)
     raise typer.Exit(status)

@@ -1,6 +1,6 @@
 """``python -m dcp.demo``."""
 
-from dcp.demo.story import main
+from dcp.demo.command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

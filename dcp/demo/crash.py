@@ -6,16 +6,20 @@ import itertools
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import dcp
+from dcp.storage.stores import OpenStore, Store, open_store
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.posix import PosixStore
 
-__all__ = ["KILL_VARIABLE", "CrashPoint", "DyingWriter"]
+__all__ = ["KILL_VARIABLE", "CrashPoint"]
 
 KILL_VARIABLE = "DCP_DEMO_KILL_AT"
-"""``STEP:N``: in the save of training step STEP, every rank dies before its Nth write to its data file.
+"""``STEP:N``: in the save of training step STEP, every rank dies before its Nth write to its data file (on an
+object store before the Nth part of it is sent).
 ``STEP:staged``: every rank dies once all have handed the state of STEP over to their writer processes."""
 
 _WRITES = frozenset({"write", "pwrite"})
@@ -47,23 +51,25 @@ class CrashPoint:
         """Whether the job is to die when the copy of ``step`` has been handed over."""
         return step == self._step and self._nth_write == 0
 
-    def observer(self, folder: Path, rank: int, world_size: int) -> Callable[[str, str], None]:
-        """A hook for `PosixStore`, which calls it before each of its system calls that change storage.
+    def open_store(self, folder: Path, rank: int, world_size: int) -> OpenStore:
+        """What opens the stores of a `dcp.FileSystemWriter` that is to be killed.
 
         The ranks meet in ``folder`` before they die: one that died alone would keep the others from coming
         as far.
         """
-        writes = itertools.count(1)
 
-        def observe(step: str, name: str) -> None:
-            if step in _WRITES and name.endswith(".distcp") and next(writes) == self._nth_write:
-                (folder / f"about-to-die-{rank}").touch()
-                give_up = time.monotonic() + _MEETING_SECONDS
-                while len(list(folder.glob("about-to-die-*"))) < world_size and time.monotonic() < give_up:
-                    time.sleep(0.01)
-                self.die()
+        def come_to_the_end() -> None:
+            (folder / f"about-to-die-{rank}").touch()
+            _await(lambda: len(list(folder.glob("about-to-die-*"))) == world_size)
+            self.die()
 
-        return observe
+        def open_dying(checkpoint_id: str | os.PathLike[str]) -> Store:
+            store = open_store(checkpoint_id)
+            if isinstance(store, PosixStore):
+                return PosixStore(checkpoint_id, _after_writes(self._nth_write, come_to_the_end))
+            return FaultInjectingStore(store, _after_parts(store, self._nth_write, come_to_the_end))
+
+        return open_dying
 
     def die(self) -> None:
         """Kill the launcher and this process."""
@@ -74,9 +80,31 @@ class CrashPoint:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DyingWriter(dcp.FileSystemWriter):
-    """`dcp.FileSystemWriter` over a store that is watched by a `CrashPoint's` observer."""
+def _after_writes(nth: int, end: Callable[[], None]) -> Callable[[str, str], None]:
+    """A hook for `PosixStore`, which calls it before each of its system calls that change storage."""
+    writes = itertools.count(1)
 
-    def __init__(self, path: str | os.PathLike[str], observer: Callable[[str, str], None]) -> None:
-        super().__init__(path)
-        self._store = PosixStore(path, observer)
+    def observe(step: str, name: str) -> None:
+        if step in _WRITES and name.endswith(".distcp") and next(writes) == nth:
+            end()
+
+    return observe
+
+
+def _after_parts(store: Store, nth: int, end: Callable[[], None]) -> Fault:
+    """On an object store: the parts of a data file before its ``nth`` are with the service, and no other."""
+    given: Counter[str] = Counter()
+
+    def observe(operation: Operation) -> None:
+        if given[operation.name] >= (nth - 1) * ObjectOptions().part_bytes:
+            _await(lambda: store.traffic().get("put_part", 0) >= nth - 1)
+            end()
+        given[operation.name] += operation.size_bytes
+
+    return Fault("write", name="*.distcp", onwards=True, hook=observe)
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + _MEETING_SECONDS
+    while not condition() and time.monotonic() < give_up:
+        time.sleep(0.01)

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["DemoError", "JobOutcome", "Workplace", "checkpoint_name"]
+from dcp.demo.places import FolderPlace, Place
+
+__all__ = ["DemoError", "JobOutcome", "Workplace"]
 
 JOB_VARIABLE = "DCP_DEMO_JOB"
 """Marks the processes of a job, so that none but them is ever killed."""
@@ -27,11 +29,6 @@ _SHOWN_LOG_LINES = 40
 
 class DemoError(Exception):
     """The demo cannot go on: a job that should have run did not."""
-
-
-def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint; the digits make names sort as steps do."""
-    return f"step-{step:08d}"
 
 
 @dataclass
@@ -54,9 +51,10 @@ class JobOutcome:
 
 @dataclass
 class Workplace:
-    """The folder of one demo: the text, checkpoints by job, logs and results."""
+    """The folder of one demo: the text, logs and results by job; and the place of the checkpoints."""
 
     root: Path
+    place: Place
     steps: int
     save_every: int
 
@@ -64,10 +62,6 @@ class Workplace:
     def corpus(self) -> Path:
         """The text that all jobs read."""
         return self.root / "corpus.txt"
-
-    def checkpoints(self, job: str) -> Path:
-        """Where ``job`` saves."""
-        return self.root / "checkpoints" / job
 
     def train(
         self,
@@ -90,7 +84,7 @@ class Workplace:
         results.mkdir(parents=True)
         arguments = {
             "--corpus": self.corpus,
-            "--checkpoints": self.checkpoints(checkpoints),
+            "--checkpoints": self.place.root(checkpoints),
             "--results": results,
             "--steps": self.steps,
             "--save-every": self.save_every,
@@ -102,7 +96,9 @@ class Workplace:
         command += [f"--nproc-per-node={ranks}", "-m", "dcp.demo.train"]
         command += [str(part) for pair in arguments.items() for part in pair]
         tag = uuid.uuid4().hex
-        extra = {JOB_VARIABLE: tag} | ({"DCP_DEMO_KILL_AT": kill_at} if kill_at else {})
+        extra = {**self.place.environment, JOB_VARIABLE: tag} | (
+            {"DCP_DEMO_KILL_AT": kill_at} if kill_at else {}
+        )
         log = self.root / "logs" / f"{name}.txt"
         log.parent.mkdir(exist_ok=True)
         begun = time.monotonic()
@@ -125,13 +121,14 @@ class Workplace:
         return outcome
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run ``python -m ARGUMENTS`` in the checkpoints' folder; DemoError after two minutes."""
+        """Run ``python -m ARGUMENTS`` where relative checkpoints are; DemoError after two minutes."""
+        folder = self.place.folder if isinstance(self.place, FolderPlace) else self.root
         try:
             return subprocess.run(
                 [sys.executable, "-m", *arguments],
-                cwd=self.root / "checkpoints",
+                cwd=folder,
                 # a package that is only importable from the current folder must be so from there, too
-                env=_environ({"PYTHONPATH": os.pathsep.join(_import_path())}),
+                env=_environ({**self.place.environment, "PYTHONPATH": os.pathsep.join(_import_path())}),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

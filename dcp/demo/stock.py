@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader as stock
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,13 +22,14 @@ __all__ = ["main"]
 
 def load_with_stock_torch(folder: str) -> dict[str, str]:
     """Digests of all entries, as stock torch loads them into full tensors."""
-    metadata = FileSystemReader(folder).read_metadata()
+    reader = FsspecReader(folder) if "://" in folder else FileSystemReader(folder)
+    metadata = reader.read_metadata()
     state: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         state[name] = None
         if isinstance(entry, TensorStorageMetadata):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    stock.load(state, checkpoint_id=folder, no_dist=True)
+    stock.load(state, storage_reader=reader, no_dist=True)
     return {name: digest_of(value) for name, value in state.items()}
 
 

@@ -5,47 +5,23 @@ Torch-free: what needs torch runs in processes of its own, as it would in real l
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import signal
-import sys
-import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dcp.demo.checks import Checks, compare_digests, largest_difference, sparkline
-from dcp.demo.jobs import DemoError, JobOutcome, Workplace, checkpoint_name
+from dcp.demo.jobs import DemoError, JobOutcome, Workplace
 from dcp.demo.narration import Narrator
+from dcp.demo.places import FolderPlace, Place, checkpoint_name
 from dcp.demo.text import write_corpus
-from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.open import has_checkpoint, open_index
-from dcp.storage.stores import open_store
-from dcp.verification import verify
 
-__all__ = [
-    "DEFAULT_SAVE_EVERY",
-    "DESCRIPTION",
-    "Story",
-    "main",
-    "newest_checkpoint",
-    "run",
-    "run_to_exit_status",
-]
+__all__ = ["Story"]
 
 RESHARDED_LOSS_TOLERANCE = 0.001
 """Between runs on different numbers of ranks. The sums are the same, but added up in another order: about
 1e-6 was measured at losses of 2 to 5."""
-
-DEFAULT_SAVE_EVERY = 10
-DESCRIPTION = (
-    "Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."
-)
-
-_NEEDED_BYTES = 700 << 20
-"""Eighteen checkpoints of 31 MiB, and room to spare."""
 
 _COMMIT_SECONDS = 60.0
 
@@ -53,32 +29,16 @@ _KILLED_BEFORE_WRITE = 2
 """A rank's file is written 8 MiB at a time and holds about 16: one write is done, one is not."""
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The newest committed checkpoint in ``root`` that verifies, as a job that starts again looks for it."""
-    for folder in sorted(root.glob("step-*"), reverse=True):
-        store = open_store(folder)
-        if not has_checkpoint(store):
-            continue
-        try:
-            findings = verify(folder).findings
-        except CheckpointError:
-            continue
-        # Leftovers of a killed save beside a whole checkpoint do it no harm.
-        if all(finding.kind == "stray-file" for finding in findings):
-            return folder
-    return None
-
-
 class Story:
     """One run of the demo in a folder of its own."""
 
-    def __init__(self, root: Path, save_every: int) -> None:
+    def __init__(self, root: Path, place: Place, save_every: int) -> None:
         self.checks = Checks()
         self.narrator = Narrator(self.checks)
-        self.work = Workplace(root, steps=4 * save_every, save_every=save_every)
+        self.place = place
+        self.work = Workplace(root, place, steps=4 * save_every, save_every=save_every)
         self.killed_step = 3 * save_every
         self.last_step = 2 * save_every
-        self.run_folder = self.work.checkpoints("run")
 
     def tell(self) -> None:
         """All chapters, in order. Raises DemoError where going on makes no sense."""
@@ -87,7 +47,7 @@ class Story:
             f"""A transformer of 2.8 million parameters learns to write Python from this package's own source
             ({characters:,} characters), with FSDP2 on CPU processes that torchrun starts. Model, AdamW
             state, step and each rank's random generator go through a dcp.CheckpointManager, which saves
-            behind the training loop. It takes a minute or two. Folder: {self.work.root}"""
+            behind the training loop. {self._whereabouts()}"""
         )
         reference = self.train_without_interruption()
         killed = self.kill_in_a_save(reference)
@@ -96,8 +56,8 @@ class Story:
         resumed = self.resume(reference, killed)
         self.compare_curves(reference, killed, resumed)
         self.use_the_command_line()
-        damaged = self.flip_a_bit()
-        self.read_with_stock_torch(reference, resumed, damaged)
+        self.flip_a_bit()
+        self.read_with_stock_torch(reference, resumed)
 
     # -- chapters --------------------------------------------------------------------------------------------
 
@@ -115,7 +75,7 @@ class Story:
 
     def kill_in_a_save(self, reference: JobOutcome) -> JobOutcome:
         """The same job, which loses power while it writes."""
-        step, folder = self.killed_step, self.run_folder / checkpoint_name(self.killed_step)
+        step, place = self.killed_step, self.place
         self.narrator.chapter(f"The same again, but killed in the middle of the save of step {step}")
         kill_at = f"{step}:{_KILLED_BEFORE_WRITE}"
         killed = self._train("killed", 2, checkpoints="run", kill_at=kill_at)
@@ -126,20 +86,19 @@ class Story:
             died,
             f"exit code {killed.exit_code}, last step {last}",
         )
-        whole = {path.name.split(".")[0]: path for path in self._data_files("uninterrupted", step)}
+        files = place.data_files("uninterrupted", step)
+        whole = {name.split(".")[0]: size for name, size in files.items()}
         sizes = {
-            path.name: (path.stat().st_size, whole[path.name.split(".")[0]].stat().st_size)
-            for path in self._data_files("run", step)
+            name: (size, whole[name.split(".")[0]])
+            for name, size in sorted(place.leftovers("run", step).items())
         }
-        self.narrator.say(f"What it left in run/{folder.name}:")
+        self.narrator.say(f"What it left in {place.shown('run', step)}, {place.about_leftovers}:")
         header = ("file", "bytes", "bytes when complete")
         rows = [(name, f"{size:,}", f"{full:,}") for name, (size, full) in sizes.items()]
         self.narrator.table(header, rows, right=header[1:])
         halves = sum(0 < size < full for size, full in sizes.values())
-        self.narrator.check("both ranks' files are half written", halves == 2, f"{halves} are")
-        self.narrator.check(
-            "the half-written folder is no checkpoint", not has_checkpoint(open_store(folder))
-        )
+        self.narrator.check(f"both ranks' {place.leftover}", halves == 2, f"{halves} are")
+        self.narrator.check("what is there is no checkpoint", not place.is_committed("run", step))
         same = largest_difference(reference.losses, killed.losses, range(1, last + 1)) == 0
         self.narrator.check(
             f"until then it was the same run: losses of steps 1 to {last} equal bit for bit",
@@ -152,20 +111,22 @@ class Story:
         """What a job that starts again has to find out."""
         name, half = checkpoint_name(self.last_step), checkpoint_name(self.killed_step)
         self.narrator.chapter("Find the last checkpoint that counts")
-        listing = self._dcp("ls", "run")
-        self._dcp("verify", f"run/{half}", status=3, claim=f"dcp verify refuses {half}")
-        found = newest_checkpoint(self.run_folder)
+        listing = self._dcp("ls", self.place.shown("run"))
+        killed = self.place.shown("run", self.killed_step)
+        self._dcp("verify", killed, status=3, claim=f"dcp verify refuses {half}")
+        found = self.place.newest("run")
         states = {
             line.split()[0]: line.split()[-1] for line in listing.splitlines() if line.startswith("step-")
         }
+        wanted = self.place.state_of_killed()
         self.narrator.check(
-            f"dcp ls tells them apart: {half} is incomplete",
-            states.get(half) == "incomplete" and states.get(name) == "committed",
+            f"dcp ls tells them apart: {half} is {wanted or 'not there'}",
+            states.get(half) == wanted and states.get(name) == "committed",
             repr(states),
         )
         self.narrator.check(
             f"the newest committed one is {name}, and every byte of it verifies",
-            found == self.run_folder / name,
+            found == name,
             f"found {found}",
         )
 
@@ -180,21 +141,20 @@ class Story:
         job = self._train(
             "handed-over", 2, checkpoints="handed-over", writer="process", kill_at=f"{step}:staged"
         )
-        folder = self.work.checkpoints("handed-over") / checkpoint_name(step)
         died = job.exit_code == -signal.SIGKILL and max(job.losses, default=0) == step
         self.narrator.check(f"kill -9 ended the job at step {step}", died, f"exit code {job.exit_code}")
-        committed = _await_commit(folder)
+        committed = _await_commit(self.place, "handed-over", step)
         self.narrator.check("the writers have committed the checkpoint all the same", committed)
-        self._dcp("verify", f"handed-over/{folder.name}", status=0, claim="and every byte of it verifies")
+        committed_id = self.place.shown("handed-over", step)
+        self._dcp("verify", committed_id, status=0, claim="and every byte of it verifies")
         saved = job.digests(f"saved-{step}")
         difference = compare_digests(reference.digests(f"saved-{step}"), saved)
         self.narrator.check("it is the state that the uninterrupted job saved", not difference, difference)
 
     def resume(self, reference: JobOutcome, killed: JobOutcome) -> dict[int, JobOutcome]:
         """From the last committed step, on as many ranks, on fewer, on more."""
-        folder = self.run_folder / checkpoint_name(self.last_step)
         for where in ("on-1-rank", "on-3-ranks"):  # the manager takes the newest step of a job's own folder
-            shutil.copytree(folder, self.work.checkpoints(where) / folder.name)
+            self.place.copy("run", self.last_step, where)
         self.narrator.chapter(f"Resume from step {self.last_step} on 2, on 1 and on 3 ranks")
         jobs = {}
         for ranks, where in ((2, "run"), (1, "on-1-rank"), (3, "on-3-ranks")):
@@ -226,52 +186,44 @@ class Story:
 
     def use_the_command_line(self) -> None:
         """List and verify what is there now."""
-        work, half = self.work, checkpoint_name(self.killed_step)
+        place, step, last = self.place, self.killed_step, self.work.steps
         self.narrator.chapter("List and verify the checkpoints")
-        self._dcp("ls", "run")
-        last = checkpoint_name(work.steps)
-        folders = [
-            f"run/{checkpoint_name(self.last_step)}",
-            f"run/{last}",
-            f"on-1-rank/{last}",
-            f"on-3-ranks/{last}",
-        ]
+        self._dcp("ls", place.shown("run"))
+        folders = [place.shown("run", self.last_step)]
+        folders += [place.shown(job, last) for job in ("run", "on-1-rank", "on-3-ranks")]
         self._dcp("verify", *folders, status=0, claim="every byte of four checkpoints verifies")
         self.narrator.say(
-            f"""The resumed job saved step {self.killed_step} into the folder where the killed one left its
-            halves. It is a whole checkpoint now, and the save has cleared the halves away:"""
+            f"""The resumed job saved step {step} {place.about_clearing}. It is a whole checkpoint now, and
+            the save has cleared the halves away:"""
         )
-        self._dcp("verify", f"run/{half}")
-        committed = open_index(open_store(self.run_folder / half))
-        strays = [p.name for p in self._data_files("run", self.killed_step) if p.name not in committed.files]
-        findings = verify(self.run_folder / half).findings
+        self._dcp("verify", place.shown("run", step))
+        left = place.data_files("run", step) | place.leftovers("run", step)
+        strays = left.keys() - set(place.index("run", step).files)
+        findings = place.findings("run", step)
         self.narrator.check(
-            f"{half} is a checkpoint, and nothing of the killed save is left in it",
+            f"{checkpoint_name(step)} is a checkpoint, and nothing of the killed save is left in it",
             not findings and not strays,
             f"{findings}, {strays}",
         )
 
-    def flip_a_bit(self) -> Path:
+    def flip_a_bit(self) -> None:
         """Damage a copy where it hurts most: in the middle of a tensor, sizes and headers intact."""
         self.narrator.chapter("Flip one bit of a copy")
-        source = self.run_folder / checkpoint_name(self.work.steps)
-        damaged = self.work.checkpoints("damaged") / source.name
-        shutil.copytree(source, damaged)
-        name = _flip_bit_of_largest_chunk(damaged)
-        output = self._dcp("verify", f"damaged/{damaged.name}", status=1, claim="dcp verify finds it")
+        last = self.work.steps
+        self.place.copy("run", last, "damaged")
+        name = self.place.flip_bit("damaged", last)
+        damaged = self.place.shown("damaged", last)
+        output = self._dcp("verify", damaged, status=1, claim="dcp verify finds it")
         self.narrator.check(f"and names the tensor: {name}", name in output)
-        return damaged
 
-    def read_with_stock_torch(
-        self, reference: JobOutcome, resumed: dict[int, JobOutcome], damaged: Path
-    ) -> None:
+    def read_with_stock_torch(self, reference: JobOutcome, resumed: dict[int, JobOutcome]) -> None:
         """One process, torch's own loader, no code of ours but the comparison."""
         self.narrator.chapter("Load with stock torch.distributed.checkpoint, in a single process")
         last = self.work.steps
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
-        folders = [str(self.work.checkpoints(where) / checkpoint_name(last)) for where in places.values()]
-        folders.append(str(self.work.checkpoints("handed-over") / checkpoint_name(self.last_step)))
-        done = self.work.command("dcp.demo.stock", str(damaged), *folders)
+        folders = [self.place.checkpoint(where, last) for where in ("damaged", *places.values())]
+        folders.append(self.place.checkpoint("handed-over", self.last_step))
+        done = self.work.command("dcp.demo.stock", *folders)
         if done.returncode != 0:
             raise DemoError(f"the process that loads with stock torch failed:\n{done.stderr[-4000:]}")
         result = json.loads(done.stdout)
@@ -348,8 +300,11 @@ class Story:
         self.narrator.say(f"{name}: {done}")
         return job
 
-    def _data_files(self, job: str, step: int) -> list[Path]:
-        return sorted((self.work.checkpoints(job) / checkpoint_name(step)).glob("*.distcp"))
+    def _whereabouts(self) -> str:
+        takes = "It takes a minute or two."
+        if isinstance(self.place, FolderPlace):
+            return f"{takes} Folder: {self.work.root}"
+        return f"{takes} It saves to a real S3 server on this machine, for as long. Logs: {self.work.root}"
 
     def _dcp(self, *arguments: str, status: int | None = None, claim: str = "") -> str:
         """Run a dcp command, show it; ``status`` is the exit status that ``claim`` needs."""
@@ -361,107 +316,11 @@ class Story:
         return output
 
 
-def _await_commit(folder: Path) -> bool:
-    """Whether a checkpoint is committed in ``folder``, or soon will be: its writers are on their own now."""
+def _await_commit(place: Place, job: str, step: int) -> bool:
+    """Whether a checkpoint is committed, or soon will be: its writers are on their own now."""
     give_up = time.monotonic() + _COMMIT_SECONDS
     while time.monotonic() < give_up:
-        if has_checkpoint(open_store(folder)):
+        if place.is_committed(job, step):
             return True
         time.sleep(0.05)
     return False
-
-
-def _flip_bit_of_largest_chunk(folder: Path) -> str:
-    """Flip one bit of the checkpoint in ``folder``, in the middle of its longest payload; whose it is."""
-    index = open_index(open_store(folder))
-    chunk = int(index.payload_lengths.argmax())
-    position = int(index.payload_offsets[chunk] + index.payload_lengths[chunk] // 2)
-    with (folder / index.files[int(index.chunk_files[chunk])]).open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 0x10]))
-    return index.fqns[int(index.chunk_start.searchsorted(chunk, side="right")) - 1]
-
-
-def _sum_up(checks: Checks, narrator: Narrator, seconds: float, kept: str) -> int:
-    narrator.chapter("What this showed")
-    if checks.failed:
-        for claim, reason in checks.failed:
-            narrator.say(f"FAILED: {claim}{': ' if reason else ''}{reason}")
-        narrator.say(f"{len(checks.failed)} of {len(checks.results)} checks failed, after {seconds:.0f} s.")
-        return 1
-    narrator.say(
-        """A job killed in the middle of a save loses the steps since its last checkpoint, and nothing else:
-        the half-written save is not taken for one, and on the same number of ranks training goes on as if
-        nothing had happened, bit for bit. The same checkpoint loads on fewer and on more ranks, every bit of
-        it. With a writer process even a job that is killed right after a step was copied gets that step
-        committed. Stock torch reads what dcp wrote. A flipped bit is found, and the tensor named."""
-    )
-    narrator.say(f"All {len(checks.results)} checks passed, in {seconds:.0f} s. {kept}")
-    return 0
-
-
-def run(root: Path | None = None, *, save_every: int = DEFAULT_SAVE_EVERY) -> int:
-    """Run the demo in ``root`` (made if need be, must be empty) or in a folder that is removed at the end.
-
-    Returns the exit status: 0 if every check passed, 1 if not or if a job failed, 2 for wrong use.
-    """
-    if find_spec("torch") is None:
-        print("dcp: the demo trains a model and needs torch: pip install 'dcphub[torch]'", file=sys.stderr)
-        return 2
-    if root is not None:
-        root.mkdir(parents=True, exist_ok=True)
-        if any(root.iterdir()):
-            print(f"dcp: {root} is not empty; the demo wants a folder of its own", file=sys.stderr)
-            return 2
-        last = root / "checkpoints" / "run" / checkpoint_name(4 * save_every)
-        kept = f"Everything is kept; look at it, for instance with: dcp show {last}"
-        return _tell(root.resolve(), save_every, kept)
-    with tempfile.TemporaryDirectory(prefix="dcp-demo-") as folder:
-        return _tell(Path(folder).resolve(), save_every, "The folder is removed; --root DIR keeps it.")
-
-
-def _tell(root: Path, save_every: int, kept: str) -> int:
-    free_bytes = shutil.disk_usage(root).free
-    if free_bytes < _NEEDED_BYTES:
-        print(
-            f"dcp: {root} has {free_bytes >> 20} MiB free, the demo needs {_NEEDED_BYTES >> 20}: "
-            "give it a folder with --root",
-            file=sys.stderr,
-        )
-        return 2
-    begun = time.monotonic()
-    story = Story(root, save_every)
-    try:
-        story.tell()
-    except DemoError as error:
-        story.narrator.check("the demo ran to its end", False, str(error))
-    return _sum_up(story.checks, story.narrator, time.monotonic() - begun, kept)
-
-
-def run_to_exit_status(root: Path | None, save_every: int) -> int:
-    """`run` for a command line: also what ends it from outside becomes an exit status, after cleaning up."""
-    # As an exception, so that on the way out the training job is ended and the folder removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        return run(root, save_every=save_every)
-    except KeyboardInterrupt:
-        print("\ndcp: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def main() -> int:
-    """The command line of ``python -m dcp.demo``; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dcp.demo", description=DESCRIPTION)
-    parser.add_argument("--root", type=Path, help="keep everything in this folder, which must be empty")
-    parser.add_argument(
-        "--save-every",
-        type=int,
-        default=DEFAULT_SAVE_EVERY,
-        help="steps between saves; a run has four saves (default: %(default)s)",
-    )
-    options = parser.parse_args()
-    if options.save_every < 1:
-        parser.error("--save-every must be 1 or more")
-    return run_to_exit_status(options.root, options.save_every)

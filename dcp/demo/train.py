@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dcp
 from dcp.demo.batches import batch_of_step, read_tokens, window_batch
-from dcp.demo.crash import CrashPoint, DyingWriter
+from dcp.demo.crash import CrashPoint
 from dcp.demo.digests import digests_of_state
 from dcp.demo.model import ModelSize, build_model
 
@@ -35,7 +35,7 @@ class Job:
     """The command line of a rank."""
 
     corpus: Path
-    checkpoints: Path
+    checkpoints: str
     results: Path
     steps: int
     save_every: int
@@ -110,8 +110,8 @@ class Checkpoints:
 
     def _writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
         if self._crash is not None and self._crash.is_in_save_of(self._training.step):
-            observer = self._crash.observer(self._job.results, dist.get_rank(), dist.get_world_size())
-            return DyingWriter(checkpoint_id, observer)
+            open_store = self._crash.open_store(self._job.results, dist.get_rank(), dist.get_world_size())
+            return dcp.FileSystemWriter(checkpoint_id, open_store=open_store)
         return dcp.FileSystemWriter(checkpoint_id)
 
     def save(self, loss: float) -> None:
@@ -179,8 +179,9 @@ def _run(job: Job) -> None:
 def main() -> None:
     """Run one rank until ``--steps``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--corpus", "--checkpoints", "--results"):
+    for name in ("--corpus", "--results"):
         parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--checkpoints", required=True, help="a path or a URL")
     for name in ("--steps", "--save-every"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--writer", choices=("thread", "process"), default="thread")

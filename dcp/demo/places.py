@@ -1,0 +1,211 @@
+"""Where the jobs of one demo save: folders of this machine, or prefixes on an S3 server.
+
+Everything but what a killed save leaves behind is the same on both, because it goes through the stores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dcp.demo.s3_server import S3Server
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.open import has_checkpoint, is_commit_object, open_index
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.opening import OpenWith
+from dcp.verification import verify
+
+__all__ = ["BucketPlace", "FolderPlace", "Place", "checkpoint_name", "newest_checkpoint"]
+
+_LARGEST_FILE_BYTES = 256 << 20
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint; the digits make names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """The name of the newest committed checkpoint in ``root`` that verifies, as a job that starts again looks
+    for it."""
+    opener = OpenWith(storage_options)
+    place = open_root(root, open_store=opener)
+    for name in sorted(place.names(), reverse=True):
+        store = place.store(name)
+        if not has_checkpoint(store):
+            continue
+        try:
+            findings = verify(store.url, storage_options=storage_options).findings
+        except CheckpointError:
+            continue
+        # Leftovers of a killed save beside a whole checkpoint do it no harm.
+        if all(finding.kind == "stray-file" for finding in findings):
+            return name
+    return None
+
+
+class Place(ABC):
+    """Checkpoints by job and step."""
+
+    storage_options: dict[str, Any] | None = None
+    """What this process needs to reach them; the jobs go by `environment`, as users' jobs do."""
+    environment: Mapping[str, str] = {}
+    leftover: str
+    """What a killed save leaves of each file, in the plural."""
+    about_leftovers: str
+    """Where that is, for a heading."""
+    about_clearing: str
+    """What the next save of the step does to it."""
+
+    @abstractmethod
+    def root(self, job: str) -> str:
+        """Where ``job`` saves: a path or a URL."""
+
+    @abstractmethod
+    def shown(self, job: str, step: int | None = None) -> str:
+        """The same as a user would type it, or one checkpoint in it."""
+
+    @abstractmethod
+    def leftovers(self, job: str, step: int) -> dict[str, int]:
+        """Bytes by name of what a killed save left of its data files."""
+
+    @abstractmethod
+    def state_of_killed(self) -> str | None:
+        """What `dcp ls` says of a step whose save was killed; None if it does not list it."""
+
+    def checkpoint(self, job: str, step: int) -> str:
+        """The id of a checkpoint."""
+        return f"{self.root(job)}/{checkpoint_name(step)}"
+
+    def store(self, job: str, step: int) -> Store:
+        """Its store."""
+        return OpenWith(self.storage_options)(self.checkpoint(job, step))
+
+    def is_committed(self, job: str, step: int) -> bool:
+        """Whether there is a checkpoint."""
+        return has_checkpoint(self.store(job, step))
+
+    def index(self, job: str, step: int) -> CheckpointIndex:
+        """What is in it."""
+        return open_index(self.store(job, step))
+
+    def newest(self, job: str) -> str | None:
+        """See `newest_checkpoint`."""
+        return newest_checkpoint(self.root(job), self.storage_options)
+
+    def findings(self, job: str, step: int) -> list[str]:
+        """What `verify` finds, in words."""
+        report = verify(self.checkpoint(job, step), storage_options=self.storage_options)
+        return [finding.message for finding in report.findings]
+
+    def data_files(self, job: str, step: int) -> dict[str, int]:
+        """Bytes by name of the data files that readers can see."""
+        files = self.store(job, step).list()
+        return {info.name: info.size_bytes for info in files if info.name.endswith(".distcp")}
+
+    def copy(self, job: str, step: int, to: str) -> None:
+        """The checkpoint once more, as one of the job ``to``; what commits it last."""
+        source, target = self.store(job, step), self.store(to, step)
+        target.make_root()
+        names = [info.name for info in source.list()]
+        for name in sorted(names, key=is_commit_object):
+            _write(target, name, source.read(name, limit_bytes=_LARGEST_FILE_BYTES))
+
+    def flip_bit(self, job: str, step: int) -> str:
+        """Flip one bit in the middle of the longest payload, sizes and headers intact; whose it is."""
+        store, index = self.store(job, step), self.index(job, step)
+        chunk = int(index.payload_lengths.argmax())
+        name = index.files[int(index.chunk_files[chunk])]
+        data = bytearray(store.read(name, limit_bytes=_LARGEST_FILE_BYTES))
+        data[int(index.payload_offsets[chunk] + index.payload_lengths[chunk] // 2)] ^= 0x10
+        store.delete(name)
+        _write(store, name, bytes(data))
+        return index.fqns[int(index.chunk_start.searchsorted(chunk, side="right")) - 1]
+
+
+def _write(store: Store, name: str, data: bytes) -> None:
+    if is_commit_object(name):
+        store.publish(name, data, durable=False)
+        return
+    with store.create(name, durable=False, expected_bytes=len(data)) as file:
+        file.write(data)
+
+
+class FolderPlace(Place):
+    """Folders below one on this machine."""
+
+    leftover = "files are half written"
+    about_leftovers = "its files"
+    about_clearing = "into the folder where the killed one left its halves"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def root(self, job: str) -> str:
+        """A path."""
+        return str(self.folder / job)
+
+    def shown(self, job: str, step: int | None = None) -> str:
+        """A path relative to where the demo types its commands."""
+        return job if step is None else f"{job}/{checkpoint_name(step)}"
+
+    def leftovers(self, job: str, step: int) -> dict[str, int]:
+        """Files, as far as they were written."""
+        return self.data_files(job, step)
+
+    def state_of_killed(self) -> str | None:
+        """There is a folder, with half-written files."""
+        return "incomplete"
+
+
+class BucketPlace(Place):
+    """Prefixes in the bucket of an S3 server."""
+
+    leftover = "uploads are half done"
+    about_leftovers = "no object, but uploads that nobody will complete"
+    about_clearing = "under the prefix where the killed one left its uploads"
+
+    def __init__(self, server: S3Server) -> None:
+        self.storage_options = server.storage_options
+        self.environment = server.environment
+        self._bucket = server.bucket
+
+    def root(self, job: str) -> str:
+        """A URL."""
+        return f"s3://{self._bucket}/{job}"
+
+    def shown(self, job: str, step: int | None = None) -> str:
+        """The URL."""
+        return self.root(job) if step is None else self.checkpoint(job, step)
+
+    def leftovers(self, job: str, step: int) -> dict[str, int]:
+        """Uploads in parts that were begun and not completed, with the bytes that the service has."""
+        import botocore.session
+
+        options = self.storage_options or {}
+        client = botocore.session.get_session().create_client(
+            "s3",
+            endpoint_url=options["endpoint_url"],
+            aws_access_key_id=options["key"],
+            aws_secret_access_key=options["secret"],
+            region_name=options["client_kwargs"]["region_name"],
+        )
+        try:
+            prefix = f"{job}/{checkpoint_name(step)}/"
+            begun = client.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix).get("Uploads", [])
+            found = {}
+            for upload in begun:
+                where = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                parts = client.list_parts(**where).get("Parts", [])
+                found[upload["Key"].removeprefix(prefix)] = sum(part["Size"] for part in parts)
+            return found
+        finally:
+            client.close()
+
+    def state_of_killed(self) -> str | None:
+        """Where no object is, there is no folder."""
+        return None
