@@ -107,8 +107,9 @@ class Child:
         except Exception as error:
             logger.exception("a message of writer process %d", self._pid)
             self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
-        self._note_end(self._killed_because or _end_of(self._reap()))
-        self._connection.close()
+        end = self._killed_because or _end_of(self._reap())
+        self._connection.close()  # before anybody is told, who may look for what is still open
+        self._note_end(end)
 
     def _reap(self) -> int:
         """The exit status; the connection is closed, so the process has ended or has no business any more."""

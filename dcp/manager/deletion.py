@@ -24,7 +24,7 @@ from dcp.manager.steps import StepFolders
 from dcp.storage.errors import CheckpointError, StorageError
 from dcp.storage.formats.open import is_commit_object
 
-__all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeletionEvent"]
+__all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeleterClosedError", "DeletionEvent"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,10 @@ class DeletionEvent:
     left: tuple[str, ...] = ()
     reason: str | None = None
     error: Exception | None = None
+
+
+class DeleterClosedError(RuntimeError):
+    """Something was to be deleted after `Deleter.close`; the next start of a manager here sees to it."""
 
 
 @dataclass(slots=True)
@@ -132,7 +136,7 @@ class Deleter:
     def _enqueue(self, job: _Job) -> None:
         with self._changed:
             if self._closing:
-                raise RuntimeError("the deleter is closed")
+                raise DeleterClosedError("the deleter is closed")
             if job.step in self._jobs:
                 return
             self._jobs[job.step] = job
@@ -218,7 +222,7 @@ class Deleter:
             self._give_up = True
             self._changed.notify_all()
         if done:  # then it is about to end
-            thread.join(1.0)
+            thread.join(max(1.0, timeout_seconds))
         return done
 
     # -- the thread ------------------------------------------------------------------------------------------

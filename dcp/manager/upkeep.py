@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal
 
 from dcp.manager import retention
-from dcp.manager.deletion import Deleter, DeletionEvent
+from dcp.manager.deletion import Deleter, DeleterClosedError, DeletionEvent
 from dcp.manager.events import Events
 from dcp.manager.notes import Verified
 from dcp.manager.retention import Retention
@@ -55,6 +55,12 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
         elif size not in (UNKNOWN, sizes[name]):
             wrong.append(f"{name} has {sizes[name]} bytes, committed were {size}")
     return "; ".join(wrong[:8]) or None
+
+
+def _is_replaced(store: Store, commit: Commit) -> bool:
+    """Whether another save has committed over ``commit``."""
+    present = read_commit(store)
+    return present is not None and present.save_id != commit.save_id
 
 
 class Upkeep:
@@ -127,11 +133,18 @@ class Upkeep:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of ``step`` in the background."""
-        if step in self._unsettled_now():
+        if not self._delete_settled(step):
             raise CheckpointError(
                 f"step {step} is being saved or verified, and cannot be deleted yet; wait() first", step=step
             )
-        self._deleter.delete(step)
+
+    def _delete_settled(self, step: int) -> bool:
+        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
+        with self._changed:  # a save that begins now takes it from the deleter again
+            if self._unsettled[step]:
+                return False
+            self._deleter.delete(step)
+            return True
 
     def deleting(self) -> list[int]:
         """Steps that are to be deleted."""
@@ -187,6 +200,8 @@ class Upkeep:
             step, look = task
             try:
                 look()
+            except DeleterClosedError as error:  # the time to close was over
+                logger.info("%s: %s; the next manager here goes on", self._folders.root.url, error)
             except Exception as error:  # noqa: BLE001 - told; the next checkpoint is to be looked after
                 self._events.emit("verify_failed", step, error=error, damaged=False)
             with self._changed:
@@ -277,6 +292,8 @@ class Upkeep:
                 path=store.url,
             )
         problem = problem_of(store, commit, self._check)
+        if problem is not None and _is_replaced(store, commit):
+            return None  # its files went with it; that save's commit is looked after next
         self._note(step, commit, problem, self._check)
         seconds = {"verify": time.monotonic() - begun}
         if problem is None:
@@ -305,7 +322,7 @@ class Upkeep:
         states = self._folders.survey(self._unsettled_now() | set(self._deleter.pending()))
         for step in retention.plan(self._keep, states, time.time()).delete:
             if step != saved:
-                self._deleter.delete(step)
+                self._delete_settled(step)
                 continue
             logger.warning(
                 "%s is kept only until the next save, because there are newer steps, up to %d: restore() "

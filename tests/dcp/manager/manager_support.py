@@ -105,7 +105,7 @@ class Gate:
     def __call__(self, operation: Operation) -> None:
         """Wait here."""
         self.reached.set()
-        assert self._open.wait(30.0), "nobody opened the gate"
+        assert self._open.wait(240.0), "nobody opened the gate"
 
     def open(self) -> None:
         """Let everybody through from now on."""
