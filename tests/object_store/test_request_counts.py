@@ -1,0 +1,121 @@
+"""How many requests things cost, by the log of a proxy: what each costs is money, and some 30 ms far away."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.opening import OpenWith
+from tests.dcp.cli_support import run
+from tests.support.fault_proxy import FaultProxy
+from tests.support.faulty_saves import assert_loads, small_state
+from tests.support.s3 import raw_s3
+from tests.support.values import full_tensor, raw
+
+_STEPS = 1000
+_TENSORS = 5000
+
+
+def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """5,000 tensors of 1 KiB: a dozen requests save them, half a dozen load them."""
+    block = full_tensor("small", (_TENSORS, 256), torch.float32)
+    state = {f"tensor.{number}": block[number].clone() for number in range(_TENSORS)}
+    options = s3_proxy.storage_options
+    dcp.save(state, checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    counts = s3_proxy.counts()
+    assert counts["PutObject"] + counts["UploadPart"] <= 6, counts
+    assert counts.total() <= 13, counts
+    s3_proxy.log.clear()
+    loaded = torch.zeros_like(block)
+    views = {f"tensor.{number}": loaded[number] for number in range(_TENSORS)}
+    dcp.load(views, checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    assert raw(loaded) == raw(block)
+    counts = s3_proxy.counts()
+    assert counts["GetObject"] <= 5, counts
+    assert counts.total() <= 6, counts
+    with raw_s3(s3_proxy.server) as direct:
+        stored = sum(direct.list(s3_root).values())
+    assert sum(request.response_bytes for request in s3_proxy.log) <= stored
+
+
+def test_only_what_is_wanted_is_fetched(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """A part of a checkpoint costs a part of its bytes; large tensors come by requests of several MiB."""
+    shape = (48, 1 << 16)  # 12 MiB
+    state = {name: full_tensor(name, shape, torch.float32) for name in ("one", "two")}
+    options = s3_proxy.storage_options
+    dcp.save(state, checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    s3_proxy.log.clear()
+    wanted = {"two": torch.zeros(shape)}
+    dcp.load(wanted, checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    assert raw(wanted["two"]) == raw(state["two"])
+    data = s3_proxy.requests("GetObject", "distcp$")
+    assert sum(request.response_bytes for request in data) <= 1.05 * state["two"].nbytes
+    assert len(data) <= 4, [request.range for request in data]
+
+
+@pytest.fixture(scope="module")
+def steps(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A root with the manifests of 1,000 steps; the data of the last one alone is there."""
+    url = f"s3://{s3_server.bucket}/{tmp_path_factory.mktemp('steps').name}"
+    last = f"{url}/step-{_STEPS:08d}"
+    dcp.save(small_state("last"), checkpoint_id=last, storage_options=s3_server.storage_options, no_dist=True)
+    with raw_s3(s3_server) as direct:
+        manifest = direct.read(f"{last}/manifest.msgpack")
+        direct.write_many(
+            [(f"{url}/step-{step:08d}/manifest.msgpack", manifest) for step in range(1, _STEPS)]
+        )
+    return url
+
+
+def test_listing_steps_opens_none(s3_proxy: FaultProxy, steps: str) -> None:
+    """Which of 1,000 steps are committed is known from a listing, a thousand objects a request."""
+    root = open_root(steps, open_store=OpenWith(s3_proxy.storage_options))
+    assert len(root.committed()) == _STEPS
+    assert s3_proxy.counts() == {"ListObjectsV2": 2}  # 1,002 objects
+    s3_proxy.log.clear()
+    assert len(root.names()) == _STEPS
+    assert set(s3_proxy.counts()) == {"ListObjectsV2"}
+    assert s3_proxy.counts().total() <= 2
+
+
+def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:
+    """The manager knows all steps, and restores the newest, without a request for each of the others."""
+    with dcp.CheckpointManager(steps, storage_options=s3_proxy.storage_options, no_dist=True) as manager:
+        assert manager.all_steps() == list(range(1, _STEPS + 1))
+        assert manager.latest() == _STEPS
+        assert s3_proxy.requests("GetObject") == []
+        assert s3_proxy.counts().total() <= 6, s3_proxy.counts()
+        s3_proxy.log.clear()
+        state = {"weight": torch.zeros(100, 100), "note": None}
+        restored = manager.restore(state)
+        assert restored is not None
+        assert restored.step == _STEPS
+        assert raw(state["weight"]) == raw(small_state("last")["weight"])
+        assert s3_proxy.counts().total() <= 8, s3_proxy.counts()
+
+
+def test_command_line_lists_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:
+    """`dcp ls --quick` opens none of 1,000 steps."""
+    given = json.dumps(s3_proxy.storage_options)
+    outcome = run("ls", steps, "--quick", "--json", "--storage-options", given)
+    assert outcome.status == 0, outcome.err
+    assert [entry["step"] for entry in outcome.json] == list(range(1, _STEPS + 1))
+    assert s3_proxy.requests("GetObject") == []
+    assert s3_proxy.requests("HeadObject") == []
+    assert s3_proxy.counts().total() <= 4, s3_proxy.counts()
+
+
+def test_small_checkpoints_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """What a save and a load of one small file cost at least is known, and stays so."""
+    options = {**s3_proxy.storage_options, "conditional_writes": "trust"}
+    dcp.save(small_state("one"), checkpoint_id=s3_root, storage_options=options, no_dist=True)
+    assert s3_proxy.counts()["PutObject"] == 3  # data, manifest, .metadata
+    assert s3_proxy.counts().total() <= 10, s3_proxy.counts()
+    s3_proxy.log.clear()
+    assert_loads(s3_root, small_state("one"), options)
+    assert s3_proxy.counts().total() <= 5, s3_proxy.counts()
