@@ -9,23 +9,19 @@ from __future__ import annotations
 import io
 import math
 import os
-import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.read import ReadEngine, Unit
-from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
-from dcp.storage.engine.read_worker import Worker
+from dcp.storage.destinations import ReadRequest, classify
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.read_requests import ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -40,44 +36,31 @@ from dcp.storage.formats.open import open_index
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
-from dcp.storage.tensors import (
-    as_copied,
-    finish_device_work,
-    is_addressable,
-    narrow,
-    slab_boxes,
-    torch_dtype,
-)
+from dcp.storage.stores.traffic import traffic_since
+from dcp.storage.tensors import finish_device_work
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import is_supported
 
 __all__ = ["FileSystemReader", "ReadRequest", "uses_columns"]
 
-_STAGED_BYTES = 4 << 20
 _BATCH_BYTES = 256 << 20
 """A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
 once."""
 
+_OBJECTS_BYTES = 64 << 20
+"""Objects that are read at a time."""
 
-@dataclass(frozen=True)
-class ReadRequest:
-    """What a rank wants, row by row: the box at ``storage_offsets[i]`` of extent ``lengths[i]`` of chunk
-    ``chunks[i]`` (a row of the index) goes to ``dest_offsets[i]`` of the local tensor ``dests[i]``."""
-
-    chunks: Sequence[int] = ()
-    dests: Sequence[torch.Tensor] = ()
-    storage_offsets: Sequence[tuple[int, ...]] = ()
-    dest_offsets: Sequence[tuple[int, ...]] = ()
-    lengths: Sequence[tuple[int, ...]] = ()
+T = TypeVar("T")
 
 
 class FileSystemReader(StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL).
 
     ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the
-    number of reading threads (None: by the machine's cores). ``open_store`` makes the store of a path, such
-    as ``partial(PosixStore, follow_links=True)``. ``_extension_registry`` belongs to stock's
-    experimental stream extensions, which this reader refuses to guess at.
+    number of reading threads (None: as the store likes it, on a disk by the machine's cores).
+    ``open_store`` makes the store of a path, such as ``partial(PosixStore, follow_links=True)``.
+    ``_extension_registry`` belongs to stock's experimental stream extensions, which this reader refuses to
+    guess at.
     """
 
     def __init__(
@@ -102,6 +85,7 @@ class FileSystemReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self.stats = ReadStats()
         self._store: Store | None = None
+        self._traffic_before: dict[str, float] = {}
         self._index: CheckpointIndex | None = None
         self._read_as: tuple[int | None, int | None] = None, None
 
@@ -126,7 +110,13 @@ class FileSystemReader(StorageReader):
         """The store of the current id."""
         if self._store is None:
             self._store = self.open_store(self.path)
+            self._traffic_before = self._store.traffic()
         return self._store
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """What this load asked of the storage's service so far: see `Store.traffic`."""
+        return {} if self._store is None else traffic_since(self._store, self._traffic_before)
 
     @property
     def index(self) -> CheckpointIndex | None:
@@ -159,6 +149,7 @@ class FileSystemReader(StorageReader):
         """The checkpoint's metadata, read anew: a load begins here. Objects are built when they are looked
         at."""
         self._index, self.stats = None, ReadStats()
+        self._traffic_before = self.store.traffic()
         index = self.read_index(kwargs.get("rank"))
         return LazyMetadata.of(lambda: index, StorageMeta(checkpoint_id=self.path, load_id=self.load_id))
 
@@ -182,11 +173,12 @@ class FileSystemReader(StorageReader):
         index = self.read_index()
         chunk_rows = _ChunkRows(index)
         with self.engine(index) as engine:
-            for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(self.read_object(engine, item.storage_index.fqn)))
+            objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+            blobs = self.read_objects(engine, [item.storage_index.fqn for item in objects])
+            for item, blob in zip(objects, blobs, strict=True):
+                planner.load_bytes(item, io.BytesIO(blob))
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-            for batch in _batches(tensors):
+            for batch in _batches(tensors, lambda item: math.prod(item.lengths) * 4, _BATCH_BYTES):
                 targets = [_target(planner, item) for item in batch]
                 self._read(
                     engine,
@@ -213,7 +205,9 @@ class FileSystemReader(StorageReader):
 
     def engine(self, index: CheckpointIndex) -> ReadEngine:
         """A reading engine on this checkpoint; use it as a context manager."""
-        threads = self.threads if self.threads is not None else _default_threads()
+        threads = self.threads
+        if threads is None:
+            threads = self.store.read_profile.threads or _default_threads()
         return ReadEngine(self.store, index, verify=self.verify, threads=threads)
 
     def read_request(self, engine: ReadEngine, request: ReadRequest) -> ReadStats:
@@ -223,29 +217,45 @@ class FileSystemReader(StorageReader):
 
     def read_object(self, engine: ReadEngine, fqn: str) -> bytes:
         """The stored torch.save bytes of a non-tensor value, checked."""
-        index = engine.index
+        return next(self.read_objects(engine, [fqn]))
+
+    def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
+        """The stored torch.save bytes of non-tensor values, in order and checked.
+
+        Neighbours in a file are read together, some 64 MiB at a time.
+        """
+        objects = engine.index.objects
+        rows = [self._object_row(engine.index, fqn) for fqn in fqns]
+        for batch in _batches(rows, lambda row: int(objects.lengths[row]), _OBJECTS_BYTES):
+            columns = (objects.files, objects.offsets, objects.lengths)
+            places = zip(*(column[batch].tolist() for column in columns), strict=True)
+            for row, blob in zip(batch, engine.read_blobs([*places]), strict=True):
+                self._check_object(engine.index, row, blob)
+                yield blob
+
+    def _object_row(self, index: CheckpointIndex, fqn: str) -> int:
         row = index.objects.position.get(fqn)
         if row is None or index.objects.files[row] < 0:
             raise PlanError(f"{self.store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
-        blob = engine.read_blob(
-            int(index.objects.files[row]), int(index.objects.offsets[row]), int(index.objects.lengths[row])
-        )
+        return row
+
+    def _check_object(self, index: CheckpointIndex, row: int, blob: bytes) -> None:
         fault = _blob_fault(blob, int(index.objects.crcs[row])) if self.verify != "none" else None
         if fault is not None:
+            fqn = index.objects.fqns[row]
             raise CorruptCheckpointError(
                 f"{self.store.url}: object {fqn!r} is damaged: {fault}. Resume from another checkpoint.",
                 path=f"{self.store.url}/{index.files[int(index.objects.files[row])]}",
                 fqn=fqn,
             )
-        return blob
 
     def _read(self, engine: ReadEngine, request: ReadRequest) -> None:
-        engine.payloads.resolve(request.chunks)
-        runs, regions, units = _classify(engine, request)
-        if units:
-            finish_device_work(request.dests)
+        engine.resolve(request.chunks)
         before = ReadStats(**vars(engine.stats))
-        engine.run(runs, regions, units)
+        runs, regions, units, boxes = classify(engine, request)
+        if units or boxes:
+            finish_device_work(request.dests)
+        engine.run(runs, regions, units, boxes)
         after = engine.stats
         self.stats.add(
             ReadStats(
@@ -313,13 +323,13 @@ class _ChunkRows:
         return row
 
 
-def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
-    batch: list[ReadItem] = []
+def _batches(items: Sequence[T], size_bytes: Callable[[T], int], limit_bytes: int) -> Iterator[list[T]]:
+    batch: list[T] = []
     size = 0
     for item in items:
         batch.append(item)
-        size += math.prod(item.lengths) * 4
-        if size >= _BATCH_BYTES:
+        size += size_bytes(item)
+        if size >= limit_bytes:
             yield batch
             batch, size = [], 0
     if batch:
@@ -335,103 +345,3 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
             fqn=item.dest_index.fqn,
         )
     return target
-
-
-def _classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Region], list[Unit]]:
-    """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request."""
-    index = engine.index
-    dtypes = {code: torch_dtype(code) for code in np.unique(index.dtype_codes).tolist()}
-    codes = item_view(index.dtype_codes)
-    chunks: list[int] = []
-    positions: list[int] = []
-    sizes_bytes: list[int] = []
-    addresses: list[int] = []
-    regions: list[Region] = []
-    units: list[Unit] = []
-    tensor_of, boxes = item_view(index.chunk_tensors), item_view(index.box_start)
-    flat_sizes = item_view(index.chunk_sizes)
-    columns = (request.chunks, request.dests, request.storage_offsets, request.dest_offsets, request.lengths)
-    for chunk, dest, offsets, dest_offsets, lengths in zip(*columns, strict=True):
-        target = dest if dest.shape == lengths else narrow(dest, dest_offsets, lengths)
-        contiguous = target.is_contiguous()
-        if not contiguous and torch._debug_has_internal_overlap(target) == 1:
-            fqn = index.fqns[tensor_of[chunk]]
-            raise PlanError(
-                f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "
-                "clone() of it",
-                fqn=fqn,
-            )
-        if target.dtype != dtypes[codes[tensor_of[chunk]]] or not is_addressable(target):
-            units.append(_staged(engine, chunk, offsets, lengths, target))
-            continue
-        itemsize = target.element_size()
-        if contiguous and not engine.payloads.is_permuted(chunk):
-            sizes = flat_sizes[boxes[chunk] : boxes[chunk + 1]].tolist()
-            position = _contiguous_position(sizes, offsets, lengths)
-            if position is not None:
-                chunks.append(chunk)
-                positions.append(position * itemsize)
-                sizes_bytes.append(target.nbytes)
-                addresses.append(target.data_ptr())
-                continue
-        strides = tuple(stride * itemsize for stride in target.stride())
-        regions.append(Region(chunk, tuple(offsets), tuple(lengths), target.data_ptr(), strides))
-    runs = Runs(*(np.array(column, dtype=np.int64) for column in (chunks, positions, sizes_bytes, addresses)))
-    return runs, regions, units
-
-
-def _contiguous_position(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """The first element's place if the box is one run of a C-ordered chunk of ``sizes``, else None."""
-    position, step, open_dims = 0, 1, True
-    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
-        if not open_dims and length != 1:
-            return None
-        if length != size:
-            open_dims = False
-        position += offset * step
-        step *= size
-    return position
-
-
-_local = threading.local()
-
-
-def _staging_buffer(*, for_device: bool) -> torch.Tensor:
-    """This thread's buffer for reads that end elsewhere than in CPU memory of the stored dtype."""
-    pinned = for_device and torch.accelerator.is_available()
-    name = "pinned" if pinned else "pageable"
-    buffer: torch.Tensor | None = getattr(_local, name, None)
-    if buffer is None:
-        buffer = torch.empty(_STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        setattr(_local, name, buffer)
-    return buffer
-
-
-def _staged(
-    engine: ReadEngine, chunk: int, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
-) -> Unit:
-    """Read through a staging buffer and let torch convert: another device or another dtype."""
-    engine.stats.bytes_needed += math.prod(lengths) * engine.itemsize(chunk)
-    saved = torch_dtype(int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])]))
-    sizes = engine.index.box(chunk)[1]
-    if target.dtype == saved:
-        target = as_copied(target.detach())
-        saved = target.dtype
-
-    # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
-    @torch.inference_mode()
-    def unit(worker: Worker) -> None:
-        itemsize = engine.itemsize(chunk)
-        for slab_offsets, slab_sizes in slab_boxes(lengths, itemsize, _STAGED_BYTES):
-            slab_bytes = math.prod(slab_sizes) * itemsize
-            staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(slab_sizes)
-            begin = tuple(o + s for o, s in zip(offsets, slab_offsets, strict=True))
-            position = _contiguous_position(sizes, begin, slab_sizes)
-            if position is not None and not engine.payloads.is_permuted(chunk):
-                worker.read_direct(chunk, position * itemsize, slab_bytes, staged.data_ptr())
-            else:
-                strides = tuple(stride * itemsize for stride in staged.stride())
-                worker.read_region(Region(chunk, begin, slab_sizes, staged.data_ptr(), strides))
-            narrow(target, slab_offsets, slab_sizes).copy_(staged)
-
-    return unit

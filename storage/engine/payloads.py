@@ -49,6 +49,10 @@ class Payloads:
         """Whether the payload is stored in another order of dimensions than C."""
         return chunk in self._orders
 
+    def order(self, chunk: int) -> tuple[int, ...] | None:
+        """Dimensions from slowest to fastest where they are not stored in C order."""
+        return self._orders.get(chunk)
+
     def resolve(self, chunks: Iterable[int]) -> None:
         """Open the records of those ``chunks`` whose payload offset is not known yet."""
         if not self._foreign:

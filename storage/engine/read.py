@@ -4,34 +4,38 @@ Two kinds of work. A *run* is contiguous in the file and in memory: large ones a
 destination, small neighbours are read together and handed out. A *region* is a box of a chunk whose rows
 lie apart in the file or in memory: the blocks it spans are read once into scratch, checked whole, and the
 wanted stride is copied out. Torch-free: destinations are addresses.
+
+Where a request is dear (`ReadProfile.scatter`) all of it is joined into large requests instead, see
+`dcp.storage.engine.scatter`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
 from typing import get_args
 
 import numpy as np
 
+from dcp.storage.engine import scatter
+from dcp.storage.engine.fragments import Fragments
+from dcp.storage.engine.joining import NO_CHUNK, Copy, Piece, join
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.payloads import Payloads
-from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
-from dcp.storage.engine.read_worker import SCRATCH, Worker
+from dcp.storage.engine.read_requests import Box, ReadStats, Region, Runs, Verify
+from dcp.storage.engine.read_worker import MAX_SPAN_BYTES, Worker
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.stores.base import ReadHandle, Store
 
 __all__ = ["ReadEngine", "Unit"]
-
-_SMALL_RUN_BYTES = 64 << 10
-_SPAN_BYTES = 4 << 20
-_GAP_BYTES = 16 << 10
-"""Bytes read for nothing to join two small runs; a record's own header and trailer are well below."""
 
 _UNIT_BYTES = 16 << 20
 
@@ -51,6 +55,8 @@ class ReadEngine:
             raise PlanError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
         self.verify = verify
         self.threads = max(1, threads)
+        self.profile = store.read_profile
+        self.joins = self.profile.scatter
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], None] | None = None
         # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
@@ -60,7 +66,9 @@ class ReadEngine:
         self._chunk_tensors = item_view(index.chunk_tensors)
         self._crc_start = item_view(index.crc_start)
         self._crcs = item_view(index.crcs)
+        self._fragments = Fragments()
         self._handles: dict[int, ReadHandle] = {}
+        self._gates: dict[int, threading.Lock] = {}
         self._max_handles = _max_open_files()
         self._lock = threading.Lock()
 
@@ -72,58 +80,106 @@ class ReadEngine:
             handle.close()
         self._handles.clear()
 
-    def run(self, runs: Runs, regions: Sequence[Region], extra: Sequence[Unit] = ()) -> ReadStats:
-        """Carry out all of it; raises the first failure after the other threads have stopped."""
-        needed = [*runs.chunks.tolist(), *(region.chunk for region in regions)]
-        self.payloads.resolve(needed)
-        units = [*self._run_units(runs), *self._region_units(regions), *extra]
-        self.stats.bytes_needed += int(runs.sizes_bytes.sum())
-        self.stats.bytes_needed += sum(math.prod(r.lengths) * self.itemsize(r.chunk) for r in regions)
-        self._execute(units)
+    def resolve(self, chunks: Sequence[int]) -> None:
+        """Find the payloads of ``chunks`` where the index does not say where they are."""
+        with self._missing_is_damage():
+            self.payloads.resolve(chunks)
+
+    def run(
+        self, runs: Runs, regions: Sequence[Region], extra: Sequence[Unit] = (), boxes: Sequence[Box] = ()
+    ) -> ReadStats:
+        """Carry out all of it; raises the first failure after the other threads have stopped.
+
+        No memory is written to any more when it returns or raises. ``extra`` are reads on terms of their own;
+        ``boxes`` need a store whose profile scatters.
+        """
+        if boxes and not self.joins:
+            raise PlanError(f"{self.store.url} is read by units, not by boxes")
+        wanted: list[Region | Box] = [*regions, *boxes]
+        with self._missing_is_damage():
+            self.payloads.resolve([*runs.chunks.tolist(), *(box.chunk for box in wanted)])
+            needed = int(runs.sizes_bytes.sum())
+            needed += sum(math.prod(box.lengths) * self.itemsize(box.chunk) for box in wanted)
+            self.stats.bytes_needed += needed
+            copies: list[Copy] = []
+            if self.joins:
+                all_boxes = [*(scatter.box_of(self, region) for region in regions), *boxes]
+                requests, copies = scatter.plan(self, runs, all_boxes, needed)
+                units: list[Unit] = [partial(scatter.carry_out, request) for request in requests]
+            else:
+                units = [*self._run_units(runs), *self._region_units(regions)]
+            self._execute([*units, *extra], self.on_bytes)
+        for copy in copies:
+            ctypes.memmove(copy.target, copy.source, copy.size_bytes)
         if self.verify != "none":
             uncompared = self.payloads.verify_whole()
             self.stats.blocks_verified -= uncompared
-            self.stats.blocks_unverified += uncompared
+            self.stats.blocks_unverified += uncompared + self._fragments.take_incomplete()
         return self.stats
+
+    def read_blobs(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """The stored bytes of objects, each at (file, offset, length): neighbours are read together."""
+        if not self.joins:
+            return [self.read_blob(*place) for place in places]
+        with self._missing_is_damage():
+            for file, offset, length in places:
+                self._check_end(self.handle(file), offset + length)
+            found = {place: np.empty(place[2], np.uint8) for place in places}
+            pieces = [
+                Piece(file, offset, length, NO_CHUNK, 0, found[file, offset, length].ctypes.data, None)
+                for file, offset, length in sorted(found)
+            ]
+            requests, copies = join(pieces, self.profile, self.profile.request_bytes)
+            self._execute([partial(scatter.carry_out, request) for request in requests], None)
+        for copy in copies:
+            ctypes.memmove(copy.target, copy.source, copy.size_bytes)
+        return [found[place].tobytes() for place in places]
 
     def read_blob(self, file: int, offset: int, length: int) -> bytes:
         """An object's stored bytes."""
-        handle = self.handle(file)
-        if offset + length > handle.size_bytes:  # before memory for them is taken
-            name = self.index.files[file]
-            raise CorruptCheckpointError(
-                f"{self.store.url}: an object ends at byte {offset + length} of {name}, which has "
-                f"{handle.size_bytes}; the file was truncated, or the metadata is damaged",
-                path=f"{self.store.url}/{name}",
-            )
+        with self._missing_is_damage():
+            handle = self.handle(file)
+            self._check_end(handle, offset + length)
+            data = handle.pread(length, offset)
         self.stats.bytes_read += length
-        return handle.pread(length, offset)
+        return data
+
+    def _check_end(self, handle: ReadHandle, end: int) -> None:
+        """Whether a file can have an object at its place, before memory for that is taken."""
+        if end > handle.size_bytes:
+            raise CorruptCheckpointError(
+                f"{self.store.url}: an object ends at byte {end} of {handle.name}, which has "
+                f"{handle.size_bytes}; the file was truncated, or the metadata is damaged",
+                path=f"{self.store.url}/{handle.name}",
+            )
 
     # -- what workers need -----------------------------------------------------------------------------------
 
     def handle(self, file: int) -> ReadHandle:
-        """The open data file number ``file``; its size must be the committed one."""
+        """The open data file number ``file``; its size must be the committed one.
+
+        Files are opened beside each other, because that may take a request; one file by one thread.
+        """
         handle = self._handles.get(file)
-        if handle is None:
-            with self._lock:
-                handle = self._handles.get(file)
-                if handle is None:
+        if handle is not None:
+            return handle
+        with self._lock:
+            gate = self._gates.setdefault(file, threading.Lock())
+        with gate:
+            handle = self._handles.get(file)
+            if handle is None:
+                handle = self._open(file)
+                with self._lock:
                     if len(self._handles) >= self._max_handles:
                         # Dropped, not closed: another thread may be reading it; the last to let go closes.
                         del self._handles[next(iter(self._handles))]
-                    handle = self._handles[file] = self._open(file)
+                    self._handles[file] = handle
         return handle
 
     def _open(self, file: int) -> ReadHandle:
         name, expected = self.index.files[file], int(self.index.file_sizes[file])
-        try:
-            handle = self.store.open_read(name)
-        except CheckpointNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{self.store.url}: data file {name} is missing, though the checkpoint refers to it; "
-                "restore the file or resume from another checkpoint",
-                path=f"{self.store.url}/{name}",
-            ) from error
+        with self._missing_is_damage():
+            handle = self.store.open_read(name, expected_bytes=None if expected == UNKNOWN else expected)
         if expected not in (UNKNOWN, handle.size_bytes):
             size = handle.size_bytes
             handle.close()
@@ -133,6 +189,20 @@ class ReadEngine:
                 path=f"{self.store.url}/{name}",
             )
         return handle
+
+    @contextmanager
+    def _missing_is_damage(self) -> Iterator[None]:
+        """The checkpoint is there: where a file of it is not, it is damaged. That may show only when it is
+        read."""
+        try:
+            yield
+        except CheckpointNotFoundError as error:
+            path = str(error.facts.get("path", self.store.url))
+            raise CorruptCheckpointError(
+                f"{self.store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
+                "refers to it; restore the file or resume from another checkpoint",
+                path=path,
+            ) from error
 
     def locate(self, chunk: int) -> tuple[ReadHandle, int]:
         """The file of a chunk and the absolute offset of its payload."""
@@ -155,6 +225,16 @@ class ReadEngine:
         if self._crcs[start + block] != crc:
             raise self.corruption(chunk, block, self._crcs[start + block], crc)
 
+    def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
+        """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
+        block, begin = divmod(position, BLOCK_BYTES)
+        block_bytes = min(BLOCK_BYTES, self.payload_lengths[chunk] - block * BLOCK_BYTES)
+        whole: int | None = crc
+        if size != block_bytes:
+            whole = self._fragments.add(chunk, block, begin, begin + size, crc, block_bytes)
+        if whole is not None:
+            self.check_block(stats, chunk, block, whole)
+
     def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
         """The error for bytes that are not those committed."""
         fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
@@ -174,6 +254,9 @@ class ReadEngine:
     def _run_units(self, runs: Runs) -> Iterator[Unit]:
         if len(runs.chunks) == 0:
             return
+        small_bytes = min(self.profile.join_below_bytes, BLOCK_BYTES)
+        gap_bytes = self.profile.gap_bytes
+        span_bytes = min(self.profile.request_bytes, MAX_SPAN_BYTES)
         files = self.index.chunk_files[runs.chunks]
         offsets = self.payloads.offsets[runs.chunks] + runs.payload_positions
         order = np.lexsort((offsets, files))
@@ -187,7 +270,7 @@ class ReadEngine:
         ):
             if size == 0:
                 continue
-            if size > _SMALL_RUN_BYTES or (self.verify == "full" and size != self.payload_lengths[chunk]):
+            if size > small_bytes or (self.verify == "full" and size != self.payload_lengths[chunk]):
                 for part in _split(chunk, position, size, address):
                     large.append(part)
                     large_bytes += part[2]
@@ -196,9 +279,7 @@ class ReadEngine:
                         large, large_bytes = [], 0
                 continue
             if span and (
-                file != span_file
-                or offset - span_end > _GAP_BYTES
-                or offset + size - span_begin > _SPAN_BYTES
+                file != span_file or offset - span_end > gap_bytes or offset + size - span_begin > span_bytes
             ):
                 yield _span_unit(span_file, span_begin, span_end, span)
                 span = []
@@ -241,7 +322,7 @@ class ReadEngine:
                 region.strides,
             )
 
-    def _execute(self, units: Sequence[Unit]) -> None:
+    def _execute(self, units: Sequence[Unit], on_bytes: Callable[[int], None] | None) -> None:
         pending = iter(units)
         lock, stop = threading.Lock(), threading.Event()
 
@@ -255,29 +336,43 @@ class ReadEngine:
                         return
                     before = worker.stats.bytes_read
                     unit(worker)
-                    if self.on_bytes is not None:
-                        self.on_bytes(worker.stats.bytes_read - before)
+                    if on_bytes is not None:
+                        on_bytes(worker.stats.bytes_read - before)
             except BaseException:
                 stop.set()
                 raise
             finally:
                 with lock:
                     self.stats.add(worker.stats)
-                SCRATCH.put(worker.scratch)
+                worker.release()
 
         threads = min(self.threads, len(units))
         if threads <= 1:
             work()
             return
+        futures: list[Future[None]] = []
         with ThreadPoolExecutor(threads - 1, thread_name_prefix="dcp-read") as pool:
-            futures = [pool.submit(work) for _ in range(threads - 1)]
             try:
+                futures += [pool.submit(work) for _ in range(threads - 1)]
                 work()
             finally:
-                errors = [future.exception() for future in futures]
-            for error in errors:
-                if error is not None:
-                    raise error
+                _wait_to_the_end(futures, stop)
+            for future in futures:
+                future.result()
+
+
+def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event) -> None:
+    """Until no thread reads any more, whatever interrupts that: they write to the caller's memory."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as error:  # noqa: BLE001 - raised below
+            stop.set()
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _max_open_files() -> int:

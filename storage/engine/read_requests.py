@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
+
+import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
 
-__all__ = ["ReadStats", "Region", "Runs", "Verify"]
+__all__ = ["Box", "PutBox", "ReadStats", "Region", "Runs", "Verify"]
 
 Verify = Literal["blocks", "full", "none"]
 """``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
@@ -37,6 +40,22 @@ class Region:
     lengths: tuple[int, ...]
     address: int
     strides: tuple[int, ...]
+
+
+PutBox: TypeAlias = Callable[[tuple[int, ...], "npt.NDArray[Any]"], None]
+"""Takes a part of a box: its offsets within the box, and its elements, as unsigned integers of their size (or
+complex numbers for 16 bytes), unaligned and strided, in memory that is used again afterwards. Called from any
+thread, once for each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) that is handed out in parts."""
+
+    chunk: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    put: PutBox
 
 
 @dataclass

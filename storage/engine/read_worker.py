@@ -19,12 +19,16 @@ from dcp.storage.stores.base import ReadHandle
 if TYPE_CHECKING:
     from dcp.storage.engine.read import ReadEngine
 
-__all__ = ["SCRATCH", "Worker"]
+__all__ = ["MAX_SPAN_BYTES", "Worker"]
 
 _STEP_BYTES = 1 << 20
 """Bytes read before they are checksummed, so that the checksum finds them in the cache."""
 
 _SCRATCH_BYTES = 2 * BLOCK_BYTES
+MAX_SPAN_BYTES = _SCRATCH_BYTES
+"""What `Worker.read_span` can take."""
+
+_KEPT_BUFFERS = 8
 _ROW_BYTES = 2 << 20
 """Rows up to this are read through a window; longer ones are split along the next dimension."""
 
@@ -50,10 +54,11 @@ class _Scratch:
             return memoryview(bytearray(_SCRATCH_BYTES))
 
     def put(self, buffer: memoryview) -> None:
-        self.free.append(buffer)
+        if len(buffer) == _SCRATCH_BYTES and len(self.free) < _KEPT_BUFFERS:
+            self.free.append(buffer)
 
 
-SCRATCH = _Scratch()
+_SCRATCH = _Scratch()
 
 
 class Worker:
@@ -61,9 +66,22 @@ class Worker:
 
     def __init__(self, engine: ReadEngine) -> None:
         self.engine = engine
-        self.scratch = SCRATCH.get()
-        self.scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(self.scratch))
+        self._use(memoryview(bytearray(1)) if engine.joins else _SCRATCH.get())
         self.stats = ReadStats()
+
+    def _use(self, scratch: memoryview) -> None:
+        self.scratch = scratch
+        self.scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(scratch))
+
+    def release(self) -> None:
+        """Give the scratch memory back; the worker is of no use any more."""
+        _SCRATCH.put(self.scratch)
+
+    def room(self, size_bytes: int) -> memoryview:
+        """Scratch memory of at least ``size_bytes``; what was in it is gone."""
+        if size_bytes > len(self.scratch):
+            self._use(_SCRATCH.get() if size_bytes <= _SCRATCH_BYTES else memoryview(bytearray(size_bytes)))
+        return self.scratch
 
     # -- runs ------------------------------------------------------------------------------------------------
 
@@ -107,10 +125,7 @@ class Worker:
                 self._read_block_part(handle, origin, chunk, block, position, stop, address)
             else:
                 crc = self.read_steps(handle, origin + position, view(address, stop - position))
-                if whole:
-                    engine.check_block(self.stats, chunk, block, crc)
-                else:
-                    self.stats.blocks_unverified += 1
+                engine.check_part(self.stats, chunk, position, stop - position, crc)
             address += stop - position
             position = stop
 

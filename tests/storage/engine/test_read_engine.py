@@ -10,58 +10,11 @@ from hypothesis import strategies as st
 
 from dcp.storage.engine import read
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Region, Runs, Verify
-from dcp.storage.engine.write import DataFile
+from dcp.storage.engine.read_requests import Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.stores import MemoryStore, PosixStore, Store
-
-_CODES = {1: 5, 2: 7, 4: 8, 8: 9, 16: 13}
-
-
-def write_arrays(store: Store, arrays: list[np.ndarray]) -> CheckpointIndex:
-    """One data file with ``arrays``, and the index of it: a whole chunk each."""
-    store.make_root()
-    file = DataFile(store, "data.distcp", durable=False)
-    for array in arrays:
-        file.tensor(_CODES[array.itemsize], array.shape, array.nbytes, (memoryview(array.tobytes()),))
-    file.finish()
-    rows, count = file.rows, len(arrays)
-    sizes = np.array([n for array in arrays for n in array.shape], dtype=np.int64)
-    ndims = [array.ndim for array in arrays]
-    index = CheckpointIndex(
-        format="dcp",
-        fqns=[f"t{number}" for number in range(count)],
-        dtype_codes=np.array([_CODES[array.itemsize] for array in arrays], dtype=np.uint8),
-        requires_grad=np.zeros(count, np.uint8),
-        shape_start=starts(ndims),
-        shape_values=sizes,
-        chunk_start=starts([1] * count),
-        chunk_offsets=np.zeros(len(sizes), np.int64),
-        chunk_sizes=sizes,
-        chunk_files=np.zeros(count, np.int64),
-        record_offsets=np.array(rows.record_offsets, dtype=np.int64),
-        record_lengths=np.array(rows.record_lengths, dtype=np.int64),
-        payload_offsets=np.array(rows.payload_offsets, dtype=np.int64),
-        payload_lengths=np.array(rows.payload_lengths, dtype=np.int64),
-        crc_start=starts(rows.crc_counts),
-        crcs=np.array(rows.crcs, dtype=np.uint32),
-        files=["data.distcp"],
-        file_sizes=np.array([file.size_bytes], dtype=np.int64),
-    )
-    index.check()
-    return index
-
-
-def region_of(chunk: int, target: np.ndarray, offsets: tuple[int, ...]) -> Region:
-    """A region that fills ``target`` from ``offsets`` of a chunk."""
-    return Region(chunk, offsets, target.shape, target.ctypes.data, target.strides)
-
-
-def no_runs() -> Runs:
-    """Runs that ask for nothing."""
-    return Runs(*(np.zeros(0, np.int64) for _ in range(4)))
+from dcp.storage.stores import MemoryStore, PosixStore
+from tests.support.stored_arrays import no_runs, region_of, write_arrays
 
 
 @st.composite

@@ -1,0 +1,187 @@
+"""Which pieces of a file are read by one request, where a request costs far more than a buffer.
+
+Pure: no I/O, no memory is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.stores.base import ReadProfile
+
+__all__ = ["NO_CHUNK", "Copy", "Piece", "Put", "Request", "join"]
+
+NO_CHUNK = -1
+"""The chunk of bytes that belong to none, and have no checksum here."""
+
+_DIRECT_BYTES = 64 << 10
+"""Pieces from here on are read where they belong. For smaller ones a copy is cheaper than a buffer of their
+own, and a request stays far below the number of buffers that one call takes."""
+
+_CHEAP_GAP_BYTES = 16 << 10
+_CHEAP_JUNK_BYTES = 1 << 20
+"""Gaps such as the headers between small tensors are read over up to this much in a request: that takes less
+time than another request."""
+
+_JUNK_BYTES = 64 << 10
+_JUNK_SHARE = 32
+"""Larger gaps, which are mostly tensors that are not wanted, only up to this, or this share of what is."""
+
+Put = Callable[[memoryview], None]
+"""Takes a piece out of scratch memory, which is used again afterwards."""
+
+
+class Piece(NamedTuple):
+    """``size_bytes`` of a file, from ``position`` of a chunk's payload on.
+
+    They go to ``address``, or with ``put`` wherever that copies them; a piece with ``put`` is never divided.
+    """
+
+    file: int
+    offset: int
+    size_bytes: int
+    chunk: int
+    position: int
+    address: int
+    put: Put | None
+
+
+class Copy(NamedTuple):
+    """Bytes wanted a second time: to be copied from where they were read to."""
+
+    source: int
+    target: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class Request:
+    """Bytes ``begin`` to ``end`` of a file, in one read.
+
+    ``direct`` pieces are read where they belong; all between them goes to scratch memory, from where
+    ``copied`` pieces are taken. Both in the order of the file.
+    """
+
+    file: int
+    begin: int
+    end: int
+    direct: list[Piece] = field(default_factory=list)
+    copied: list[Piece] = field(default_factory=list)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """How much is not read where it belongs."""
+        return self.end - self.begin - sum(piece.size_bytes for piece in self.direct)
+
+
+def join(
+    pieces: Iterable[Piece], profile: ReadProfile, request_bytes: int
+) -> tuple[list[Request], list[Copy]]:
+    """Requests of up to ``request_bytes`` (not below a block) for ``pieces`` in the order of file and offset.
+
+    Only a piece that cannot be divided may make one larger. Pieces are divided where blocks of their payload
+    end, so that no request ends within a block that the next one goes on with.
+    """
+    joiner = _Joiner(profile, max(request_bytes, BLOCK_BYTES))
+    for piece in pieces:
+        joiner.add(piece)
+    return joiner.requests, joiner.copies
+
+
+class _Joiner:
+    """Grows one request at a time."""
+
+    def __init__(self, profile: ReadProfile, limit_bytes: int) -> None:
+        self.requests: list[Request] = []
+        self.copies: list[Copy] = []
+        self._profile = profile
+        self._limit_bytes = limit_bytes
+        self._last: Piece | None = None
+        self._open: Request | None = None
+        self._copied_from = 0
+        """Where, in the file, the scratch memory at the end of the open request begins."""
+        self._wanted_bytes = self._junk_bytes = 0
+
+    def add(self, piece: Piece) -> None:
+        if not piece.size_bytes:
+            return
+        last = self._last
+        if last is not None and piece[:3] == last[:3] and piece.put is None and last.put is None:
+            self.copies.append(Copy(last.address, piece.address, piece.size_bytes))
+            return
+        self._last = rest = piece
+        while True:
+            room = self._room(rest)
+            if rest.size_bytes > room and (cut := _cut(rest, room)):
+                self._append(_front(rest, cut))
+                rest = _behind(rest, cut)
+                self._open = None
+            elif rest.size_bytes > room and self._open is not None:
+                self._open = None
+            else:
+                self._append(rest)
+                return
+
+    def _room(self, piece: Piece) -> int:
+        """How many bytes of ``piece`` the open request, or a new one, can take."""
+        request, profile = self._open, self._profile
+        if request is None:
+            return self._limit_bytes
+        if piece.file != request.file or piece.size_bytes > profile.join_below_bytes:
+            return 0
+        gap = piece.offset - request.end
+        if gap < 0:  # also wanted by another one: that must be in scratch memory still
+            return self._limit_bytes - (piece.offset - request.begin) if self._is_copied(piece) else 0
+        junk = self._junk_bytes + gap
+        if gap > profile.gap_bytes or junk > self._bearable_bytes(gap, piece.size_bytes):
+            return 0
+        return max(0, self._limit_bytes - (piece.offset - request.begin))
+
+    def _is_copied(self, piece: Piece) -> bool:
+        return piece.offset >= self._copied_from
+
+    def _bearable_bytes(self, gap: int, size_bytes: int) -> int:
+        share = (self._wanted_bytes + min(size_bytes, self._limit_bytes)) // _JUNK_SHARE
+        return max(share, _CHEAP_JUNK_BYTES if gap <= _CHEAP_GAP_BYTES else _JUNK_BYTES)
+
+    def _append(self, piece: Piece) -> None:
+        request, end = self._open, piece.offset + piece.size_bytes
+        if request is None:
+            request = self._open = Request(piece.file, piece.offset, piece.offset)
+            self.requests.append(request)
+            self._copied_from = piece.offset
+            self._wanted_bytes = self._junk_bytes = 0
+        self._wanted_bytes += piece.size_bytes
+        self._junk_bytes += max(0, piece.offset - request.end)
+        if piece.put is None and piece.size_bytes >= _DIRECT_BYTES and piece.offset >= request.end:
+            request.direct.append(piece)
+            self._copied_from = end
+        else:
+            request.copied.append(piece)
+        request.end = max(request.end, end)
+
+
+def _cut(piece: Piece, room: int) -> int:
+    """How many bytes of ``piece`` fit into ``room`` up to the end of a block; 0 if none."""
+    if piece.put is not None:
+        return 0
+    return max(0, (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position)
+
+
+def _front(piece: Piece, size_bytes: int) -> Piece:
+    return piece._replace(size_bytes=size_bytes)
+
+
+def _behind(piece: Piece, size_bytes: int) -> Piece:
+    return Piece(
+        piece.file,
+        piece.offset + size_bytes,
+        piece.size_bytes - size_bytes,
+        piece.chunk,
+        piece.position + size_bytes,
+        piece.address + size_bytes,
+        None,
+    )

@@ -1,0 +1,203 @@
+"""Reading from stores where a request is dear: what is wanted becomes pieces of files, joined into requests.
+
+One request is one `preadv`: large pieces straight into their destination, the rest through scratch memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.engine.boxes import BoxPart, box_parts, c_strides, reaches
+from dcp.storage.engine.joining import NO_CHUNK, Copy, Piece, Request, join
+from dcp.storage.engine.memory import view
+from dcp.storage.engine.read_requests import Box, PutBox, Region, Runs
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.read import ReadEngine
+    from dcp.storage.engine.read_worker import Worker
+
+__all__ = ["box_of", "carry_out", "plan"]
+
+_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+def plan(
+    engine: ReadEngine, runs: Runs, boxes: Iterable[Box], needed_bytes: int
+) -> tuple[list[Request], list[Copy]]:
+    """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
+    busy."""
+    profile = engine.profile
+    share = -(-needed_bytes // engine.threads)
+    request_bytes = max(BLOCK_BYTES, min(profile.request_bytes, share))
+    pieces = [*_run_pieces(engine, runs)]
+    for box in boxes:
+        pieces += _box_pieces(engine, box, request_bytes)
+    pieces.sort(key=_place)
+    return join(pieces, profile, request_bytes)
+
+
+def _place(piece: Piece) -> tuple[int, int, int]:
+    return piece.file, piece.offset, piece.size_bytes
+
+
+# -- pieces --------------------------------------------------------------------------------------------------
+
+
+def _run_pieces(engine: ReadEngine, runs: Runs) -> Iterator[Piece]:
+    lengths, complete = engine.payload_lengths, engine.verify == "full"
+    files = engine.index.chunk_files[runs.chunks]
+    offsets = engine.payloads.offsets[runs.chunks] + runs.payload_positions
+    columns = (files, offsets, runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
+    for row in zip(*(column.tolist() for column in columns), strict=True):
+        piece = Piece(row[0], row[1], row[2], row[3], row[4], row[5], None)
+        if complete and piece.size_bytes != lengths[piece.chunk]:
+            yield from _with_whole_blocks(piece, lengths[piece.chunk])
+        else:
+            yield piece
+
+
+def _with_whole_blocks(piece: Piece, payload_bytes: int) -> Iterator[Piece]:
+    """``piece``, and the rest of the blocks that it has only a part of."""
+    origin = piece.offset - piece.position
+    begin, end = piece.position, piece.position + piece.size_bytes
+    while begin < end:
+        block = begin // BLOCK_BYTES * BLOCK_BYTES
+        block_end = min(block + BLOCK_BYTES, payload_bytes)
+        address = piece.address + begin - piece.position
+        if begin == block and end >= block_end:
+            stop = end if end == payload_bytes else end // BLOCK_BYTES * BLOCK_BYTES
+            yield Piece(piece.file, origin + begin, stop - begin, piece.chunk, begin, address, None)
+        else:
+            stop = min(end, block_end)
+            put = partial(_put_part, address, begin - block, stop - block)
+            yield Piece(piece.file, origin + block, block_end - block, piece.chunk, block, 0, put)
+        begin = stop
+
+
+def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
+    view(address, end - begin)[:] = data[begin:end]
+
+
+def box_of(engine: ReadEngine, region: Region) -> Box:
+    """A region as a box whose elements are copied to where they belong."""
+    dtype = np.dtype(_UINTS[engine.itemsize(region.chunk)])
+
+    def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
+        address = region.address + sum(i * s for i, s in zip(offsets, region.strides, strict=True))
+        extent = dtype.itemsize + sum(
+            (n - 1) * s for n, s in zip(elements.shape, region.strides, strict=True)
+        )
+        np.copyto(np.ndarray(elements.shape, dtype, view(address, extent), 0, region.strides), elements)
+
+    return Box(region.chunk, region.offsets, region.lengths, put)
+
+
+def _box_pieces(engine: ReadEngine, box: Box, limit_bytes: int) -> Iterator[Piece]:
+    chunk, gap_bytes = box.chunk, engine.profile.gap_bytes
+    itemsize, order = engine.itemsize(chunk), engine.payloads.order(chunk)
+    offsets, lengths, put = box.offsets, box.lengths, box.put
+    if order is not None:
+        offsets, lengths = tuple(offsets[d] for d in order), tuple(lengths[d] for d in order)
+        put = partial(_put_permuted, box.put, tuple(np.argsort(order).tolist()))
+    strides = c_strides(engine.payloads.stored_sizes(chunk), itemsize)
+    begin = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    parts = [*box_parts(begin, lengths, strides, itemsize, limit_bytes=limit_bytes, gap_bytes=gap_bytes)]
+    file, origin = int(engine.index.chunk_files[chunk]), engine.payloads.offset(chunk)
+    if engine.verify == "none":
+        reached: Iterable[tuple[int, int]] = ((part.begin, part.end) for part in parts)
+    else:
+        payload_bytes = engine.payload_lengths[chunk]
+        reached = reaches(parts, payload_bytes, gap_bytes=gap_bytes, whole_blocks=engine.verify == "full")
+    dtype = np.dtype(_UINTS[itemsize])
+    for part, (first, end) in zip(parts, reached, strict=True):
+        take = partial(_put_elements, put, part, dtype, part.begin - first, strides)
+        yield Piece(file, origin + first, end - first, chunk, first, 0, take)
+
+
+def _put_elements(
+    put: PutBox,
+    part: BoxPart,
+    dtype: np.dtype[np.generic],
+    at: int,
+    strides: tuple[int, ...],
+    data: memoryview,
+) -> None:
+    put(part.offsets, np.ndarray(part.lengths, dtype, data, at, strides))
+
+
+def _put_permuted(
+    put: PutBox, dimensions: tuple[int, ...], offsets: tuple[int, ...], elements: npt.NDArray[np.generic]
+) -> None:
+    put(tuple(offsets[d] for d in dimensions), elements.transpose(dimensions))
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def carry_out(request: Request, worker: Worker) -> None:
+    """Read, check, and hand out."""
+    engine = worker.engine
+    scratch = worker.room(request.scratch_bytes)
+    buffers: list[memoryview] = []
+    segments: list[tuple[int, int]] = []  # where scratch memory has which bytes: (in the file, in scratch)
+    position, used = request.begin, 0
+    direct: list[memoryview] = []
+    for piece in request.direct:
+        if piece.offset > position:
+            segments.append((position, used))
+            buffers.append(scratch[used : used + piece.offset - position])
+            used += piece.offset - position
+        direct.append(view(piece.address, piece.size_bytes))
+        buffers.append(direct[-1])
+        position = piece.offset + piece.size_bytes
+    if request.end > position:
+        segments.append((position, used))
+        buffers.append(scratch[used : used + request.end - position])
+    engine.handle(request.file).preadv(buffers, request.begin)
+    worker.stats.bytes_read += request.end - request.begin
+    for piece, data in zip(request.direct, direct, strict=True):
+        _check(worker, piece, data)
+    _hand_out(worker, request.copied, scratch, segments)
+
+
+def _hand_out(
+    worker: Worker, pieces: list[Piece], scratch: memoryview, segments: list[tuple[int, int]]
+) -> None:
+    memmove, address = ctypes.memmove, worker.scratch_address
+    number, last = 0, len(segments) - 1
+    for piece in pieces:
+        _, offset, size, _, _, target, put = piece
+        while number < last and segments[number + 1][0] <= offset:
+            number += 1
+        begin, used = segments[number]
+        start = used + offset - begin
+        data = scratch[start : start + size]
+        _check(worker, piece, data)
+        if put is None:
+            memmove(target, address + start, size)
+        else:
+            put(data)
+
+
+def _check(worker: Worker, piece: Piece, data: memoryview) -> None:
+    """Compare the checksums of blocks; of those that ``data`` has a part of, keep that part's."""
+    engine, chunk, position = worker.engine, piece.chunk, piece.position
+    if engine.verify == "none" or chunk == NO_CHUNK:
+        return
+    length, size = engine.payload_lengths[chunk], len(data)
+    if size == length and size <= BLOCK_BYTES:
+        engine.check_block(worker.stats, chunk, 0, crc32(data))
+        return
+    at = 0
+    while at < size:
+        block = (position + at) // BLOCK_BYTES
+        step = min(size, (block + 1) * BLOCK_BYTES - position) - at
+        engine.check_part(worker.stats, chunk, position + at, step, crc32(data[at : at + step]))
+        at += step

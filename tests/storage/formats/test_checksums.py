@@ -1,0 +1,15 @@
+import random
+import zlib
+
+import pytest
+
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+
+
+@pytest.mark.parametrize("second_bytes", [0, 1, 2, 63, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
+def test_the_checksum_of_two_pieces_is_that_of_both_together(second_bytes: int) -> None:
+    """Whatever their lengths, and also for a first piece of nothing."""
+    generator = random.Random(second_bytes)
+    first, second = generator.randbytes(1000), generator.randbytes(second_bytes)
+    assert crc32_combine(crc32(first), crc32(second), second_bytes) == zlib.crc32(first + second)
+    assert crc32_combine(0, crc32(second), second_bytes) == zlib.crc32(second)

@@ -1,0 +1,109 @@
+"""A store in memory that likes few large reads, as an object store does, and notes each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.stores import FileInfo, MemoryStore, Version
+from dcp.storage.stores.base import ReadHandle, ReadProfile
+
+__all__ = ["OBJECT_PROFILE", "ReadNote", "RecordingStore"]
+
+OBJECT_PROFILE = ReadProfile(
+    threads=3, request_bytes=8 << 20, join_below_bytes=8 << 20, gap_bytes=256 << 10, scatter=True
+)
+
+
+@dataclass(frozen=True)
+class ReadNote:
+    """One read: its file, its first byte, its size, and how many buffers it filled."""
+
+    name: str
+    offset: int
+    size_bytes: int
+    buffers: int
+
+
+class RecordingStore(MemoryStore):
+    """``reads`` has every read of a data file; `traffic` counts as the service of an object store would.
+
+    A file of a known size is opened without a look at it, so that only its first read finds it missing.
+    """
+
+    def __init__(self, name: str, profile: ReadProfile = OBJECT_PROFILE) -> None:
+        super().__init__(name)
+        self.read_profile = profile
+        self.reads: list[ReadNote] = []
+        self._asked: dict[str, float] = {}
+        self._guard = threading.Lock()
+
+    def note(self, op: str, received_bytes: int = 0) -> None:
+        """Count a request."""
+        with self._guard:
+            for name, amount in (("requests", 1), (op, 1), ("bytes_received", received_bytes)):
+                self._asked[name] = self._asked.get(name, 0) + amount
+
+    def traffic(self) -> dict[str, float]:
+        """Requests by kind, and bytes."""
+        with self._guard:
+            return dict(self._asked)
+
+    def list(self) -> list[FileInfo]:
+        """One request."""
+        self.note("list")
+        return super().list()
+
+    def stat(self, name: str) -> FileInfo | None:
+        """One request."""
+        self.note("head")
+        return super().stat(name)
+
+    def version(self, name: str) -> Version | None:
+        """One request."""
+        self.note("head")
+        return super().version(name)
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """One request."""
+        data = super().read(name, limit_bytes=limit_bytes)
+        self.note("get", len(data))
+        return data
+
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
+        """A request only where the size is not known."""
+        if expected_bytes is None:
+            self.note("head")
+            expected_bytes = len(self._file(name).data)
+        return _Handle(self, name, expected_bytes)
+
+
+class _Handle(ReadHandle):
+    def __init__(self, store: RecordingStore, name: str, size_bytes: int) -> None:
+        self._store = store
+        self.name = name
+        self.size_bytes = size_bytes
+
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        store, size = self._store, sum(buffer.nbytes for buffer in buffers)
+        found = MemoryStore.stat(store, self.name)
+        if found is None:
+            path = store.path_of(self.name)
+            raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+        if found.size_bytes != self.size_bytes:
+            path = store.path_of(self.name)
+            raise CorruptCheckpointError(f"{path} has {found.size_bytes} bytes", path=path)
+        with MemoryStore.open_read(store, self.name) as inner:
+            inner.preadv(buffers, offset)
+        store.note("get", size)
+        store.reads.append(ReadNote(self.name, offset, size, len(buffers)))
+
+    def pread(self, length: int, offset: int) -> bytes:
+        data = bytearray(length)
+        self.preadv([memoryview(data)], offset)
+        return bytes(data)
+
+    def close(self) -> None:
+        pass
