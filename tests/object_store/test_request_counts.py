@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> No
         assert s3_proxy.requests("GetObject") == []
         assert s3_proxy.counts().total() <= 6, s3_proxy.counts()
         s3_proxy.log.clear()
-        state = {"weight": torch.zeros(100, 100), "note": None}
+        state: dict[str, Any] = {"weight": torch.zeros(100, 100), "note": None}
         restored = manager.restore(state)
         assert restored is not None
         assert restored.step == _STEPS

@@ -35,7 +35,7 @@ def small_state(name: str) -> dict[str, Any]:
 
 def assert_loads(url: str, expected: dict[str, Any], options: dict[str, Any]) -> None:
     """Load into other contents, and compare every byte."""
-    state = {
+    state: dict[str, Any] = {
         key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
         for key, value in expected.items()
     }
