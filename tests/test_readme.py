@@ -5,15 +5,24 @@ import pytest
 import torch
 
 import dcp
+from dcp.demo.places import newest_checkpoint
+from dcp.demo.s3_server import S3Server
+from tests.support.s3 import raw_s3
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_python_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
+) -> None:
     """The README's Python blocks, one after the other, with nothing but a model given."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     monkeypatch.chdir(tmp_path)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    with raw_s3(s3_server) as server:
+        server.client.create_bucket(Bucket="my-bucket")
     names: dict[str, object] = {"model": torch.nn.Linear(3, 4)}
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
@@ -26,3 +35,5 @@ def test_python_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.M
     assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them
     manager.close()
     assert dcp.open_index(tmp_path / "checkpoints" / "by-hand").tensor_count == 2
+    assert dcp.open_index("s3://my-bucket/runs/by-hand").tensor_count == 2
+    assert newest_checkpoint("s3://my-bucket/runs/first") == "step-00000010"
