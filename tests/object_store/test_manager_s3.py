@@ -1,0 +1,369 @@
+"""`CheckpointManager` on a real S3 server: retention, deletion, pins, resuming, and what all that costs."""
+
+from __future__ import annotations
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from dcp.manager import steps
+from dcp.manager.notes import NOTES_NAME, Deleting
+from dcp.manager.saves import Mode
+from dcp.manager.steps import StepFolders, read_commit
+from dcp.manager.upkeep import problem_of
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.stores.folders import ObjectRoot, open_root
+from dcp.storage.stores.opening import OpenWith
+from tests.dcp.manager.manager_support import Recorder, state_at
+from tests.support.fault_proxy import FaultProxy
+from tests.support.ranks import run_ranks
+from tests.support.s3 import RawS3, raw_s3
+from tests.support.versions import version_of, version_state
+
+CHECKPOINT = [METADATA_NAME, "data", MANIFEST_NAME, NOTES_NAME]
+
+
+def manager_of(root: str, server: S3Server | FaultProxy, **options: Any) -> dcp.CheckpointManager:
+    """A manager of this process alone, whose failed saves are errors."""
+    settings: dict[str, Any] = {"no_dist": True, "on_failure": "raise", "mode": "sync"}
+    return dcp.CheckpointManager(root, storage_options=server.storage_options, **(settings | options))
+
+
+def below(raw: RawS3, root: str) -> dict[str, list[str]]:
+    """Names of all objects by the folder below ``root`` that they are in; data files as "data"."""
+    found: dict[str, list[str]] = {}
+    for key in raw.list(f"{root}/"):
+        folder, _, name = key.rpartition("/")
+        found.setdefault(folder, []).append("data" if name.endswith(".distcp") else name)
+    return {folder: sorted(names) for folder, names in found.items()}
+
+
+def one_data_file(raw: RawS3, folder: str) -> str:
+    """The URL of the data file of a checkpoint of one rank."""
+    (name,) = [name for name in raw.list(f"{folder}/") if name.endswith(".distcp")]
+    return f"{folder}/{name}"
+
+
+# -- a run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode: Mode) -> None:
+    """Saved behind the loop, verified, and all but the last two, the best and the pinned deleted to the last
+    object; the next run goes on from the newest."""
+    recorder = Recorder()
+    keep = dcp.Retention(last=2, best=dcp.Best("loss"))
+    losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 2.5}
+    with manager_of(s3_root, s3_server, mode=mode, keep=keep, on_event=recorder) as manager:
+        assert manager.restore(version_state(0)) is None
+        for step, loss in losses.items():
+            manager.save(step, version_state(step), metrics={"loss": loss})
+            if step == 3:
+                assert manager.wait(120)
+                manager.pin(3)
+        assert manager.wait(120)
+        assert manager.all_steps() == [2, 3, 5, 6]
+        assert (manager.pinned(), manager.latest(), manager.failures) == ([3], 6, 0)
+    assert sorted(step or 0 for step in recorder.steps("verified")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(step or 0 for step in recorder.steps("deleted")) == [1, 4]
+    with raw_s3(s3_server) as raw:
+        assert below(raw, s3_root) == {f"step-{step:08d}": CHECKPOINT for step in (2, 3, 5, 6)}
+    with manager_of(s3_root, s3_server) as manager:
+        state = version_state(0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, version_of(state), restored.metrics) == (6, 6, {"loss": 2.5})
+        assert restored.checkpoint_id == f"{s3_root}/step-00000006"
+
+
+def save_on_ranks(rank: int, world_size: int, root: str, options: dict[str, Any]) -> list[int]:
+    """Two steps, saved by all ranks together in a thread; the steps that each rank sees."""
+    with dcp.CheckpointManager(root, storage_options=options, on_failure="raise") as manager:
+        for step in (1, 2):
+            manager.save(step, {**state_at(step, rank)})
+        manager.wait(60)
+        return manager.all_steps()
+
+
+def restore_on_ranks(rank: int, world_size: int, root: str, options: dict[str, Any]) -> list[Any]:
+    """The newest usable step, as one of several ranks."""
+    state = state_at(0, rank)
+    with dcp.CheckpointManager(root, storage_options=options) as manager:
+        restored = manager.restore(state, per_rank="keep")
+        assert restored is not None
+        return [restored.step, [step for step, _ in restored.skipped], state["step"]]
+
+
+def test_ranks_save_and_others_go_on(s3_server: S3Server, s3_root: str) -> None:
+    """Two ranks save; three agree on the older step, because the newest is damaged."""
+    options = s3_server.storage_options
+    assert run_ranks(2, save_on_ranks, s3_root, options) == [[1, 2]] * 2
+    with raw_s3(s3_server) as raw:
+        folder = f"{s3_root}/step-00000002"
+        data = {name: size for name, size in raw.list(f"{folder}/").items() if name.endswith(".distcp")}
+        largest = max(data, key=lambda name: data[name])
+        raw.write(f"{folder}/{largest}", raw.read(f"{folder}/{largest}")[: data[largest] // 2])
+    assert run_ranks(3, restore_on_ranks, s3_root, options) == [[1, [2], 1]] * 3
+
+
+def test_writers_of_ones_own_get_the_options(s3_server: S3Server, s3_root: str) -> None:
+    """Those that have none; with wrong ones of its own a writer fails, whatever the manager has."""
+    makes = (
+        partial(dcp.FileSystemWriter, torch_compatible=False),
+        partial(dcp.FsspecWriter, torch_compatible=False),
+        partial(dcp.FsspecWriter, torch_compatible=False, **s3_server.storage_options),
+    )
+    for step, make in enumerate(makes, start=1):
+        with manager_of(s3_root, s3_server, writer=make) as manager:
+            manager.save(step, {"n": step})
+    with raw_s3(s3_server) as raw:
+        wanted = [name for name in CHECKPOINT if name != METADATA_NAME]
+        assert below(raw, s3_root) == {f"step-{step:08d}": wanted for step in (1, 2, 3)}
+    wrong = partial(dcp.FsspecWriter, **(s3_server.storage_options | {"secret": "wrong"}))
+    with (
+        pytest.raises(StorageError, match="SignatureDoesNotMatch"),
+        manager_of(s3_root, s3_server, writer=wrong, retries=0) as manager,
+    ):
+        manager.save(4, {"n": 4})
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+def flip(data: bytes) -> bytes:
+    """One bit in the middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def test_a_restore_falls_back_and_notes_the_damage(s3_server: S3Server, s3_root: str) -> None:
+    """Past a flipped bit, a cut file, one that is gone, and a damaged manifest; what was found is noted, and
+    such steps no longer count for retention."""
+    recorder = Recorder()
+    with manager_of(s3_root, s3_server) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"w": torch.full((4096,), float(step)), "step": step})
+    state: dict[str, Any] = {"w": torch.zeros(4096), "step": 0}
+    keep = dcp.Retention(last=2)
+    with (
+        raw_s3(s3_server) as raw,
+        manager_of(s3_root, s3_server, keep=keep, on_event=recorder) as manager,
+    ):
+        data = {step: one_data_file(raw, manager.checkpoint_id(step)) for step in range(3, 6)}
+        raw.write(data[5], flip(raw.read(data[5])))
+        raw.write(data[4], raw.read(data[4])[:-1000])
+        raw.delete(data[3])
+        manifest = f"{manager.checkpoint_id(6)}/{MANIFEST_NAME}"
+        raw.write(manifest, flip(raw.read(manifest)))
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, state["step"], state["w"].unique().tolist()) == (2, 2, [2.0])
+        reasons = dict(restored.skipped)
+        assert list(reasons) == [6, 5, 4, 3]
+        assert "'w'" in reasons[5]
+        assert all(str(step) in reason for step, reason in reasons.items())
+        with pytest.raises(CorruptCheckpointError):
+            manager.restore(state, step=5)
+        assert manager.wait(60)
+        folders = StepFolders(s3_root, open_store=OpenWith(s3_server.storage_options))
+        assert {row.step: row.health for row in folders.survey()} == dict(
+            zip(range(1, 7), ["good", "good", *["damaged"] * 4], strict=True)
+        )
+        manager.save(7, state)
+        assert manager.wait(60)
+        assert manager.all_steps() == [2, 3, 4, 5, 6, 7]  # one good one is not enough to let damaged ones go
+        manager.save(8, state)
+        assert manager.wait(60)
+        assert manager.all_steps() == [7, 8]
+        assert below(raw, s3_root) == {f"step-{step:08d}": CHECKPOINT for step in (7, 8)}
+    assert sorted(step or 0 for step in recorder.steps("skipped_damaged")) == [3, 4, 5, 6]
+
+
+def test_a_verification_costs_no_request_a_file(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Sizes are compared by one listing. A full one reads the data, with the store's own options."""
+    writer = dcp.FsspecWriter(s3_root, single_file_per_rank=False, **s3_proxy.storage_options)
+    dcp.save({f"w{i}": torch.full((100,), i) for i in range(20)}, storage_writer=writer, no_dist=True)
+    store = OpenWith(s3_proxy.storage_options)(s3_root)
+    commit = read_commit(store)
+    assert commit is not None
+    assert commit.index is not None
+    s3_proxy.log.clear()
+    assert problem_of(store, commit, "sizes") is None
+    assert s3_proxy.counts() == {"ListObjectsV2": 1}
+    assert problem_of(store, commit, "full") is None
+    with raw_s3(s3_proxy) as raw:
+        first, second, third = (f"{s3_root}/{commit.index.files[row]}" for row in range(3))
+        raw.write(first, raw.read(first) + b"x")
+        raw.delete(second)
+        raw.write(third, flip(raw.read(third)))
+    problem = problem_of(store, commit, "sizes")
+    assert problem is not None
+    assert re.search(r"has [0-9]+ bytes, committed were [0-9]+; .* is missing$", problem)
+    assert len((problem_of(store, commit, "full") or "").split("; ")) >= 3
+
+
+# -- notes and deletions -------------------------------------------------------------------------------------
+
+
+def test_pins_and_deletions(s3_server: S3Server, s3_root: str) -> None:
+    """A pin holds against retention and deletion, until it is taken away by whichever manager."""
+    with manager_of(s3_root, s3_server) as manager, manager_of(s3_root, s3_server) as other:
+        for step in (1, 2, 3):
+            manager.save(step, {"n": step})
+        assert manager.wait(60)
+        other.pin(2)
+        assert manager.pinned() == [2]
+        with pytest.raises(CheckpointError, match="pinned"):
+            manager.delete(2)
+        for step in (4, 10**9):
+            with pytest.raises(CheckpointNotFoundError):
+                manager.delete(step)
+            with pytest.raises(CheckpointNotFoundError):
+                manager.pin(step)
+        manager.unpin(2)
+        manager.delete(2)
+        assert manager.all_steps() == [1, 3]
+        assert manager.wait(60)
+        assert (other.all_steps(), other.pinned()) == ([1, 3], [])
+    with raw_s3(s3_server) as raw:
+        assert below(raw, s3_root) == {f"step-{step:08d}": CHECKPOINT for step in (1, 3)}
+
+
+def test_notes_of_many_writers_are_all_kept(s3_server: S3Server, s3_root: str) -> None:
+    """Each compares and replaces: none loses what another has noted at the same time."""
+    dcp.save(
+        {"n": 1},
+        checkpoint_id=f"{s3_root}/1",
+        storage_options=s3_server.storage_options,
+        no_dist=True,
+    )
+
+    def note(number: int) -> None:
+        folders = StepFolders(s3_root, "{step}", open_store=OpenWith(s3_server.storage_options))
+        folders.update_notes(1, lambda notes: replace(notes, others={**notes.others, f"by {number}": number}))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(note, range(6)))
+    folders = StepFolders(s3_root, "{step}", open_store=OpenWith(s3_server.storage_options))
+    assert dict(folders.notes(1).others) == {f"by {number}": number for number in range(6)}
+
+
+def test_what_an_earlier_run_left_is_finished(s3_server: S3Server, s3_root: str) -> None:
+    """Deletions that were cut off, before and after the commit object went, and where a new save goes."""
+    with manager_of(s3_root, s3_server) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, version_state(step))
+    folders = StepFolders(s3_root, open_store=OpenWith(s3_server.storage_options))
+    for step in (1, 2, 3):
+        save_id = folders.facts(step).save_id
+        folders.update_notes(step, partial(replace, deleting=Deleting(save_id, 1.0, (save_id,), 0.0)))
+    with raw_s3(s3_server) as raw:
+        for name in (METADATA_NAME, MANIFEST_NAME):
+            raw.delete(f"{s3_root}/step-00000002/{name}")
+        with manager_of(s3_root, s3_server) as manager:
+            assert manager.all_steps() == [4]
+            manager.save(3, version_state(33))
+            assert manager.wait(60)
+            assert manager.all_steps() == [3, 4]
+            state = version_state(0)
+            assert manager.restore(state, step=3) is not None
+            assert version_of(state) == 33
+        assert below(raw, s3_root) == {f"step-{step:08d}": CHECKPOINT for step in (3, 4)}
+
+
+# -- what it costs -------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_steps_are_found_by_a_few_requests(
+    s3_proxy: FaultProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest is restored without a look into the others; what begins a save asks about its own step
+    alone; the list of all of them opens notes once, and nothing else."""
+    with manager_of(s3_root, s3_proxy) as manager:
+        manager.save(1000, version_state(7))
+    with raw_s3(s3_proxy.server) as raw:
+        manifest, notes = (
+            raw.read(f"{s3_root}/step-00001000/{name}") for name in (MANIFEST_NAME, NOTES_NAME)
+        )
+        raw.write_many([(f"{s3_root}/step-{step:08d}/{MANIFEST_NAME}", manifest) for step in range(1, 1000)])
+        raw.write_many([(f"{s3_root}/step-{step:08d}/{NOTES_NAME}", notes) for step in range(901, 1000)])
+    with manager_of(s3_root, s3_proxy, mode="thread", verify_saved="off") as manager:
+        s3_proxy.log.clear()
+        state = version_state(0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert (restored.step, version_of(state)) == (1000, 7)
+        counts = s3_proxy.counts()
+        assert counts["ListObjectsV2"] == 2  # 1,102 objects
+        assert sum(counts.values()) <= 10, counts
+        s3_proxy.log.clear()
+        assert manager.latest() == 1000
+        assert s3_proxy.counts() == {"ListObjectsV2": 2}
+        s3_proxy.log.clear()
+        future = manager.save(1001, version_state(8))
+        assert future is not None
+        assert future.exception(60) is None
+        asked = [request.key or request.query["prefix"] for request in s3_proxy.log]
+        committed = next(at for at, key in enumerate(asked) if key.endswith(f"1001/{MANIFEST_NAME}"))
+        assert {key.split("/")[1] for key in asked[:committed]} == {"step-00001001"}
+        assert manager.wait(60)
+    folders = StepFolders(s3_root, open_store=OpenWith(s3_proxy.storage_options))
+    monkeypatch.setattr(steps, "_RACY_SECONDS", -math.inf)  # as if all were written long ago
+    for gets in ({"GetObject": 100}, {}):
+        s3_proxy.log.clear()
+        assert folders.all_steps() == [*range(1, 1002)]
+        assert s3_proxy.counts() == {"ListObjectsV2": 2, **gets}
+
+
+def test_a_root_of_objects(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """All folders from one listing, one folder from a listing of that one; deeper and odd keys are none."""
+    names = [f"step-{number:04d}/{name}" for number in range(400) for name in ("a", "b", MANIFEST_NAME)]
+    odd = ["file", "deeper/than/that", "step-0001/deeper/x", "lock/.lock", "step-0002/.lock"]
+    with raw_s3(s3_proxy.server) as raw:
+        raw.write_many([(f"{s3_root}/{name}", name.encode()) for name in [*names, *odd]])
+        raw.write(f"{s3_root}-other/step-1/{MANIFEST_NAME}", b"")
+    root = open_root(f"{s3_root}/", open_store=OpenWith(s3_proxy.storage_options))
+    assert isinstance(root, ObjectRoot)
+    assert s3_proxy.log == []
+    found = root.look(("a",))
+    assert s3_proxy.counts() == {"ListObjectsV2": 2}
+    assert sorted(found) == [f"step-{number:04d}" for number in range(400)]
+    assert sorted(found["step-0399"]) == ["a", MANIFEST_NAME]
+    assert found["step-0001"]["a"].size_bytes == len("step-0001/a")
+    s3_proxy.log.clear()
+    assert root.names() == ["deeper", "lock", *sorted(found)]
+    assert sorted(root.look_into("step-0001", ("b",))) == ["b", MANIFEST_NAME]
+    assert root.look_into("step-9999", ("b",)) == {}
+    assert s3_proxy.counts() == {"ListObjectsV2": 3}
+    listed = root.listings()
+    assert {name: [info.name for info in files or ()] for name, files in listed.items()} == {
+        name: ["a", "b", MANIFEST_NAME] for name in found
+    }
+    assert root.exists()
+    root.make()
+    assert root.store("step-0001").url == f"{s3_root}/step-0001"
+
+
+def test_a_root_in_any_file_system_of_fsspec(tmp_path: Path) -> None:
+    """By the same class: here fsspec's own memory, which has folders of its own."""
+    place = f"memory://{tmp_path.name}/run"
+    opener = OpenWith(through_fsspec=True)
+    root = open_root(place, open_store=opener)
+    assert isinstance(root, ObjectRoot)
+    for step in (1, 2):
+        dcp.save({"n": step}, storage_writer=dcp.FsspecWriter(f"{place}/step-{step:08d}"), no_dist=True)
+    folders = StepFolders(root)
+    assert folders.all_steps() == [1, 2]
+    folders.update_notes(2, lambda notes: replace(notes, pinned=True))
+    assert (folders.pinned(), folders.latest(), folders.has(2), folders.has(3)) == ([2], 2, True, False)
+    assert [state.health for state in folders.survey()] == ["good", "good"]
