@@ -265,6 +265,7 @@ class ColumnarSave:
             outcome = self._writer.write_request(request, on_bytes)
         self.seconds["write"] = time.perf_counter() - begun
         outcome.seconds = dict(self.seconds)
+        outcome.traffic = self._writer.traffic
         return outcome
 
     def _request(self, columns: WriteColumns) -> WriteRequest:
@@ -295,6 +296,8 @@ class ColumnarSave:
         objects = [columns.object_rows for columns in self._plan.writes]
         index: CheckpointIndex = assemble_index(self._plan.index, chunks, objects, outcomes)
         self._writer.provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
+        if any(outcome.traffic for outcome in outcomes):
+            self._writer.provenance["rank_traffic"] = [outcome.traffic for outcome in outcomes]
         self._writer.provenance["assemble_seconds"] = time.perf_counter() - begun
         self._writer.publish(index)
         return b""

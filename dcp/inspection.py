@@ -76,7 +76,9 @@ class CheckpointSummary:
 class CheckpointHeader:
     """A checkpoint as a whole; ``bytes`` are those of the tensors, ``file_bytes`` those of the files.
 
-    ``rank_seconds`` are the durations of the save's phases by rank, none where the writer noted none.
+    ``rank_seconds`` are the durations of the save's phases by rank, none where the writer noted none, and
+    ``rank_traffic`` what each rank asked of the storage's service until it had written its files: see
+    `dcp.storage.stores.base.Store.traffic`.
     """
 
     url: str
@@ -94,6 +96,7 @@ class CheckpointHeader:
     file_bytes: int
     user: Mapping[str, Any]
     rank_seconds: tuple[Mapping[str, float], ...] = ()
+    rank_traffic: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +244,19 @@ def header_of(
         bytes=index.tensor_bytes,
         file_bytes=sum(listing[name].size_bytes for name in index.files if name in listing),
         user=index.user,
-        rank_seconds=_rank_seconds(provenance.get("rank_seconds")),
+        rank_seconds=_by_rank(provenance.get("rank_seconds")),
+        rank_traffic=_by_rank(provenance.get("rank_traffic")),
     )
 
 
-def _rank_seconds(noted: object) -> tuple[dict[str, float], ...]:
-    """What of ``noted`` is durations: a manifest may come from anybody."""
+def _by_rank(noted: object) -> tuple[dict[str, float], ...]:
+    """What of ``noted`` is figures by rank: a manifest may come from anybody."""
     if not isinstance(noted, list):
         return ()
-    ranks = [phases if isinstance(phases, dict) else {} for phases in noted]
+    ranks = [figures if isinstance(figures, dict) else {} for figures in noted]
     return tuple(
-        {str(phase): float(value) for phase, value in phases.items() if isinstance(value, int | float)}
-        for phases in ranks
+        {str(name): float(value) for name, value in figures.items() if isinstance(value, int | float)}
+        for figures in ranks
     )
 
 

@@ -28,6 +28,10 @@ class LoadReport:
     being compared (partly needed, or the format has no checksum). ``seconds``: by phase. ``attempts``: 2
     where the checkpoint was replaced while it was being read, and its successor was loaded.
 
+    ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
+    and their number by kind, "retries", "bytes_received", "request_seconds" (summed, also over those at one
+    time) and "slowest_request_seconds".
+
     ``save_id``, ``world_size`` (number of ranks that saved) and ``user_metadata`` are the checkpoint's, where
     its format and the storage tell them.
     """
@@ -43,6 +47,7 @@ class LoadReport:
     renamed: dict[str, str] = field(default_factory=dict)
     kept_per_rank: list[str] = field(default_factory=list)
     attempts: int = 1
+    storage: dict[str, float] = field(default_factory=dict)
     save_id: str | None = None
     world_size: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)

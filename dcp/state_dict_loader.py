@@ -253,6 +253,8 @@ def _load_once(
             _ColumnarLoad(state, reader, ranks, planner, report, progress).run()
     else:
         object_steps.load(state, reader, ranks, planner, report)
+    if isinstance(reader, FileSystemReader):
+        report.storage = reader.traffic
     return report
 
 
@@ -344,11 +346,14 @@ class _ColumnarLoad:
 
     def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
         objects = engine.index.objects
-        for row, fqn in zip(columns.objects.tolist(), columns.object_fqns, strict=True):
+        rows = columns.objects.tolist()
+        pickled = [objects.fqns[row] for row in rows if objects.plain[row] < 0]
+        blobs = self._reader.read_objects(engine, pickled)
+        for row, fqn in zip(rows, columns.object_fqns, strict=True):
             if objects.plain[row] >= 0:
                 self._planner.store_object(fqn, decode_plain(objects.values[int(objects.plain[row])]))
             else:
-                self._planner.store_blob(fqn, self._reader.read_object(engine, objects.fqns[row]))
+                self._planner.store_blob(fqn, next(blobs))
 
 
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:

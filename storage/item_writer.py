@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.storage.engine.write import DataFile
+from dcp.storage.engine.write import DataFile, file_bytes
 from dcp.storage.errors import PlanError
 from dcp.storage.tensors import byte_pieces, dtype_code
 
@@ -45,8 +46,11 @@ class ItemWriter:
         """Write all of ``items``; complete files, or none and the error."""
         finished: list[DataFile] = []
         try:
+            single = self._writer.single_file_per_rank
             for item in items:
-                file = self._file = self._file or self._writer.new_file()
+                if self._file is None:
+                    self._file = self._writer.new_file(self._expected_bytes(items if single else [item]))
+                file = self._file
                 self._results.append(self._write_item(file, item))
                 if not self._writer.single_file_per_rank:
                     file.finish()
@@ -61,6 +65,15 @@ class ItemWriter:
                 file.abort()
             raise
         return self._results
+
+    def _expected_bytes(self, items: Sequence[WriteItem]) -> int:
+        """The size of a file with ``items``; those that are no tensors are small, and known only later."""
+        payload_bytes = 0
+        for item in items:
+            if item.tensor_data is not None:
+                elements = math.prod(item.tensor_data.chunk.sizes)
+                payload_bytes += elements * item.tensor_data.properties.dtype.itemsize
+        return file_bytes(payload_bytes, len(items), torch_compatible=self._writer.torch_compatible)
 
     def _write_item(self, file: DataFile, item: WriteItem) -> WriteResult:
         data = self._planner.resolve_data(item)

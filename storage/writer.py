@@ -13,11 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,53 +22,21 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp.storage import commit, torch_metadata
-from dcp.storage.engine.assemble import ragged_positions
-from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name
+from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name, file_bytes
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.item_writer import ItemWriter
+from dcp.storage.lanes import Lane, WriteRequest, Written, collect, row_bytes, write_lane
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
-from dcp.storage.tensors import byte_pieces, finish_device_work, narrow
+from dcp.storage.stores.traffic import traffic_since
+from dcp.storage.tensors import finish_device_work
 
 __all__ = ["FileSystemWriter", "WriteRequest", "uses_columns"]
 
 _TWO_FILES_ABOVE_BYTES = 64 << 20
 """Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as
 fast."""
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """What a rank has to write, row by row in file order.
-
-    Row i is the box at ``local_offsets[i]`` of extent ``sizes[i]`` of ``sources[i]`` (a local tensor on any
-    device); its bytes are those of row ``shares[i]`` if that is not -1. ``blobs`` are the objects' torch.save
-    bytes and ``values`` their plain msgpack encodings or None; equal blobs are stored once.
-    """
-
-    sources: Sequence[torch.Tensor] = ()
-    dtype_codes: Sequence[int] = ()
-    sizes: Sequence[tuple[int, ...]] = ()
-    local_offsets: Sequence[tuple[int, ...]] = ()
-    shares: Sequence[int] = ()
-    blobs: Sequence[bytes] = ()
-    values: Sequence[bytes | None] = ()
-
-
-@dataclass
-class _Lane:
-    """One data file with the rows that go into it."""
-
-    rows: list[int] = field(default_factory=list)
-    with_objects: bool = False
-
-
-class _Written(NamedTuple):
-    """A lane's complete file, and where the objects are in it."""
-
-    file: DataFile
-    objects: list[tuple[int, int, int]]
 
 
 class FileSystemWriter(StorageWriter):
@@ -135,6 +100,7 @@ class FileSystemWriter(StorageWriter):
         self._files_written = 0
         self._previous: commit.Previous | None = None
         self._store: Store | None = None
+        self._traffic_before: dict[str, float] = {}
         self.save_id = _new_save_id()
 
     # -- torch's interface -----------------------------------------------------------------------------------
@@ -160,7 +126,13 @@ class FileSystemWriter(StorageWriter):
         """The store of the current id."""
         if self._store is None:
             self._store = self.open_store(self.path)
+            self._traffic_before = self._store.traffic()
         return self._store
+
+    @property
+    def traffic(self) -> dict[str, float]:
+        """What this save asked of the storage's service so far: see `Store.traffic`."""
+        return {} if self._store is None else traffic_since(self._store, self._traffic_before)
 
     def storage_meta(self) -> StorageMeta:
         """What planners and `.metadata` learn about this save."""
@@ -171,6 +143,8 @@ class FileSystemWriter(StorageWriter):
         if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
             self.reset()
         self._begun = True
+        if self._store is not None:
+            self._traffic_before = self._store.traffic()
         self.rank = int(kwargs.get("rank") or 0)
         self.use_collectives = bool(kwargs.get("use_collectives", True))
         self.is_coordinator = is_coordinator
@@ -275,9 +249,9 @@ class FileSystemWriter(StorageWriter):
         """Remove the data files of the current save, of all ranks, unless they are committed."""
         commit.discard(self.store, self.save_id, self.names)
 
-    def new_file(self) -> DataFile:
+    def new_file(self, expected_bytes: int | None = None) -> DataFile:
         """The next data file of this rank."""
-        return self._create(self._take_numbers(1)[0])
+        return self._create(self._take_numbers(1)[0], expected_bytes)
 
     def _take_numbers(self, count: int) -> range:
         first, self._files_written = self._files_written, self._files_written + count
@@ -302,18 +276,22 @@ class FileSystemWriter(StorageWriter):
         ``on_bytes`` is called with the payload bytes of each tensor written, from the writing threads.
         """
         own = [row for row, share in enumerate(request.shares) if share < 0]
-        row_bytes = [_row_bytes(request, row) for row in own]
-        lanes = self._lanes(own, row_bytes, bool(request.blobs))
+        payloads = [row_bytes(request, row) for row in own]
+        lanes = self._lanes(own, payloads, bool(request.blobs))
         if not lanes:
             return _empty_outcome(len(request.shares))
-        sizes = dict(zip(own, row_bytes, strict=True))
+        sizes = dict(zip(own, payloads, strict=True))
         files: list[DataFile] = []
 
-        def write(number: int, lane: _Lane) -> _Written:
+        def write(number: int, lane: Lane) -> Written:
             # Created only now: with a file for each tensor there may be more than a process can have open.
-            file = self._create(number, sum(sizes[row] for row in lane.rows))
+            payload_bytes = sum(sizes[row] for row in lane.rows)
+            expected = file_bytes(payload_bytes, len(lane.rows), torch_compatible=self.torch_compatible)
+            if lane.with_objects:
+                expected += sum(map(len, set(request.blobs)))
+            file = self._create(number, expected)
             files.append(file)
-            return _Written(file, _write_lane(request, on_bytes, file, lane))
+            return Written(file, write_lane(request, on_bytes, file, lane))
 
         numbers = self._take_numbers(len(lanes))
         try:
@@ -329,26 +307,26 @@ class FileSystemWriter(StorageWriter):
             raise
         if self.sync_files:
             self.store.sync()
-        return _collect(request, written, lanes)
+        return collect(request, written, lanes)
 
-    def _lanes(self, rows: list[int], row_bytes: list[int], has_objects: bool) -> list[_Lane]:
+    def _lanes(self, rows: list[int], payloads: list[int], has_objects: bool) -> list[Lane]:
         if not rows and not has_objects:
             return []
         if not self.single_file_per_rank and rows:
-            lanes = [_Lane([row]) for row in rows]
+            lanes = [Lane([row]) for row in rows]
             if has_objects:
-                lanes.append(_Lane([], with_objects=True))
+                lanes.append(Lane([], with_objects=True))
             return lanes
-        total = sum(row_bytes)
+        total = sum(payloads)
         count = self.thread_count
         if not self.sync_files and total >= _TWO_FILES_ABOVE_BYTES:
             count = max(count, self.lanes)
         count = max(1, min(count, len(rows)))
-        lanes, taken = [_Lane() for _ in range(count)], 0
-        for row, size in zip(rows, row_bytes, strict=True):
+        lanes, taken = [Lane() for _ in range(count)], 0
+        for row, size in zip(rows, payloads, strict=True):
             lanes[min(count - 1, taken * count // max(total, 1))].rows.append(row)
             taken += size
-        lanes = [lane for lane in lanes if lane.rows] or [_Lane()]
+        lanes = [lane for lane in lanes if lane.rows] or [Lane()]
         lanes[0].with_objects = has_objects
         return lanes
 
@@ -374,82 +352,8 @@ def _new_save_id() -> str:
     return uuid.uuid4().hex[:8]
 
 
-def _row_bytes(request: WriteRequest, row: int) -> int:
-    size = request.sources[row].element_size()
-    for extent in request.sizes[row]:
-        size *= extent
-    return size
-
-
-def _write_lane(
-    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, lane: _Lane
-) -> list[tuple[int, int, int]]:
-    objects: list[tuple[int, int, int]] = []
-    if lane.with_objects:
-        stored: dict[bytes, tuple[int, int, int]] = {}
-        for blob in request.blobs:
-            place = stored.get(blob)
-            if place is None:
-                place = stored[blob] = file.blob(blob)
-            objects.append(place)
-    sources, codes, all_sizes = request.sources, request.dtype_codes, request.sizes
-    local_offsets = request.local_offsets
-    for row in lane.rows:
-        source, sizes = sources[row], all_sizes[row]
-        if source.shape != sizes:
-            source = narrow(source, local_offsets[row], sizes)
-        file.tensor(codes[row], sizes, source.nbytes, byte_pieces(source))
-        if on_bytes is not None:
-            on_bytes(source.nbytes)
-    file.finish()
-    return objects
-
-
 def _empty_outcome(rows: int) -> WriteOutcome:
     outcome = WriteOutcome()
     if rows:
         raise PlanError("every row of a write plan shares another row's payload")
-    return outcome
-
-
-def _collect(
-    request: WriteRequest,
-    written: Sequence[_Written],
-    lanes: Sequence[_Lane],
-) -> WriteOutcome:
-    """One outcome in request order from the lanes' files; shared rows get the place of the row they share."""
-    rows = len(request.shares)
-    files = [lane.file for lane in written]
-    outcome = WriteOutcome(files=[file.name for file in files])
-    outcome.file_sizes = [file.size_bytes for file in files]
-    order = np.array([row for lane in lanes for row in lane.rows], dtype=np.int64)
-    target = np.arange(rows, dtype=np.int64)
-    shares = np.asarray(request.shares, dtype=np.int64)
-    target[shares >= 0] = shares[shares >= 0]
-    place = np.full(rows, -1, dtype=np.int64)
-    place[order] = np.arange(len(order))
-    take = place[target]
-
-    def column(name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        parts = [np.array(getattr(file.rows, name), dtype=np.int64) for file in files]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-    numbers = np.repeat(np.arange(len(files)), [len(file.rows.record_offsets) for file in files])
-    outcome.chunk_files = numbers[take]
-    outcome.record_offsets = column("record_offsets")[take]
-    outcome.record_lengths = column("record_lengths")[take]
-    outcome.payload_offsets = column("payload_offsets")[take]
-    outcome.payload_lengths = column("payload_lengths")[take]
-    counts = column("crc_counts")
-    outcome.crc_counts = counts[take]
-    crc_start = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=crc_start[1:])
-    all_crcs = np.array([crc for file in files for crc in file.rows.crcs], dtype=np.uint32)
-    outcome.crcs = all_crcs[ragged_positions(crc_start[:-1][take], outcome.crc_counts)]
-    lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
-    objects = written[lane_number].objects
-    outcome.object_files = np.full(len(objects), lane_number, dtype=np.int64)
-    places = np.array(objects, dtype=np.int64).reshape(-1, 3)
-    outcome.object_offsets, outcome.object_lengths, outcome.object_crcs = places.T.copy()
-    outcome.object_values = list(request.values)
     return outcome

@@ -100,6 +100,7 @@ def _print_header(header: CheckpointHeader) -> None:
         ("objects", header.objects),
         ("files", f"{header.files}, {describe_bytes(header.file_bytes)}"),
         ("seconds", _describe_phases(header.rank_seconds)),
+        *_describe_traffic(header.rank_traffic),
         *((f"user.{key}", repr(value)) for key, value in header.user.items()),
     )
     for name, value in facts:
@@ -115,6 +116,16 @@ def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
         by = f" (rank {slowest})" if len(ranks) > 1 else ""
         shown.append(f"{phase} {ranks[slowest][phase]:.3g}{by}")
     return ", ".join(shown) or None
+
+
+def _describe_traffic(ranks: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """What all ranks together asked of the storage's service, where that was noted."""
+    total = {name: sum(rank.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank}
+    if not total:
+        return []
+    sent, retries = describe_bytes(int(total.get("bytes_sent", 0))), int(total.get("retries", 0))
+    again = f", {retries} of them again" if retries else ""
+    return [("requests", f"{int(total.get('requests', 0))}{again}, {sent} sent")]
 
 
 def _writer(header: CheckpointHeader) -> str | None:

@@ -15,7 +15,10 @@ from dcp.storage.formats.index import Int64
 from dcp.storage.formats.record import begin_record
 from dcp.storage.stores.base import Store
 
-__all__ = ["DataFile", "WriteOutcome", "data_file_name"]
+__all__ = ["DataFile", "WriteOutcome", "data_file_name", "file_bytes"]
+
+_RECORD_BYTES = 640
+"""What a record has beside its payload: 440 to 530 bytes for tensors as models have them."""
 
 _JOIN_BELOW_BYTES = 128 << 10
 """Payloads below this are joined with their neighbours into one write, so that a small tensor costs no
@@ -31,12 +34,18 @@ def data_file_name(rank: int, number: int, save_id: str) -> str:
     return f"__{rank}_{number}.{save_id}.distcp"
 
 
+def file_bytes(payload_bytes: int, records: int, *, torch_compatible: bool) -> int:
+    """How large a file of ``records`` with ``payload_bytes`` in all becomes: hardly ever too little."""
+    return payload_bytes + records * _RECORD_BYTES if torch_compatible else payload_bytes
+
+
 @dataclass
 class WriteOutcome:
     """Where one rank's chunks and objects ended up; what the coordinator needs for the index.
 
     Row i of the chunk columns belongs to row i of the rank's write plan. ``crc_counts`` says how many of
-    ``crcs`` are row i's. ``files`` are indexed by ``chunk_files`` and ``object_files``.
+    ``crcs`` are row i's. ``files`` are indexed by ``chunk_files`` and ``object_files``. ``traffic`` is what
+    the rank asked of the storage's service, as `Store.traffic` has it.
     """
 
     files: list[str] = field(default_factory=list)
@@ -54,6 +63,7 @@ class WriteOutcome:
     object_crcs: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     object_values: list[bytes | None] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, float] = field(default_factory=dict)
 
     _ARRAYS = (
         ("chunk_files", "<i8"),
@@ -74,7 +84,8 @@ class WriteOutcome:
         columns = {
             name: np.asarray(getattr(self, name)).astype(kind).tobytes() for name, kind in self._ARRAYS
         }
-        lists = {name: getattr(self, name) for name in ("files", "file_sizes", "object_values", "seconds")}
+        plain = ("files", "file_sizes", "object_values", "seconds", "traffic")
+        lists = {name: getattr(self, name) for name in plain}
         return bytes(msgpack.packb(columns | lists))
 
     @classmethod

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dcp.storage.engine import boxes, joining, read, read_worker, scatter, write
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Region, Runs, Verify
+from dcp.storage.engine.read_requests import Box, Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -444,6 +444,6 @@ def test_boxes_need_a_store_that_scatters() -> None:
         engine.run(no_runs(), [], boxes=[box])
 
 
-def joining_box() -> read.Box:
+def joining_box() -> Box:
     """A box that nobody takes."""
-    return read.Box(0, (0,), (3,), lambda offsets, elements: None)
+    return Box(0, (0,), (3,), lambda offsets, elements: None)
