@@ -2,17 +2,28 @@
 
 1. Data files are complete and durable under names that nothing refers to yet.
 2. The manifest is published exclusively: create-only for a new id, compare-and-replace for an overwrite.
-This is
-   the commit point. Before it readers see the old state, after it the new one, at any crash.
-3. `.metadata`, for stock torch, is published after it. The manifest names the CRC of both the `.metadata`
-that
-   belongs to it and of the one it replaces, so until this step is done (or if a crash prevents it) our
-   readers still know that the manifest is the truth, and stock's see the replaced checkpoint, whose files
-   are still there.
+   This is the commit point. Before it readers see the old state, after it the new one, at any crash.
+3. `.metadata`, for stock torch, follows. The manifest names the CRC of both the `.metadata` that belongs to
+   it and of the one it replaces, so until this step is done (or if a crash prevents it) our readers still
+   know that the manifest is the truth, and stock's see the replaced checkpoint, whose files are still there.
 4. Files of the replaced checkpoint are deleted, and what killed saves left behind.
 
-The manifest goes first because only one of two racing writers may touch `.metadata`, and on an object store
-the conditional PUT of the manifest is the only arbiter there is. Torch-free.
+A lock keeps writers of other processes out on a file system, and nothing does on an object store. Without it:
+
+- Of all saves that saw one manifest one can replace it. No two manifests are alike (each has its save's id),
+  so that a save which lost can never commit later. Only the absence of a manifest may come back, when the
+  checkpoint is deleted: the first save to an id makes sure that its files are still there.
+- `.metadata` replaces only the version that was there before our manifest was. A save that commits over ours
+  replaces what it finds after that: either ours, or else ours comes later and is refused. What compares with
+  nothing may come too late: creating `.metadata` where none is, after a successor which wants none, and
+  deleting it, which hits a successor's. After those two the manifest is looked at again, and if it is not
+  ours any more, `.metadata` is made to fit it. A crash in between leaves stock with a `.metadata` whose files
+  are gone, or with none; our readers know by its CRC that it is not the manifest's.
+- Only a save that has committed deletes files: those that it replaced, and what lay there uncommitted, or was
+  being uploaded, when it began. The saves these are of have lost. Uploads that began later may be those of a
+  successor, and stay.
+
+Torch-free.
 """
 
 from __future__ import annotations
@@ -21,18 +32,20 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     StorageError,
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest, encode_manifest
+from dcp.storage.formats.open import is_large_metadata_of
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
@@ -44,6 +57,7 @@ logger = logging.getLogger(__name__)
 _INDEX_LIMIT_BYTES = 16 << 30
 _LOCK_TIMEOUT_SECONDS = 60.0
 _LOOKS = 3
+_ATTEMPTS = 16
 _OURS = re.compile(rf"__[0-9]+_[0-9]+\.[0-9a-f]+\.distcp|{re.escape(TEMPORARY_PREFIX)}.+")
 _DELETABLE = re.compile(rf"__.*\.distcp|.*\.safetensors|{re.escape(TEMPORARY_PREFIX)}.+")
 _CONFLICT = (
@@ -69,8 +83,9 @@ class Names:
 class Previous:
     """What stood under the id when a save began: the versions to compare with, the files to clean up.
 
-    ``strays`` are files of saves that had begun before and not committed. Whether they were killed or are
-    still running: once this save has published, none of them can commit any more.
+    ``strays`` are files of saves that had begun before and not committed, and ``uploads`` those of which only
+    parts had arrived. Whether they were killed or are still running: once this save has published, none of
+    them can commit any more.
     """
 
     manifest: Version | None = None
@@ -78,6 +93,7 @@ class Previous:
     metadata_crc: int | None = None
     files: tuple[str, ...] = ()
     strays: tuple[str, ...] = ()
+    uploads: tuple[str, ...] = ()
 
     @property
     def exists(self) -> bool:
@@ -91,31 +107,46 @@ def previous_state(store: Store, names: Names) -> Previous:
     Raises CheckpointConflictError if other writers remove what they replace faster than it can be looked at.
     """
     for _ in range(_LOOKS):
-        with contextlib.suppress(CheckpointNotFoundError):  # listed a moment ago: another writer committed
+        # Listed a moment ago, or of the size that it then had: another writer committed.
+        with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
             return _look(store, names)
     raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
 
 
 def _look(store: Store, names: Names) -> Previous:
+    # Before the listing: what is finished between the two is in both, and not in neither.
+    uploads = _unfinished_uploads(store) if names == Names() else ()
     listing = [info.name for info in store.list()]
-    manifest, metadata = store.version(names.manifest), store.version(names.metadata)
+    # What is listed may be gone or replaced by now: versions come before the reading, and publishing compares
+    # them. What is not listed, and published since, is found out by publishing "only if absent".
+    manifest = store.version(names.manifest) if names.manifest in listing else None
+    metadata = store.version(names.metadata) if names.metadata in listing else None
     files: set[str] = set()
     metadata_crc = None
-    committed_crc = None
+    index = None
     if manifest is not None:
         with _tolerate("manifest", store):
             index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
             files.update(index.files)
-            committed_crc = index.torch_metadata_crc
             files.update({*_replaced_files(index)} & {*listing})
     if metadata is not None:
-        data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
-        metadata_crc = crc32(data)
-        if metadata_crc != committed_crc:  # else it names the manifest's files, and decoding it takes seconds
-            with _tolerate(".metadata", store):
-                files.update(decode_torch_metadata(data).files)
-    strays = _strays(listing) if names == Names() else ()
-    return Previous(manifest, metadata, metadata_crc, tuple(sorted(files)), strays)
+        if index is not None and is_large_metadata_of(store, names.metadata, index):
+            metadata_crc = index.torch_metadata_crc
+        else:
+            data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
+            metadata_crc = crc32(data)
+            if index is None or metadata_crc != index.torch_metadata_crc:  # else it names the same files
+                with _tolerate(".metadata", store):
+                    files.update(decode_torch_metadata(data).files)
+    together = names == Names() and not _is_saved_by_rank(listing)
+    return Previous(
+        manifest,
+        metadata,
+        metadata_crc,
+        tuple(sorted(files)),
+        tuple(filter(_OURS.fullmatch, listing)) if together else (),
+        uploads if together else (),
+    )
 
 
 def _replaced_files(index: CheckpointIndex) -> list[str]:
@@ -124,11 +155,22 @@ def _replaced_files(index: CheckpointIndex) -> list[str]:
     return [name for name in names if type(name) is str] if isinstance(names, list) else []
 
 
-def _strays(listing: list[str]) -> tuple[str, ...]:
-    """Files named as only this package names them; none where ranks save on their own, beside each other."""
-    if any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing):
-        return ()
-    return tuple(name for name in listing if _OURS.fullmatch(name))
+def _is_saved_by_rank(listing: list[str]) -> bool:
+    """Whether ranks saved on their own, beside each other: then no file is known to be a stray."""
+    return any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
+
+
+def _unfinished_uploads(store: Store) -> tuple[str, ...]:
+    """Files of ours that are being uploaded, or were when their writer was killed."""
+    found: list[str] = []
+
+    def note(name: str) -> bool:
+        if _OURS.fullmatch(name):
+            found.append(name)
+        return False  # nothing may be ended before this save has committed
+
+    _abort_uploads(store, note)
+    return tuple(found)
 
 
 @contextlib.contextmanager
@@ -177,12 +219,11 @@ def commit(
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         if store.version(names.metadata) != previous.metadata:
             raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
-        _publish_manifest(store, names, manifest_bytes, previous, durable=durable)
+        if previous.manifest is None and names == Names():
+            _require_files(store, index)
+        ours = _publish_manifest(store, names, manifest_bytes, previous, durable=durable)
         try:
-            if metadata_bytes is not None:
-                store.publish(names.metadata, metadata_bytes, durable=durable)
-            elif previous.metadata is not None:
-                store.delete(names.metadata)
+            stands = _settle_metadata(store, names, ours, metadata_bytes, previous.metadata, durable=durable)
         except Exception as error:
             kind = type(error) if isinstance(error, StorageError) else StorageError
             raise kind(
@@ -190,30 +231,169 @@ def commit(
                 f"stock torch could not be written: {error}",
                 **(getattr(error, "facts", {}) | {"path": store.url, "committed": True}),
             ) from error
-    superseded = {*previous.files, *previous.strays} - {*index.files}
-    # Whatever a hostile predecessor lists: only what can be data of a checkpoint is deleted.
-    _delete_all(store, [name for name in superseded if _DELETABLE.fullmatch(name)])
+    if stands:
+        _clean_up(store, names, index, previous)
+    else:
+        logger.warning("%s: another save has replaced this one already, right after its commit", store.url)
     return index
 
 
-def _publish_manifest(store: Store, names: Names, data: bytes, previous: Previous, *, durable: bool) -> None:
+def _require_files(store: Store, index: CheckpointIndex) -> None:
+    """For a save to a new id, which nobody stops from committing after all: another may have committed,
+    deleted what it took for remains of killed saves, and have been deleted itself. Or a clean-up came by."""
+    listing = {info.name for info in store.list()}
+    # Listings of network file systems may be some seconds old; a name that is asked for is not.
+    gone = [name for name in index.files if name not in listing and store.stat(name) is None]
+    if gone:
+        raise CheckpointConflictError(
+            f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are gone: another save to "
+            "the id, or a clean-up, took them for what a killed save had left. Nothing of this save is kept; "
+            "save again, to an id of its own",
+            path=store.url,
+        )
+
+
+def _publish_manifest(
+    store: Store, names: Names, data: bytes, previous: Previous, *, durable: bool
+) -> Version:
     try:
-        store.publish(names.manifest, data, durable=durable, expected=previous.manifest)
+        return store.publish(names.manifest, data, durable=durable, expected=previous.manifest)
     except CheckpointConflictError as error:
         raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url) from error
     except StorageError:
-        if not _holds(store, names.manifest, data):
+        version = _version_if(store, names.manifest, data)
+        if version is None:
             raise
         logger.warning("%s: publishing reported an error, but the manifest is in place", store.url)
+        return version
 
 
-def _holds(store: Store, name: str, data: bytes) -> bool:
-    """Whether the manifest got there although publishing it reported an error (a failed fsync after a
-    rename)."""
-    try:
-        return store.read(name, limit_bytes=_INDEX_LIMIT_BYTES) == data
-    except CheckpointError:
+def _version_if(store: Store, name: str, data: bytes) -> Version | None:
+    """The version of a file that holds ``data``, although publishing it reported an error (a failed fsync
+    after a rename, an answer that was lost); None if it does not, or nobody can tell."""
+    with contextlib.suppress(CheckpointError):
+        for _ in range(_LOOKS):
+            version = store.version(name)
+            if version is None or store.read(name, limit_bytes=_INDEX_LIMIT_BYTES) != data:
+                return None
+            if store.version(name) == version:
+                return version
+    return None
+
+
+def _settle_metadata(
+    store: Store, names: Names, ours: Version, data: bytes | None, there: Version | None, *, durable: bool
+) -> bool:
+    """Make `.metadata` hold ``data`` (None: be absent) as long as the manifest is ``ours``.
+
+    ``there`` is the version of `.metadata` from before the manifest was known to be ours, and nothing else
+    is replaced: see above. False if another save has replaced ours, and then nothing is written any more.
+    """
+    for _ in range(_ATTEMPTS):
+        written = None
+        try:
+            if data is not None:
+                written = store.publish(names.metadata, data, durable=durable, expected=there)
+                if there is not None:
+                    return True
+            elif store.version(names.metadata) is None:
+                return True
+            else:
+                store.delete(names.metadata)
+        except CheckpointConflictError:
+            there = store.version(names.metadata)
+            if store.version(names.manifest) != ours:
+                return False
+            continue
+        if not _was_replaced(store, names, ours):
+            return True
+        _mend_metadata(store, names, data, written, durable=durable)
         return False
+    raise StorageError(f"others replaced it {_ATTEMPTS} times meanwhile", path=store.path_of(names.metadata))
+
+
+def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
+    """Whether the manifest is another save's. Where that cannot be found out it is taken to be ours: a
+    replacement within these milliseconds is rare, and the checkpoint stands either way."""
+    try:
+        return store.version(names.manifest) != ours
+    except Exception as error:  # noqa: BLE001 - see above
+        logger.warning("%s: the manifest could not be looked at after the commit: %s", store.url, error)
+        return False
+
+
+def _mend_metadata(
+    store: Store, names: Names, data: bytes | None, written: Version | None, *, durable: bool
+) -> None:
+    """Another save had replaced ours before we wrote ``data`` to `.metadata` (or deleted it). Its writer may
+    have ended, so that nobody else puts right what we did. Never raises: the checkpoint is not ours any more.
+    """
+    try:
+        for _ in range(_ATTEMPTS):
+            manifest = store.version(names.manifest)
+            if store.version(names.metadata) != written:
+                return  # by somebody who came after us, and looks after it
+            wanted = _metadata_of_manifest(store, names)
+            if store.version(names.manifest) != manifest:
+                continue
+            if wanted == data:
+                return
+            data = wanted
+            if wanted is None:
+                store.delete(names.metadata)
+                written = None
+            else:
+                written = store.publish(names.metadata, wanted, durable=durable, expected=written)
+    except CheckpointConflictError:  # as above
+        return
+    except Exception as error:  # noqa: BLE001 - as said
+        logger.warning(
+            "%s: another save committed at the same moment, and %s may not be of it, so that stock torch "
+            "cannot load it (%s)",
+            store.url,
+            names.metadata,
+            error,
+        )
+
+
+def _metadata_of_manifest(store: Store, names: Names) -> bytes | None:
+    """What `.metadata` holds that belongs to the manifest; None if none does, or it cannot be made again."""
+    try:
+        index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
+    except CheckpointNotFoundError:
+        return None
+    save_id = index.provenance.get("save_id")
+    if index.torch_metadata_crc is None or not isinstance(save_id, str):
+        return None
+    data = encode_torch_metadata(index, checkpoint_id=store.url, save_id=save_id)
+    return data if crc32(data) == index.torch_metadata_crc else None
+
+
+def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Previous) -> None:
+    """Delete what the save has replaced and beaten; whatever fails here is left to the next one."""
+    # Whatever a hostile predecessor lists: only what can be data of a checkpoint is deleted.
+    superseded = {
+        name for name in {*previous.files, *previous.strays} - {*index.files} if _DELETABLE.fullmatch(name)
+    }
+    if not all(map(_OURS.fullmatch, superseded)) and not _is_settled(store, names, index):
+        # Stock's data files have the same names in each save, so these are perhaps those of a new one.
+        superseded = set(filter(_OURS.fullmatch, superseded))
+    _delete_all(store, superseded)
+    if previous.uploads:
+        beaten = frozenset(previous.uploads)
+        _abort_uploads(store, beaten.__contains__)
+
+
+def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
+    """Whether `.metadata` is still what this save left there."""
+    try:
+        data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
+    except CheckpointNotFoundError:
+        return index.torch_metadata_crc is None
+    except Exception as error:  # noqa: BLE001 - the save has ended well; strays are the next one's
+        logger.warning("%s: %s could not be looked at after the commit: %s", store.url, names.metadata, error)
+        return False
+    return crc32(data) == index.torch_metadata_crc
 
 
 def discard(store: Store, save_id: str, names: Names) -> None:
@@ -223,9 +403,13 @@ def discard(store: Store, save_id: str, names: Names) -> None:
     lost or an error hid that publishing had succeeded. Never raises: the failure that led here is the one to
     report.
     """
+    ending = f".{save_id}.distcp"
+    # First, so that a rank which is still at it (or is dead) cannot finish another file after the listing.
+    _abort_uploads(store, lambda name: name.endswith(ending))
     try:
-        strays = {info.name for info in store.list() if info.name.endswith(f".{save_id}.distcp")}
-        strays -= _committed_files(store, names)
+        strays = {info.name for info in store.list() if info.name.endswith(ending)}
+        if strays:
+            strays -= _committed_files(store, names)
     except CheckpointError as error:
         logger.warning("%s: files of the failed save %s stay behind: %s", store.url, save_id, error)
         return
@@ -241,8 +425,18 @@ def _committed_files(store: Store, names: Names) -> set[str]:
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:
     """Delete what is no longer needed; a failure leaves strays for `dcp gc` and must not fail the save."""
-    for name in sorted(names):
-        try:
-            store.delete(name)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the save it follows has ended already
-            logger.warning("%s: could not delete %s: %s", store.url, name, error)
+    try:
+        failed = store.delete_all(sorted(names))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save it follows has ended already
+        failed = {"files that are no longer needed": error}
+    for name, reason in failed.items():
+        logger.warning("%s: could not delete %s: %s", store.url, name, reason)
+
+
+def _abort_uploads(store: Store, belongs: Callable[[str], bool]) -> None:
+    """End unfinished uploads. Harmless where it fails: listing uploads is a permission of its own, and those
+    that stay behind cost money, but hide nothing."""
+    try:
+        store.abort_uploads(belongs)
+    except Exception as error:  # noqa: BLE001 - as above
+        logger.debug("%s: unfinished uploads cannot be ended: %s", store.url, error)

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import (
@@ -22,9 +27,17 @@ from dcp.storage.formats.manifest import (
 )
 from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch_metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import Store
 
-__all__ = ["MAX_TORCH_METADATA_BYTES", "has_checkpoint", "is_commit_object", "open_index", "saved_by_rank"]
+__all__ = [
+    "MAX_TORCH_METADATA_BYTES",
+    "has_checkpoint",
+    "is_commit_object",
+    "is_large_metadata_of",
+    "open_index",
+    "saved_by_rank",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +45,8 @@ MAX_TORCH_METADATA_BYTES: Final = 8 << 30
 
 _ATTEMPTS: Final = 8
 _PROBED_NAMES: Final = 16
+_LARGE_CHUNKS: Final = 50_000
+"""With as many, `.metadata` has some five megabytes."""
 _DATA_SUFFIXES: Final = (".distcp", ".safetensors")
 _OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
@@ -89,14 +104,20 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
     """The index of one manifest and the `.metadata` beside it; None if both are absent."""
     for _ in range(_ATTEMPTS):
         manifest = _read(store, manifest_name, MAX_MANIFEST_BYTES)
-        metadata = _read(store, metadata_name, MAX_TORCH_METADATA_BYTES)
         if manifest is None:
+            metadata = _read(store, metadata_name, MAX_TORCH_METADATA_BYTES)
             if metadata is None:
                 return None
+            # A save of ours writes its manifest first, and it may have come between the two readings.
+            if _OUR_DATA_FILE.search(metadata) and store.stat(manifest_name) is not None:
+                continue
             with _located(store.path_of(metadata_name)):
                 return decode_torch_metadata(metadata)
         with _located(store.path_of(manifest_name)):
             index = decode_manifest(manifest)
+        if is_large_metadata_of(store, metadata_name, index):
+            return index
+        metadata = _read(store, metadata_name, MAX_TORCH_METADATA_BYTES)
         if metadata is None or _belongs(index, metadata):
             return index
         # A save of ours replaces two files, one after the other: only if the manifest is still the same was
@@ -116,6 +137,23 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
         f"{store.url} was replaced {_ATTEMPTS} times while it was being opened; give each save its own id",
         path=store.url,
     )
+
+
+def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
+    """Whether `.metadata` is large, and its first bytes say that it is of the save of ``index``.
+
+    Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
+    Where it is small one request for all of it is cheaper than this.
+    """
+    save_id = index.provenance.get("save_id")
+    if index.chunk_count < _LARGE_CHUNKS or index.torch_metadata_crc is None or not isinstance(save_id, str):
+        return False
+    try:
+        with store.open_read(name) as handle:
+            head = torch_metadata_head(save_id, handle.size_bytes)
+            return handle.size_bytes >= len(head) and handle.pread(len(head), 0) == head
+    except (CheckpointNotFoundError, CorruptCheckpointError):  # deleted or replaced just now
+        return False
 
 
 def _belongs(index: CheckpointIndex, metadata: bytes) -> bool:
@@ -138,10 +176,15 @@ def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
 
 
 def _read(store: Store, name: str, limit_bytes: int) -> bytes | None:
-    try:
-        return store.read(name, limit_bytes=limit_bytes)
-    except CheckpointNotFoundError:
-        return None
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return store.read(name, limit_bytes=limit_bytes)
+        except CheckpointNotFoundError:
+            return None
+        except CorruptCheckpointError:  # replaced between two requests: the new one is whole
+            if attempt == _ATTEMPTS:
+                raise
+    return None
 
 
 def _local_ranks(store: Store) -> list[int]:

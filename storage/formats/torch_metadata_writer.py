@@ -21,7 +21,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64
 
-__all__ = ["TORCH_METADATA_VERSION", "encode_torch_metadata"]
+__all__ = ["TORCH_METADATA_VERSION", "encode_torch_metadata", "torch_metadata_head"]
 
 TORCH_METADATA_VERSION = "1.0.0"
 """What stock calls CURRENT_DCP_VERSION; old readers ignore it."""
@@ -33,6 +33,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SLAB_ROWS = 1 << 16  # rows joined at once: bounds the temporary copies at a few MB
 _UINT32 = np.dtype("<u4")
+_FRAME_BYTES = 11
+"""What stands before the content: protocol, opcode of the frame and its length."""
 
 _Refs = npt.NDArray[np.uint32]
 
@@ -48,6 +50,7 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
     Raises PlanError where ``planner_data`` is not plain data.
     """
     memo = _Memo()
+    memo.number(save_id)  # first of all, for `torch_metadata_head`
     names = memo.strings(index.fqns)
     stored = np.flatnonzero(index.objects.files >= 0)
     object_names = memo.strings([index.objects.fqns[row] for row in stored.tolist()])
@@ -75,8 +78,20 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
     ]
     # Joined once, because for many tensors a second copy is the peak of a save's memory.
     content_bytes = sum(map(len, memo.definitions)) + sum(map(len, body))
-    frame = b"\x80\x04\x95" + content_bytes.to_bytes(8, "little")
-    return b"".join((frame, *memo.definitions, *body))
+    return b"".join((_frame(content_bytes), *memo.definitions, *body))
+
+
+def torch_metadata_head(save_id: str, size_bytes: int) -> bytes:
+    """What a `.metadata` of ``size_bytes`` begins with if `encode_torch_metadata` made it for ``save_id``.
+
+    Nobody else writes it: stock begins with other opcodes, and a save's id is its own. So a few bytes tell
+    which save a file is of that may have hundreds of megabytes.
+    """
+    return _frame(max(0, size_bytes - _FRAME_BYTES)) + _string(save_id)
+
+
+def _frame(content_bytes: int) -> bytes:
+    return b"\x80\x04\x95" + content_bytes.to_bytes(8, "little")
 
 
 class _Memo:

@@ -1,0 +1,384 @@
+"""Writers of one id in every order of their operations, on a store where no lock keeps them apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp.storage.commit import Names, Previous, commit, discard, previous_state
+from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest
+from dcp.storage.formats.open import open_index
+from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.memory import MemoryStore
+from tests.storage.formats.index_cases import small_index
+from tests.support.lockless import ObjectModel, Outcome, Stopped, by_plan, run_in_turns
+
+COMMUTING = ("create", "write", "lock")
+"""What no other writer notices: to be interrupted before one of these is as before the next operation."""
+DATA = b"x" * 1500
+STOCK_FILE = "__0_0.distcp"
+STOCK = 900
+"""The version that all of stock's saves count as."""
+BEFORE = 100
+"""Versions from here on were there when the scene began."""
+LIMIT = 1 << 20
+
+
+def save_id(version: int) -> str:
+    """The save id of a version."""
+    return f"{version:08x}"
+
+
+def index_of(version: int, name: str) -> CheckpointIndex:
+    """An index whose one file is called ``name``."""
+    return replace(
+        small_index(),
+        files=[name],
+        file_sizes=np.array([len(DATA)]),
+        chunk_files=np.zeros(3, np.int64),
+        provenance={"save_id": save_id(version)},
+        user={"version": version},
+        torch_metadata_crc=None,
+    )
+
+
+def save(version: int, store: Store, *, compatible: bool = True) -> tuple[int, Previous]:
+    """A save as `FileSystemWriter` makes it: the version and what it was to replace."""
+    previous = previous_state(store, Names())
+    name = f"__0_0.{save_id(version)}.distcp"
+    try:
+        with store.create(name, durable=False) as file:
+            file.write(DATA)
+        index = index_of(version, name)
+        names = Names()
+        commit(
+            store,
+            index,
+            previous,
+            names=names,
+            save_id=save_id(version),
+            durable=False,
+            torch_compatible=compatible,
+        )
+    except BaseException:
+        discard(store, save_id(version), Names())
+        raise
+    return version, previous
+
+
+def stock_save(version: int, store: Store) -> tuple[int, Previous]:
+    """Stock torch's: in place, whatever is there."""
+    store.publish(STOCK_FILE, DATA, durable=False)
+    data = encode_torch_metadata(index_of(version, STOCK_FILE), checkpoint_id="x", save_id=f"stock{version}")
+    store.publish(METADATA_NAME, data, durable=False)
+    return version, Previous()
+
+
+def load(version: int, store: Store) -> tuple[int, Previous]:
+    """The version that a reader takes for committed, 0 for none."""
+    try:
+        return version_of(open_index(store)), Previous()
+    except CheckpointNotFoundError:
+        return 0, Previous()
+
+
+def version_of(index: CheckpointIndex) -> int:
+    """Which save an index is of."""
+    return STOCK if index.format == "torch_dcp" else int(index.user["version"])
+
+
+bare = partial(save, compatible=False)
+
+Act = Callable[[int, Store], tuple[int, Previous]]
+
+
+@dataclass
+class Scene:
+    """What is there first, and who comes to it at once."""
+
+    before: tuple[Act, ...]
+    actors: Sequence[Act]
+
+
+SCENES = {
+    "create, create": Scene((), [save, save]),
+    "create, create bare": Scene((), [save, bare]),
+    "overwrite, overwrite": Scene((save,), [save, save]),
+    "overwrite, overwrite bare": Scene((save,), [save, bare]),
+    "overwrite bare with both": Scene((bare,), [save, bare]),
+    "overwrite stock": Scene((stock_save,), [save, save]),
+    "overwrite beside stock": Scene((save,), [save, stock_save]),
+    "overwrite, load": Scene((save,), [save, load]),
+    "create, load": Scene((), [save, load]),
+    "overwrite stock, load": Scene((stock_save,), [save, load]),
+}
+
+THREE = {
+    "create thrice": Scene((), [save, save, save]),
+    "overwrite thrice": Scene((save,), [save, save, save]),
+    "with and without": Scene((save,), [save, bare, save]),
+    "create with and without": Scene((), [save, bare, bare]),
+    "overwrite beside stock": Scene((save,), [save, stock_save, save]),
+    "overwrite, load": Scene((save,), [save, bare, load]),
+}
+
+
+@cache
+def decoded(manifest: bytes | None, metadata: bytes | None) -> CheckpointIndex | None:
+    """What a reader makes of these two files, which is all it goes by; None where neither is there."""
+    store = MemoryStore("tests/commit-decoded")
+    for name, data in ((MANIFEST_NAME, manifest), (METADATA_NAME, metadata)):
+        store.delete(name)
+        if data is not None:
+            store.publish(name, data, durable=False)
+    try:
+        return open_index(store)
+    except CheckpointNotFoundError:
+        return None
+
+
+@cache
+def version_in(manifest: bytes) -> int:
+    """Which save a manifest is of."""
+    return int(decode_manifest(manifest).user["version"])
+
+
+@cache
+def prepared(before: tuple[Act, ...]) -> dict[str, bytes]:
+    """The files that ``before`` leaves."""
+    model = ObjectModel("tests/commit-prepared")
+    model.clear()
+    for number, act in enumerate(before):
+        act(BEFORE + number, model)
+    return {info.name: model.read(info.name, limit_bytes=LIMIT) for info in model.list()}
+
+
+class Stage:
+    """One performance of a scene: who committed when, and what everybody can see after each operation."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.model = ObjectModel("tests/commit-interleavings")
+        self.model.clear()
+        for name, data in prepared(scene.before).items():
+            self.model.publish(name, data, durable=False)
+        self.truths = [self.truth()]
+        self.published: set[int] = set()
+        self._seen_changes = self.model.changes
+
+    def truth(self) -> int:
+        """The version that a reader sees now, 0 for none; its files are there."""
+        index = decoded(self.model.content(MANIFEST_NAME), self.model.content(METADATA_NAME))
+        if index is None:
+            return 0
+        assert {name: self.model.content(name) for name in index.files} == dict.fromkeys(index.files, DATA)
+        return version_of(index)
+
+    def look(self) -> None:
+        """After one operation: a whole checkpoint is there, if one was before."""
+        if self.model.changes == self._seen_changes:
+            return
+        self._seen_changes = self.model.changes
+        truth, manifest = self.truth(), self.model.content(MANIFEST_NAME)
+        assert truth or not self.truths[-1]
+        if truth != self.truths[-1]:
+            self.truths.append(truth)
+        if manifest is not None and version_in(manifest) < BEFORE:
+            self.published.add(version_in(manifest))
+
+    def play(
+        self, choose: Callable[[list[int]], int], dies_at: dict[int, int] | None = None
+    ) -> list[Outcome[tuple[int, Previous]]]:
+        """Outcomes of the actors, of which number n saves version n + 1; an error that is none of ours ends
+        the test."""
+        outcomes = run_in_turns(
+            self.model,
+            [partial(act, number) for number, act in enumerate(self.scene.actors, start=1)],
+            choose,
+            after_step=self.look,
+            dies_at=dies_at,
+        )
+        for outcome in outcomes:
+            # An upload that a winner has ended may be the first that a beaten save hears of it.
+            if not isinstance(outcome.error, CheckpointConflictError | StorageError | Stopped | None):
+                raise outcome.error
+        return outcomes
+
+
+def check_end(stage: Stage, outcomes: list[Outcome[tuple[int, Previous]]]) -> None:
+    """Who has won knows it, who has lost as well, and nothing is left of the losers."""
+    scene = stage.scene
+    saves = [number for number, act in enumerate(scene.actors) if act in (save, bare)]
+    values = [value for number in saves if (value := outcomes[number].value) is not None]
+    assert {version for version, _ in values} == stage.published
+    won = [previous.manifest for _, previous in values]
+    assert len(won) == len({version for version in won if version}) + (None in won)
+    check_what_is_left(stage)
+    for number, act in enumerate(scene.actors):
+        if act is load:
+            seen = outcomes[number].value
+            assert seen is not None
+            assert seen[0] in stage.truths
+
+
+def check_what_is_left(stage: Stage) -> None:
+    """Files of the truth, `.metadata` of the manifest, and nothing else."""
+    model, scene = stage.model, stage.scene
+    names = {info.name for info in model.list()}
+    data_files = {name for name in names if name.endswith(".distcp")}
+    assert model.uploads == {}
+    if not stage.truths[-1]:
+        assert names == set()
+        return
+    index = open_index(model)
+    assert set(index.files) <= data_files
+    if index.format == "torch_dcp":  # stock clears nothing away
+        return
+    assert data_files - {STOCK_FILE} == set(index.files)
+    assert STOCK_FILE not in data_files or stock_save in scene.actors
+    if METADATA_NAME not in names:
+        assert index.torch_metadata_crc is None
+        return
+    data = model.read(METADATA_NAME, limit_bytes=LIMIT)
+    assert crc32(data) == index.torch_metadata_crc
+    assert set(decode_torch_metadata(data).files) <= names
+
+
+def turns_of(scene: Scene) -> list[list[int]]:
+    """For each actor, how many operations it may take before it is interrupted: where that can matter."""
+    outcomes = Stage(scene).play(by_plan([]))
+    return [
+        [number for number, step in enumerate(outcome.log) if step.op not in COMMUTING] + [len(outcome.log)]
+        for outcome in outcomes
+    ]
+
+
+def two_switches(scene: Scene) -> Iterator[list[tuple[int, int]]]:
+    """Plans in which one of two actors is interrupted anywhere, the other too, and the first ends first."""
+    turns = turns_of(scene)
+    orders = [(0, 1), (1, 0)] if scene.actors[0] is not scene.actors[1] else [(0, 1)]
+    for first, second in orders:
+        for before, during in itertools.product(turns[first], turns[second]):
+            yield [(first, before), (second, during), (first, 99)]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_two_writers_interrupt_each_other_anywhere(name: str) -> None:
+    """At every instant a whole checkpoint is visible; one of those that saw the same state commits, the
+    others raise CheckpointConflictError; `.metadata` is the winner's, and no file is left over."""
+    scene = SCENES[name]
+    played = 0
+    for plan in two_switches(scene):
+        stage = Stage(scene)
+        try:
+            check_end(stage, stage.play(by_plan(plan)))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {plan}: {error}") from error
+        played += 1
+    assert played > 30
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SCENES)
+def test_two_writers_interrupt_each_other_twice(name: str) -> None:
+    """As above, with one more switch anywhere."""
+    scene = SCENES[name]
+    for plan in two_switches(scene):
+        first, second = plan[0][0], plan[1][0]
+        for again in range(1, 16):
+            stage = Stage(scene)
+            check_end(stage, stage.play(by_plan([*plan[:2], (first, again), (second, 99)])))
+
+
+def by_draws(draw: Callable[[st.SearchStrategy[int]], int]) -> Callable[[list[int]], int]:
+    """Actors that go on for a while, in an order that hypothesis looks for."""
+    left = [0, 0]
+
+    def choose(waiting: list[int]) -> int:
+        if left[1] == 0 or left[0] not in waiting:
+            left[:] = draw(st.sampled_from(waiting)), draw(st.integers(1, 8))
+        left[1] -= 1
+        return left[0]
+
+    return choose
+
+
+@pytest.mark.parametrize("name", THREE)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
+    """As two do."""
+    stage = Stage(THREE[name])
+    check_end(stage, stage.play(by_draws(data.draw)))
+
+
+@pytest.mark.parametrize("name", ["create, create bare", "overwrite, overwrite", "overwrite stock"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_writer_is_killed_beside_another(name: str, data: st.DataObject) -> None:
+    """Readers see whole checkpoints all the time, and the next save commits and clears all away."""
+    scene = SCENES[name]
+    stage = Stage(scene)
+    outcomes = stage.play(by_draws(data.draw), {0: data.draw(st.integers(1, 24))})
+    killed = isinstance(outcomes[0].error, Stopped)
+    assert killed or outcomes[0].error is None or isinstance(outcomes[0].error, CheckpointConflictError)
+    save(50, stage.model)
+    stage.look()
+    assert stage.truths[-1] == 50
+    check_what_is_left(stage)
+
+
+def test_a_save_whose_files_were_cleared_away_does_not_commit() -> None:
+    """It was the first to the id and slow: another save has taken its files for remains of a killed one, and
+    was deleted since, so that there is no manifest again. Nothing is left of both."""
+    model = ObjectModel("tests/commit-interleavings")
+    model.clear()
+    alone = run_in_turns(model, [partial(save, 1)], by_plan([]))[0]
+    before_the_lock = [step.op for step in alone.log].index("lock")
+    model.clear()
+
+    def save_and_delete(store: Store) -> tuple[int, Previous]:
+        saved = save(2, store)
+        for info in store.list():
+            store.delete(info.name)
+        return saved
+
+    actors: list[Callable[[Store], tuple[int, Previous]]] = [partial(save, 1), save_and_delete]
+    first, second = run_in_turns(model, actors, by_plan([(0, before_the_lock), (1, 99)]))
+    assert second.error is None
+    assert isinstance(first.error, CheckpointConflictError)
+    assert "are gone" in str(first.error)
+    assert model.list() == []
+
+
+def test_a_late_metadata_leaves_a_place_that_stock_took_alone() -> None:
+    """A save is replaced right after its `.metadata`, by one without; when it finds out, stock has saved
+    there. What stock wrote stays."""
+    model = ObjectModel("tests/commit-interleavings")
+    model.clear()
+    log = run_in_turns(model, [partial(save, 1)], by_plan([]))[0].log
+    written = [step.op for step in log if step.name == METADATA_NAME].index("publish")
+    after = [step.number for step in log if step.name == METADATA_NAME][written]
+    model.clear()
+
+    def others(store: Store) -> tuple[int, Previous]:
+        bare(2, store)
+        return stock_save(3, store)
+
+    actors: list[Callable[[Store], tuple[int, Previous]]] = [partial(save, 1), others]
+    first, _ = run_in_turns(model, actors, by_plan([(0, after), (1, 99)]))
+    assert first.error is None
+    assert version_of(open_index(model)) == STOCK
+    assert {info.name for info in model.list()} >= {STOCK_FILE, METADATA_NAME}

@@ -1,0 +1,199 @@
+"""A model of an object service, and a scheduler that steps several writers through their operations on it.
+
+`ObjectModel` has what such a service has: no lock between writers, files that appear when they are finished,
+uploads that a killed writer leaves behind. `run_in_turns` runs functions in threads of which one at a time
+may take one operation on the store, in an order that the test decides: every interleaving can be had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dcp.storage.errors import CheckpointConflictError, StorageError
+from dcp.storage.stores.base import ANY, Buffer, Expected, Store, Version, WriteHandle, byte_view
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.memory import MemoryStore
+
+__all__ = ["ObjectModel", "Outcome", "Stopped", "by_plan", "run_in_turns"]
+
+T = TypeVar("T")
+
+
+class ObjectModel(MemoryStore):
+    """Files as on an object service, in memory.
+
+    ``uploads`` are those begun and not ended, names by number; ``changes`` counts what made another file
+    visible or gone.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.uploads: dict[int, str] = {}
+        self.changes = 0
+        self._numbers = itertools.count()
+
+    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+        """Nothing is visible before the file is finished, and then another may have its name."""
+        number = next(self._numbers)
+        self.uploads[number] = name
+        return _Upload(self, name, number)
+
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """As a conditional PUT."""
+        version = super().publish(name, data, durable=durable, expected=expected)
+        self.changes += 1
+        return version
+
+    def delete(self, name: str) -> None:
+        """As an unconditional DELETE."""
+        super().delete(name)
+        self.changes += 1
+
+    def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
+        """As asked."""
+        ended = [number for number, name in self.uploads.items() if belongs(name)]
+        for number in ended:
+            del self.uploads[number]
+        return len(ended)
+
+    @contextmanager
+    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+        """Keeps nobody out."""
+        yield
+
+    def content(self, name: str) -> bytes | None:
+        """What a file holds; None if it is absent."""
+        file = self._folder.files.get(name)
+        return None if file is None else bytes(file.data)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.uploads.clear()
+        for info in self.list():
+            self.delete(info.name)
+
+
+class _Upload(WriteHandle):
+    def __init__(self, store: ObjectModel, name: str, number: int) -> None:
+        self.name = name
+        self._store = store
+        self._number = number
+        self._data = bytearray()
+        self._finished = False
+
+    @property
+    def position(self) -> int:
+        return len(self._data)
+
+    def write(self, data: Buffer) -> None:
+        self._data += byte_view(data)
+
+    def finish(self) -> int:
+        if not self._finished:
+            if self._store.uploads.pop(self._number, None) is None:
+                raise StorageError(f"the upload of {self.name} was ended by somebody", path=self.name)
+            try:
+                self._store.publish(self.name, bytes(self._data), durable=False, expected=None)
+            except CheckpointConflictError as error:
+                raise StorageError(f"{self.name} exists already", path=self.name) from error
+            self._finished = True
+        return self.position
+
+    def abort(self) -> None:
+        self._store.uploads.pop(self._number, None)
+
+
+class Stopped(BaseException):
+    """Raised at every operation of a writer that was killed."""
+
+
+@dataclass
+class Outcome(Generic[T]):
+    """What an actor returned or raised, and the operations it took."""
+
+    value: T | None = None
+    error: BaseException | None = None
+    log: Sequence[Operation] = ()
+
+
+class _Actor(Generic[T]):
+    def __init__(self, act: Callable[[Store], T], store: Store, dies_at: int | None) -> None:
+        self.outcome: Outcome[T] = Outcome()
+        self.is_done = False
+        self._act = act
+        self._dies_at = dies_at
+        self._parked = threading.Semaphore(0)
+        self._turn = threading.Semaphore(0)
+        self._store = FaultInjectingStore(store, Fault(onwards=True, hook=self._await_turn))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._parked.acquire()
+
+    def step(self) -> None:
+        """Let it take the operation before which it waits, and go on to its next one or to its end."""
+        self._turn.release()
+        self._parked.acquire()
+        if self.is_done:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.outcome.value = self._act(self._store)
+        except BaseException as error:  # noqa: BLE001 - the test decides
+            self.outcome.error = error
+        self.outcome.log = self._store.log
+        self.is_done = True
+        self._parked.release()
+
+    def _await_turn(self, operation: Operation) -> None:
+        if self._dies_at is not None and operation.number > self._dies_at:
+            raise Stopped
+        self._parked.release()
+        self._turn.acquire()
+        if operation.number == self._dies_at:
+            raise Stopped
+
+
+def run_in_turns(
+    store: Store,
+    actors: Sequence[Callable[[Store], T]],
+    choose: Callable[[list[int]], int],
+    *,
+    after_step: Callable[[], None] = lambda: None,
+    dies_at: dict[int, int] | None = None,
+) -> list[Outcome[T]]:
+    """Outcomes of ``actors``, each given a view of ``store``.
+
+    ``choose`` gets the numbers of those that are not done and returns whose operation is next;
+    ``after_step`` looks at what it left. ``dies_at``: the operation (from 1) before which an actor is killed.
+    """
+    running = [_Actor(act, store, (dies_at or {}).get(number)) for number, act in enumerate(actors)]
+    for actor in running:
+        actor.start()
+    failure: BaseException | None = None
+    while waiting := [number for number, actor in enumerate(running) if not actor.is_done]:
+        running[waiting[0] if failure else choose(waiting)].step()
+        try:
+            after_step()
+        except BaseException as error:  # noqa: BLE001 - raised below, when no thread waits any more
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [actor.outcome for actor in running]
+
+
+def by_plan(plan: Sequence[tuple[int, int]]) -> Callable[[list[int]], int]:
+    """A ``choose``: for each (actor, count) in turn that many of its operations; then all to the end."""
+    turns = itertools.chain.from_iterable(itertools.repeat(actor, count) for actor, count in plan)
+
+    def choose(waiting: list[int]) -> int:
+        return next((actor for actor in turns if actor in waiting), waiting[0])
+
+    return choose
