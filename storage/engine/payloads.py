@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from dcp.storage.engine.edges import MAX_RECORDS, Edges
 from dcp.storage.engine.memory import item_view
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
@@ -21,6 +23,7 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.record_reader import locate_payload
 
 if TYPE_CHECKING:
+    from dcp.storage.engine.joining import Piece
     from dcp.storage.engine.read_requests import Region
     from dcp.storage.stores.base import ReadHandle
 
@@ -28,11 +31,20 @@ __all__ = ["Payloads"]
 
 
 class Payloads:
-    """Payload positions of the chunks that a read needs."""
+    """Payload positions of the chunks that a read needs.
 
-    def __init__(self, index: CheckpointIndex, handle: Callable[[int], ReadHandle]) -> None:
+    ``fetch`` carries out pieces together, where requests are too dear to open records one by one.
+    """
+
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        handle: Callable[[int], ReadHandle],
+        fetch: Callable[[Sequence[Piece]], None] | None = None,
+    ) -> None:
         self._index = index
         self._handle = handle
+        self._fetch = fetch
         self._foreign = bool((index.payload_offsets == UNKNOWN).any())
         self.offsets = index.payload_offsets.copy() if self._foreign else index.payload_offsets
         self._offset_view = item_view(self.offsets)
@@ -57,11 +69,19 @@ class Payloads:
         """Open the records of those ``chunks`` whose payload offset is not known yet."""
         if not self._foreign:
             return
-        for chunk in dict.fromkeys(chunks):
-            if self._offset_view[chunk] == UNKNOWN:
-                self._open_record(chunk)
+        unknown = [chunk for chunk in dict.fromkeys(chunks) if self._offset_view[chunk] == UNKNOWN]
+        if self._fetch is None:
+            for chunk in unknown:
+                self._open_record(chunk, partial(_pread, self._handle(int(self._index.chunk_files[chunk]))))
+            return
+        for first in range(0, len(unknown), MAX_RECORDS):
+            batch = unknown[first : first + MAX_RECORDS]
+            edges = Edges(self._index, batch, self._handle)
+            self._fetch(edges.pieces)
+            for chunk in batch:
+                self._open_record(chunk, edges.reader(self._index, chunk))
 
-    def _open_record(self, chunk: int) -> None:
+    def _open_record(self, chunk: int, read: Callable[[int, int], bytes]) -> None:
         index = self._index
         tensor = int(index.chunk_tensors[chunk])
         fqn, name = index.fqns[tensor], index.files[int(index.chunk_files[chunk])]
@@ -75,7 +95,7 @@ class Payloads:
                 fqn=fqn,
             )
         try:
-            stored = locate_payload(lambda at, count: handle.pread(count, at), begin, length, fqn=fqn)
+            stored = locate_payload(read, begin, length, fqn=fqn)
         except UnsupportedFormatError:
             raise
         except CheckpointFormatError as error:
@@ -157,6 +177,10 @@ class Payloads:
                 )
         self._block_crcs.clear()
         return uncompared
+
+
+def _pread(handle: ReadHandle, offset: int, length: int) -> bytes:
+    return handle.pread(length, offset)
 
 
 def _dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

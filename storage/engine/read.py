@@ -15,7 +15,7 @@ import ctypes
 import math
 import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -61,7 +61,7 @@ class ReadEngine:
         self.on_bytes: Callable[[int], None] | None = None
         # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
         self.payload_lengths = item_view(index.payload_lengths)
-        self.payloads = Payloads(index, self.handle)
+        self.payloads = Payloads(index, self.handle, self._fetch if self.joins else None)
         self._itemsizes = item_view(index.itemsizes)
         self._chunk_tensors = item_view(index.chunk_tensors)
         self._crc_start = item_view(index.crc_start)
@@ -83,6 +83,8 @@ class ReadEngine:
     def resolve(self, chunks: Sequence[int]) -> None:
         """Find the payloads of ``chunks`` where the index does not say where they are."""
         with self._missing_is_damage():
+            if self.joins:
+                self._open_all({int(self.index.chunk_files[chunk]) for chunk in chunks})
             self.payloads.resolve(chunks)
 
     def run(
@@ -97,7 +99,7 @@ class ReadEngine:
             raise PlanError(f"{self.store.url} is read by units, not by boxes")
         wanted: list[Region | Box] = [*regions, *boxes]
         with self._missing_is_damage():
-            self.payloads.resolve([*runs.chunks.tolist(), *(box.chunk for box in wanted)])
+            self.resolve([*runs.chunks.tolist(), *(box.chunk for box in wanted)])
             needed = int(runs.sizes_bytes.sum())
             needed += sum(math.prod(box.lengths) * self.itemsize(box.chunk) for box in wanted)
             self.stats.bytes_needed += needed
@@ -129,11 +131,20 @@ class ReadEngine:
                 Piece(file, offset, length, NO_CHUNK, 0, found[file, offset, length].ctypes.data, None)
                 for file, offset, length in sorted(found)
             ]
-            requests, copies = join(pieces, self.profile, self.profile.request_bytes)
-            self._execute([partial(scatter.carry_out, request) for request in requests], None)
-        for copy in copies:
-            ctypes.memmove(copy.target, copy.source, copy.size_bytes)
+            self._fetch(pieces)
         return [found[place].tobytes() for place in places]
+
+    def _fetch(self, pieces: Sequence[Piece]) -> None:
+        """Read ``pieces``, which are sorted and of which no two are alike."""
+        requests, _ = join(pieces, self.profile, self.profile.request_bytes)
+        self._execute([partial(scatter.carry_out, request) for request in requests], None)
+
+    def _open_all(self, files: Iterable[int]) -> None:
+        """Open those of ``files`` at once that take a request, because the index does not know their size."""
+        sizes = self.index.file_sizes
+        unknown = [file for file in sorted(files) if sizes[file] == UNKNOWN and file not in self._handles]
+        if len(unknown) > 1:
+            self._execute([partial(_open_unit, file) for file in unknown], None)
 
     def read_blob(self, file: int, offset: int, length: int) -> bytes:
         """An object's stored bytes."""
@@ -389,6 +400,10 @@ def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple
         yield chunk, position, stop - position, address
         address += stop - position
         position = stop
+
+
+def _open_unit(file: int, worker: Worker) -> None:
+    worker.engine.handle(file)
 
 
 def _span_unit(file: int, begin: int, end: int, rows: list[tuple[int, int, int, int, int]]) -> Unit:
