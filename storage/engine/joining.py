@@ -86,8 +86,7 @@ def join(
     end, so that no request ends within a block that the next one goes on with.
     """
     joiner = _Joiner(profile, max(request_bytes, BLOCK_BYTES))
-    for piece in pieces:
-        joiner.add(piece)
+    joiner.add_all(pieces)
     return joiner.requests, joiner.copies
 
 
@@ -105,7 +104,32 @@ class _Joiner:
         """Where, in the file, the scratch memory at the end of the open request begins."""
         self._wanted_bytes = self._junk_bytes = 0
 
+    def add_all(self, pieces: Iterable[Piece]) -> None:
+        """As `add` of each; small ones that follow one another closely, of which there may be many, go by a
+        shorter way."""
+        limit_bytes = min(self._limit_bytes, self._profile.join_below_bytes)
+        small_bytes = min(_DIRECT_BYTES, self._profile.join_below_bytes)
+        cheap_bytes = min(_CHEAP_GAP_BYTES, self._profile.gap_bytes)
+        for piece in pieces:
+            file, offset, size, _, _, _, _ = piece
+            request = self._open
+            if request is not None and file == request.file and size < small_bytes:
+                gap = offset - request.end
+                if (
+                    0 <= gap <= cheap_bytes
+                    and offset + size - request.begin <= limit_bytes
+                    and self._junk_bytes + gap <= _CHEAP_JUNK_BYTES
+                ):
+                    request.copied.append(piece)
+                    request.end = offset + size
+                    self._junk_bytes += gap
+                    self._wanted_bytes += size
+                    self._last = piece
+                    continue
+            self.add(piece)
+
     def add(self, piece: Piece) -> None:
+        """Take one piece; they come in the order of the file."""
         if not piece.size_bytes:
             return
         last = self._last

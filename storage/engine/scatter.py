@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,35 +38,35 @@ def plan(
     profile = engine.profile
     share = -(-needed_bytes // engine.threads)
     request_bytes = max(BLOCK_BYTES, min(profile.request_bytes, share))
-    pieces = [*_run_pieces(engine, runs)]
+    pieces = _run_pieces(engine, runs)
     for box in boxes:
         pieces += _box_pieces(engine, box, request_bytes)
-    pieces.sort(key=_place)
+    pieces.sort(key=itemgetter(0, 1, 2))
     return join(pieces, profile, request_bytes)
-
-
-def _place(piece: Piece) -> tuple[int, int, int]:
-    return piece.file, piece.offset, piece.size_bytes
 
 
 # -- pieces --------------------------------------------------------------------------------------------------
 
 
-def _run_pieces(engine: ReadEngine, runs: Runs) -> Iterator[Piece]:
-    lengths, complete = engine.payload_lengths, engine.verify == "full"
+def _run_pieces(engine: ReadEngine, runs: Runs) -> list[Piece]:
+    lengths = engine.payload_lengths
     files = engine.index.chunk_files[runs.chunks]
     offsets = engine.payloads.offsets[runs.chunks] + runs.payload_positions
     columns = (files, offsets, runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
-    for row in zip(*(column.tolist() for column in columns), strict=True):
-        piece = Piece(row[0], row[1], row[2], row[3], row[4], row[5], None)
-        if complete and piece.size_bytes != lengths[piece.chunk]:
-            yield from _with_whole_blocks(piece, lengths[piece.chunk])
-        else:
-            yield piece
+    pieces = [*map(Piece._make, zip(*(column.tolist() for column in columns), repeat(None)))]
+    if engine.verify != "full":
+        return pieces
+    whole: list[Piece] = []
+    for piece in pieces:
+        whole += _with_whole_blocks(piece, lengths[piece.chunk])
+    return whole
 
 
 def _with_whole_blocks(piece: Piece, payload_bytes: int) -> Iterator[Piece]:
     """``piece``, and the rest of the blocks that it has only a part of."""
+    if piece.size_bytes == payload_bytes:
+        yield piece
+        return
     origin = piece.offset - piece.position
     begin, end = piece.position, piece.position + piece.size_bytes
     while begin < end:
@@ -162,42 +164,44 @@ def carry_out(request: Request, worker: Worker) -> None:
         buffers.append(scratch[used : used + request.end - position])
     engine.handle(request.file).preadv(buffers, request.begin)
     worker.stats.bytes_read += request.end - request.begin
-    for piece, data in zip(request.direct, direct, strict=True):
-        _check(worker, piece, data)
+    if engine.verify != "none":
+        for piece, data in zip(request.direct, direct, strict=True):
+            if piece.chunk != NO_CHUNK:
+                _check(worker, piece.chunk, piece.position, data)
     _hand_out(worker, request.copied, scratch, segments)
 
 
 def _hand_out(
     worker: Worker, pieces: list[Piece], scratch: memoryview, segments: list[tuple[int, int]]
 ) -> None:
-    memmove, address = ctypes.memmove, worker.scratch_address
+    memmove, address, stats = ctypes.memmove, worker.scratch_address, worker.stats
+    engine = worker.engine
+    verify, lengths = engine.verify != "none", engine.payload_lengths
     number, last = 0, len(segments) - 1
     for piece in pieces:
-        _, offset, size, _, _, target, put = piece
+        _, offset, size, chunk, position, target, put = piece
         while number < last and segments[number + 1][0] <= offset:
             number += 1
         begin, used = segments[number]
         start = used + offset - begin
         data = scratch[start : start + size]
-        _check(worker, piece, data)
+        if verify and chunk != NO_CHUNK:
+            if size == lengths[chunk] and size <= BLOCK_BYTES:
+                engine.check_block(stats, chunk, 0, crc32(data))
+            else:
+                _check(worker, chunk, position, data)
         if put is None:
             memmove(target, address + start, size)
         else:
             put(data)
 
 
-def _check(worker: Worker, piece: Piece, data: memoryview) -> None:
+def _check(worker: Worker, chunk: int, position: int, data: memoryview) -> None:
     """Compare the checksums of blocks; of those that ``data`` has a part of, keep that part's."""
-    engine, chunk, position = worker.engine, piece.chunk, piece.position
-    if engine.verify == "none" or chunk == NO_CHUNK:
-        return
-    length, size = engine.payload_lengths[chunk], len(data)
-    if size == length and size <= BLOCK_BYTES:
-        engine.check_block(worker.stats, chunk, 0, crc32(data))
-        return
-    at = 0
+    at, size = 0, len(data)
     while at < size:
         block = (position + at) // BLOCK_BYTES
         step = min(size, (block + 1) * BLOCK_BYTES - position) - at
-        engine.check_part(worker.stats, chunk, position + at, step, crc32(data[at : at + step]))
+        crc = crc32(data[at : at + step])
+        worker.engine.check_part(worker.stats, chunk, position + at, step, crc)
         at += step
