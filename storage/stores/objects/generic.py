@@ -74,14 +74,15 @@ class FsspecClient(StreamClient):
         return self._is_memory
 
     @property
-    def creates_conditionally(self) -> bool:
-        """Whether the file system has an exclusive creation of its own, not a look before the writing."""
+    def creates_conditionally(self) -> bool | None:
+        """No where fsspec looks before it writes; to be tried where the file system says that it can: some
+        take the argument and ignore it."""
         if self._is_memory:
             return True
         method = getattr(type(self._fs), "_pipe_file", None) or type(self._fs).pipe_file
         if method is AbstractFileSystem.pipe_file:
             return False
-        return "mode" in inspect.signature(method).parameters
+        return None if "mode" in inspect.signature(method).parameters else False
 
     @property
     def identity(self) -> str:

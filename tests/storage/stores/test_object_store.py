@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp.demo.s3_server import S3Server
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError, StorageFullError
 from dcp.storage.stores import open_store
 from dcp.storage.stores.base import Buffer
 from dcp.storage.stores.contract import pattern_bytes
-from dcp.storage.stores.objects.client import Condition, Failure, ObjectClient, RequestError, Upload
+from dcp.storage.stores.objects.client import ABSENT, Condition, Failure, ObjectClient, RequestError, Upload
+from dcp.storage.stores.objects.conditions import require_conditional_writes
+from dcp.storage.stores.objects.generic import FsspecClient
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.s3 import S3Client
@@ -329,3 +333,25 @@ def test_what_answers_of_the_service_mean(status: int, code: str, kind: Failure)
     found = request_error(error, "b")
     assert found.kind is kind
     assert found.retry_after_seconds == (3 if kind is Failure.PASSING else 0)
+
+
+class _Obliging(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+    """As a file system that takes mode="create" and ignores it."""
+
+    async_impl = True
+
+    async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: object) -> None:
+        MemoryFileSystem.pipe_file(self, path, value)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: object) -> None:
+        MemoryFileSystem.pipe_file(self, path, value)
+
+
+def test_a_file_system_is_not_believed_but_tried() -> None:
+    """That it takes the argument for exclusive creation does not mean that it heeds it."""
+    client = FsspecClient(_Obliging(skip_instance_cache=True), ObjectOptions())
+    client._is_memory = False
+    requests = Requests("obliging://run", "obliging", ObjectOptions())
+    assert client.creates_conditionally is None
+    with pytest.raises(StorageError, match="only if it is absent"):
+        require_conditional_writes(client, requests, ABSENT, f"/{uuid.uuid4().hex}/", "obliging://run")
