@@ -16,9 +16,10 @@ A lock keeps writers of other processes out on a file system, and nothing does o
 - `.metadata` replaces only the version that was there before our manifest was. A save that commits over ours
   replaces what it finds after that: either ours, or else ours comes later and is refused. What compares with
   nothing may come too late: creating `.metadata` where none is, after a successor which wants none, and
-  deleting it, which hits a successor's. After those two the manifest is looked at again, and if it is not
-  ours any more, `.metadata` is made to fit it. A crash in between leaves stock with a `.metadata` whose files
-  are gone, or with none; our readers know by its CRC that it is not the manifest's.
+  deleting it where the store cannot compare, which may hit a successor's. So the manifest is looked at again
+  after those two, and if it is not ours any more, `.metadata` is made to fit it. A crash in between leaves
+  stock with a `.metadata` whose files are gone, or with none; our readers know by its CRC that it is not the
+  manifest's.
 - Only a save that has committed deletes files: those that it replaced, and what lay there uncommitted, or was
   being uploaded, when it began. The saves these are of have lost. Uploads that began later may be those of a
   successor, and stay.
@@ -50,7 +51,7 @@ from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
 
-__all__ = ["Names", "Previous", "commit", "discard", "previous_state"]
+__all__ = ["Names", "Previous", "abort_uploads", "commit", "discard", "previous_state", "unfinished_uploads"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def previous_state(store: Store, names: Names) -> Previous:
 
 def _look(store: Store, names: Names) -> Previous:
     # Before the listing: what is finished between the two is in both, and not in neither.
-    uploads = _unfinished_uploads(store) if names == Names() else ()
+    uploads = unfinished_uploads(store) if names == Names() else ()
     listing = [info.name for info in store.list()]
     # What is listed may be gone or replaced by now: versions come before the reading, and publishing compares
     # them. What is not listed, and published since, is found out by publishing "only if absent".
@@ -160,16 +161,16 @@ def _is_saved_by_rank(listing: list[str]) -> bool:
     return any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
 
 
-def _unfinished_uploads(store: Store) -> tuple[str, ...]:
+def unfinished_uploads(store: Store) -> tuple[str, ...]:
     """Files of ours that are being uploaded, or were when their writer was killed."""
     found: list[str] = []
 
     def note(name: str) -> bool:
         if _OURS.fullmatch(name):
             found.append(name)
-        return False  # nothing may be ended before this save has committed
+        return False  # only asked for: nothing is ended
 
-    _abort_uploads(store, note)
+    abort_uploads(store, note)
     return tuple(found)
 
 
@@ -289,21 +290,22 @@ def _settle_metadata(
     ``there`` is the version of `.metadata` from before the manifest was known to be ours, and nothing else
     is replaced: see above. False if another save has replaced ours, and then nothing is written any more.
     """
-    for _ in range(_ATTEMPTS):
-        written = None
-        try:
-            if data is not None:
-                written = store.publish(names.metadata, data, durable=durable, expected=there)
-                if there is not None:
-                    return True
-            elif store.version(names.metadata) is None:
-                return True
-            else:
-                store.delete(names.metadata)
-        except CheckpointConflictError:
+    for attempt in range(_ATTEMPTS):
+        if attempt or data is None:
             there = store.version(names.metadata)
             if store.version(names.manifest) != ours:
                 return False
+        written = None
+        if data is not None:
+            try:
+                written = store.publish(names.metadata, data, durable=durable, expected=there)
+            except CheckpointConflictError:
+                continue
+            if there is not None:
+                return True
+        elif there is None:
+            return True
+        elif not store.delete_if(names.metadata, there):
             continue
         if not _was_replaced(store, names, ours):
             return True
@@ -339,11 +341,11 @@ def _mend_metadata(
             if wanted == data:
                 return
             data = wanted
-            if wanted is None:
-                store.delete(names.metadata)
-                written = None
-            else:
+            if wanted is not None:
                 written = store.publish(names.metadata, wanted, durable=durable, expected=written)
+            elif written is not None:
+                store.delete_if(names.metadata, written)
+                written = None
     except CheckpointConflictError:  # as above
         return
     except Exception as error:  # noqa: BLE001 - as said
@@ -381,7 +383,7 @@ def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Prev
     _delete_all(store, superseded)
     if previous.uploads:
         beaten = frozenset(previous.uploads)
-        _abort_uploads(store, beaten.__contains__)
+        abort_uploads(store, beaten.__contains__)
 
 
 def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
@@ -405,7 +407,7 @@ def discard(store: Store, save_id: str, names: Names) -> None:
     """
     ending = f".{save_id}.distcp"
     # First, so that a rank which is still at it (or is dead) cannot finish another file after the listing.
-    _abort_uploads(store, lambda name: name.endswith(ending))
+    abort_uploads(store, lambda name: name.endswith(ending))
     try:
         strays = {info.name for info in store.list() if info.name.endswith(ending)}
         if strays:
@@ -433,10 +435,10 @@ def _delete_all(store: Store, names: Iterable[str]) -> None:
         logger.warning("%s: could not delete %s: %s", store.url, name, reason)
 
 
-def _abort_uploads(store: Store, belongs: Callable[[str], bool]) -> None:
-    """End unfinished uploads. Harmless where it fails: listing uploads is a permission of its own, and those
-    that stay behind cost money, but hide nothing."""
+def abort_uploads(store: Store, belongs: Callable[[str], bool]) -> None:
+    """End unfinished uploads. Never raises: listing them is a permission of its own, and what stays behind
+    costs money, but harms no checkpoint."""
     try:
         store.abort_uploads(belongs)
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - as said
         logger.debug("%s: unfinished uploads cannot be ended: %s", store.url, error)

@@ -1,26 +1,30 @@
 """Removing one checkpoint, so that a crash at any instant leaves all of it loadable, or nothing of it.
 
 1. A tombstone in the notes: whoever finds the folder half removed knows which commit it was about.
-2. The commit objects, under the lock and only if they are still the same. Those that are not the truth go
-   first, so that nothing older comes back; then the truth, which is the one step that counts. (Where ranks
-   saved on their own there is one such step for each rank's part.)
+2. The commit objects, each only if it is still the same: under the lock, and where there is none between
+   processes by a conditional deletion. Those that are not the truth go first, so that nothing older comes
+   back; then the truth, which is the one step that counts. (Where ranks saved on their own there is one such
+   step for each rank's part.)
 3. Data files: by now nothing refers to them. Then the notes, then the folder.
 
-Only files that can be data of this commit are removed: neither what a save writes that began since, nor a
-user's own file, which keeps its folder. Torch-free.
+Only files that can be data of this commit are removed, and uploads that had begun before it was: neither what
+a save writes that began since, nor a user's own file, which keeps its folder. An object service that ignores
+the condition of a deletion leaves an instant between comparing and deleting in which another save's commit is
+lost. Torch-free.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
 
 from dcp.manager.notes import NOTES_NAME, Deleting, Notes, read_notes, update_notes
 from dcp.manager.steps import Commit, read_commit
+from dcp.storage.commit import abort_uploads, unfinished_uploads
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
@@ -67,6 +71,7 @@ def remove_checkpoint(store: Store, now_seconds: float) -> Removed:
     if commit is None:
         return finish_removal(store, now_seconds)
     tombstone = _tombstone(store, commit, now_seconds)
+    uploads = unfinished_uploads(store)  # of saves that have seen this commit, or an earlier state
     try:
         update_notes(store, partial(_bury, tombstone))
     except _PinnedError:
@@ -74,7 +79,7 @@ def remove_checkpoint(store: Store, now_seconds: float) -> Removed:
     if not _cut(store, commit):
         update_notes(store, _unbury)
         return Removed("replaced")
-    return _clear(store, tombstone)
+    return _clear(store, tombstone, uploads)
 
 
 def finish_removal(store: Store, now_seconds: float) -> Removed:
@@ -109,7 +114,8 @@ def is_abandoned(files: Iterable[FileInfo], older_than_seconds: float, now_secon
 def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float) -> Removed:
     """Remove what `is_abandoned`, and nothing else.
 
-    Under the lock, so that a save which is late after all cannot commit meanwhile.
+    Under the lock, so that a save which is late after all cannot commit meanwhile. Where that excludes no
+    other process, the save looks for its files before it commits.
     """
     if not is_abandoned(store.list(), older_than_seconds, now_seconds):
         return Removed("absent")
@@ -118,8 +124,9 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
         if not is_abandoned(files, older_than_seconds, now_seconds):
             return Removed("absent")
         gone = [info for info in files if _is_left_by_a_save(info.name) or info.name == NOTES_NAME]
-        for info in gone:
-            store.delete(info.name)
+        _delete(store, gone)
+    owners = {match["owner"] for info in gone if (match := _DATA.fullmatch(info.name))} - {None}
+    _abort_uploads_of(store, owners)
     return _close(store, gone)
 
 
@@ -165,7 +172,8 @@ def _cut(store: Store, commit: Commit) -> bool:
         if any(store.version(name) != version for name, version in commit.versions.items()):
             return False
         for name in _truth_last(commit):
-            store.delete(name)
+            if not store.delete_if(name, commit.versions[name]):
+                return False
     # Before any data goes: a power loss must not bring the commit objects back.
     store.sync()
     return True
@@ -179,17 +187,18 @@ def _truth_last(commit: Commit) -> list[str]:
     return names[::-1]
 
 
-def _clear(store: Store, tombstone: Deleting) -> Removed:
+def _clear(store: Store, tombstone: Deleting, uploads: Iterable[str] = ()) -> Removed:
     files = store.list()
     # The publish of the tombstone itself may have been killed and left a file aside, as new as the notes.
     noted_seconds = max((info.modified_seconds for info in files if info.name == NOTES_NAME), default=0.0)
     gone = [info for info in files if _belongs(info, tombstone, noted_seconds)]
-    for info in gone:
-        store.delete(info.name)
+    _delete(store, gone)
+    _abort_uploads_of(store, tombstone.owners, uploads)
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        notes = store.version(NOTES_NAME)
         committed = any(is_commit_object(info.name) for info in store.list())
-        if not committed:
-            store.delete(NOTES_NAME)
+        if not committed and notes is not None:
+            store.delete_if(NOTES_NAME, notes)
     if committed:  # a save has taken the place; its notes stay
         update_notes(store, _unbury)
     return _close(store, gone)
@@ -199,8 +208,28 @@ def _belongs(info: FileInfo, tombstone: Deleting, noted_seconds: float) -> bool:
     data = _DATA.fullmatch(info.name)
     if data is not None:
         is_own = (data["owner"] or _STOCK_OWNER) in tombstone.owners
-        return is_own or info.modified_seconds <= tombstone.newest_seconds
+        # Not of the same time: where clocks count seconds that may be a save which began since.
+        return is_own or info.modified_seconds < tombstone.newest_seconds
     return _ASIDE.fullmatch(info.name) is not None and info.modified_seconds <= noted_seconds
+
+
+def _delete(store: Store, files: Iterable[FileInfo]) -> None:
+    failed = store.delete_all([info.name for info in files])
+    for error in failed.values():
+        raise error
+
+
+def _abort_uploads_of(store: Store, owners: Collection[str], names: Iterable[str] = ()) -> None:
+    """End uploads of the saves ``owners``, and the files ``names``."""
+    wanted = frozenset(names)
+    if not owners and not wanted:
+        return
+
+    def belongs(name: str) -> bool:
+        data = _DATA.fullmatch(name)
+        return name in wanted or (data is not None and data["owner"] in owners)
+
+    abort_uploads(store, belongs)
 
 
 def _close(store: Store, gone: list[FileInfo]) -> Removed:

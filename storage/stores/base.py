@@ -193,6 +193,7 @@ class WriteHandle(ABC):
     def finish(self) -> int:
         """Everything on storage, and durable where `Store.create` was asked so; returns the size in bytes.
 
+        Raises `CheckpointConflictError` if somebody has ended its upload (`Store.abort_uploads`).
         The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.
         """
 
@@ -284,6 +285,20 @@ class Store(ABC):
     @abstractmethod
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is fine, since deletion is repeated after crashes."""
+
+    def delete_if(self, name: str, expected: Version) -> bool:
+        """Remove a file that still has the content ``expected``; False if it has another, and stays.
+
+        A missing one is fine. Compared and removed in one step where the store can; else one after the other,
+        which is one step too for whoever holds a lock that excludes other processes.
+        """
+        there = self.version(name)
+        if there is None:
+            return True
+        if there != expected:
+            return False
+        self.delete(name)
+        return True
 
     def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
         """Remove several files, in few requests where the store can; returns what failed, by name.

@@ -346,7 +346,7 @@ class StoreContract:
         count = store.abort_uploads(lambda name: name == "ended.bin")
         assert count in (0, 1)
         if count:
-            with pytest.raises(StorageError):
+            with pytest.raises(CheckpointConflictError):
                 ended.finish()
         ended.abort()
         assert kept.finish() == 20 * _MIB
@@ -378,6 +378,17 @@ class StoreContract:
             assert caught.value.path == store.path_of(name)
         assert self.raw_read(store, "m") == b"new"
         assert [info.name for info in store.list()] == ["m"]
+
+    def test_delete_if(self, store: Store) -> None:
+        """Only the content that was compared is removed; what is missing already is fine."""
+        store.make_root()
+        first = store.publish("m", b"1", durable=False)
+        second = store.publish("m", b"2", durable=False)
+        assert not store.delete_if("m", first)
+        assert store.read("m", limit_bytes=9) == b"2"
+        assert store.delete_if("m", second)
+        assert store.stat("m") is None
+        assert store.delete_if("m", second)
 
     def test_create_only_race(self, store: Store) -> None:
         """Of eight threads that publish one new name, exactly one wins, and its content stays."""

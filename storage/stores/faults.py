@@ -151,6 +151,11 @@ class FaultInjectingStore(Store):
         self._run("delete", name)
         self.inner.delete(name)
 
+    def delete_if(self, name: str, expected: Version) -> bool:
+        """See `Store`; the operation is called delete."""
+        self._run("delete", name)
+        return self.inner.delete_if(name, expected)
+
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
         """See `Store`."""
         self._run("abort_uploads")

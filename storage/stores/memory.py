@@ -126,6 +126,14 @@ class MemoryStore(Store):
         with self._folder.guard:
             self._folder.files.pop(check_name(name), None)
 
+    def delete_if(self, name: str, expected: Version) -> bool:
+        """Compare and remove under one mutex."""
+        with self._folder.guard:
+            if self.version(name) not in (None, expected):
+                return False
+            self._folder.files.pop(check_name(name), None)
+            return True
+
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
         """Between threads: other processes have a folder of their own."""

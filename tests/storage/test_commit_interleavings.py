@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.commit import Names, Previous, commit, discard, previous_state
-from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
+from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest
@@ -106,10 +106,11 @@ Act = Callable[[int, Store], tuple[int, Previous]]
 
 @dataclass
 class Scene:
-    """What is there first, and who comes to it at once."""
+    """What is there first, and who comes to it at once; ``compares_deletions`` as in `run_in_turns`."""
 
     before: tuple[Act, ...]
     actors: Sequence[Act]
+    compares_deletions: bool = False
 
 
 SCENES = {
@@ -209,10 +210,10 @@ class Stage:
             choose,
             after_step=self.look,
             dies_at=dies_at,
+            compares_deletions=self.scene.compares_deletions,
         )
         for outcome in outcomes:
-            # An upload that a winner has ended may be the first that a beaten save hears of it.
-            if not isinstance(outcome.error, CheckpointConflictError | StorageError | Stopped | None):
+            if not isinstance(outcome.error, CheckpointConflictError | Stopped | None):
                 raise outcome.error
         return outcomes
 
@@ -256,18 +257,18 @@ def check_what_is_left(stage: Stage) -> None:
     assert set(decode_torch_metadata(data).files) <= names
 
 
-def turns_of(scene: Scene) -> list[list[int]]:
+def turns_of(scene: Scene, stage: type[Stage]) -> list[list[int]]:
     """For each actor, how many operations it may take before it is interrupted: where that can matter."""
-    outcomes = Stage(scene).play(by_plan([]))
+    outcomes = stage(scene).play(by_plan([]))
     return [
         [number for number, step in enumerate(outcome.log) if step.op not in COMMUTING] + [len(outcome.log)]
         for outcome in outcomes
     ]
 
 
-def two_switches(scene: Scene) -> Iterator[list[tuple[int, int]]]:
+def two_switches(scene: Scene, stage: type[Stage] = Stage) -> Iterator[list[tuple[int, int]]]:
     """Plans in which one of two actors is interrupted anywhere, the other too, and the first ends first."""
-    turns = turns_of(scene)
+    turns = turns_of(scene, stage)
     orders = [(0, 1), (1, 0)] if scene.actors[0] is not scene.actors[1] else [(0, 1)]
     for first, second in orders:
         for before, during in itertools.product(turns[first], turns[second]):

@@ -96,7 +96,7 @@ class _Upload(WriteHandle):
     def finish(self) -> int:
         if not self._finished:
             if self._store.uploads.pop(self._number, None) is None:
-                raise StorageError(f"the upload of {self.name} was ended by somebody", path=self.name)
+                raise CheckpointConflictError(f"the upload of {self.name} was ended", path=self.name)
             try:
                 self._store.publish(self.name, bytes(self._data), durable=False, expected=None)
             except CheckpointConflictError as error:
@@ -121,15 +121,24 @@ class Outcome(Generic[T]):
     log: Sequence[Operation] = ()
 
 
+class _ComparesBefore(FaultInjectingStore):
+    """As a service that knows no conditional deletion: others may come between comparing and deleting."""
+
+    delete_if = Store.delete_if
+
+
 class _Actor(Generic[T]):
-    def __init__(self, act: Callable[[Store], T], store: Store, dies_at: int | None) -> None:
+    def __init__(
+        self, act: Callable[[Store], T], store: Store, dies_at: int | None, *, compares_deletions: bool
+    ) -> None:
         self.outcome: Outcome[T] = Outcome()
         self.is_done = False
         self._act = act
         self._dies_at = dies_at
         self._parked = threading.Semaphore(0)
         self._turn = threading.Semaphore(0)
-        self._store = FaultInjectingStore(store, Fault(onwards=True, hook=self._await_turn))
+        kind = FaultInjectingStore if compares_deletions else _ComparesBefore
+        self._store = kind(store, Fault(onwards=True, hook=self._await_turn))
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -168,13 +177,18 @@ def run_in_turns(
     *,
     after_step: Callable[[], None] = lambda: None,
     dies_at: dict[int, int] | None = None,
+    compares_deletions: bool = False,
 ) -> list[Outcome[T]]:
     """Outcomes of ``actors``, each given a view of ``store``.
 
     ``choose`` gets the numbers of those that are not done and returns whose operation is next;
     ``after_step`` looks at what it left. ``dies_at``: the operation (from 1) before which an actor is killed.
+    ``compares_deletions``: conditional deletions are one operation.
     """
-    running = [_Actor(act, store, (dies_at or {}).get(number)) for number, act in enumerate(actors)]
+    running = [
+        _Actor(act, store, (dies_at or {}).get(number), compares_deletions=compares_deletions)
+        for number, act in enumerate(actors)
+    ]
     for actor in running:
         actor.start()
     failure: BaseException | None = None

@@ -165,6 +165,10 @@ class ObjectClient(ABC):
     def delete(self, keys: Sequence[str]) -> dict[str, str]:
         """Delete up to `delete_limit` objects at once; missing ones are fine. Returns what failed, by key."""
 
+    def delete_if(self, key: str, etag: str) -> None:
+        """Delete an object whose tag is ``etag`` (else `Failure.CONDITION`, where the service compares)."""
+        self.delete([key])
+
     def make_folder(self, key: str) -> None:
         """Make a folder, where the service has any."""
         return

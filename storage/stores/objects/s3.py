@@ -240,6 +240,15 @@ class S3Client(PartsClient):
             if one.get("Code") != "NoSuchKey"
         }
 
+    def delete_if(self, key: str, etag: str) -> None:
+        """DeleteObject with If-Match; a service that does not know that ignores it, or says so."""
+        try:
+            self._request("delete_object", Key=key, IfMatch=etag)
+        except RequestError as error:
+            if error.kind is not Failure.FINAL or "NotImplemented" not in str(error):
+                raise
+            self._request("delete_object", Key=key)
+
     # -- one attempt -----------------------------------------------------------------------------------------
 
     def _request(self, method: str, size_bytes: int = 0, /, **arguments: Any) -> dict[str, Any]:

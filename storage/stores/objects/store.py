@@ -221,6 +221,17 @@ class FsspecStore(Store):
         key = self._file_key(name)
         self._unless_missing("delete", key, lambda: self._client.delete([key]))
 
+    def delete_if(self, name: str, expected: Version) -> bool:
+        """Compared here, because not all services do, and by those that do once more."""
+        key, there = self._file_key(name), self.version(name)
+        if there != expected:
+            return there is None
+        try:
+            self._requests.run("delete", key, lambda: self._client.delete_if(key, _tag(expected)))
+        except ServiceError:  # replaced or deleted in between; or it was us, and the answer was lost
+            return self.version(name) is None
+        return True
+
     def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
         """One request for each thousand files, on S3."""
         failed: dict[str, Exception] = {}

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import IO, Final
 
-from dcp.storage.errors import StorageError
+from dcp.storage.errors import CheckpointConflictError, StorageError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Buffer, WriteHandle, byte_view
 from dcp.storage.stores.buffers import BounceBuffer, copy_bytes
@@ -94,6 +94,14 @@ class _ObjectWriteHandle(WriteHandle):
     def _exists(self) -> StorageError:
         return StorageError(
             f"{self._path} exists already: data files are never overwritten", path=self._path, op="create"
+        )
+
+    def _ended(self) -> CheckpointConflictError:
+        """Of uploads that it did not begin a writer only ends those of saves that it has beaten."""
+        return CheckpointConflictError(
+            f"the upload of {self._path} was ended by somebody: another save has committed to the id, or a "
+            "clean-up removed what it took for remains of a killed one; nothing of this save is kept",
+            path=self._path,
         )
 
 
@@ -215,11 +223,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
                 called_off=self._called_off,
             )
         except ServiceError as error:
-            raise StorageError(
-                f"{self._path}: the upload is gone: another writer removed it ({error})",
-                path=self._path,
-                op="put_part",
-            ) from error
+            raise self._ended() from error
         finally:
             self._give(buffer)
 
@@ -232,6 +236,8 @@ class PartsWriteHandle(_ObjectWriteHandle):
         except ServiceError as error:
             if error.kind is Failure.CONDITION:
                 raise self._exists() from error
+            if error.kind is Failure.MISSING and self._upload is not None:
+                raise self._ended() from error
             raise StorageError(f"{self._path}: {error}", path=self._path, op="finish") from error
 
     def finish_as(self) -> str:

@@ -1,0 +1,124 @@
+"""Removing a checkpoint beside a save to it, in every order, where no lock keeps the two apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp.manager.notes import NOTES_NAME, read_notes
+from dcp.manager.removal import Removed, remove_abandoned, remove_checkpoint
+from dcp.storage.commit import Names, Previous, previous_state
+from dcp.storage.errors import CheckpointConflictError
+from dcp.storage.formats.manifest import MANIFEST_NAME
+from dcp.storage.stores.base import Store
+from tests.storage.test_commit_interleavings import (
+    BEFORE,
+    Scene,
+    Stage,
+    bare,
+    check_what_is_left,
+    save,
+    save_id,
+    two_switches,
+    version_in,
+)
+from tests.support.lockless import ObjectModel, by_plan
+
+NOW = 1e9
+OTHERS = ("__0_0.abcdef01.distcp", "__1_0.abcdef02.distcp")
+
+removed: list[Removed] = []
+
+
+def remove(version: int, store: Store) -> tuple[int, Previous]:
+    """The removal, as an actor."""
+    removed.append(remove_checkpoint(store, NOW))
+    return version, Previous()
+
+
+class RemovalStage(Stage):
+    """On this stage the checkpoint may go that the removal has read, and no other."""
+
+    def look(self) -> None:
+        """After one operation: a whole checkpoint is there, or that one is gone."""
+        manifest = self.model.content(MANIFEST_NAME)
+        if manifest is not None:
+            self.published.add(version_in(manifest))
+        truth = self.truth()
+        if truth != self.truths[-1]:
+            if truth == 0:
+                tombstone = read_notes(self.model).deleting
+                assert tombstone is not None
+                assert tombstone.save_id == save_id(self.truths[-1])
+            self.truths.append(truth)
+
+
+@pytest.mark.parametrize("kind", [save, bare])
+def test_a_save_beside_a_removal(kind: object) -> None:
+    """What the removal has read is gone, and what a save has committed since stays whole; a save that began
+    before the removal and ends after it raises CheckpointConflictError, and nothing of it is left."""
+    scene = Scene((save,), [remove, save if kind is save else bare], compares_deletions=True)
+    ends: set[tuple[str, bool, int]] = set()
+    for plan in two_switches(scene, RemovalStage):
+        removed.clear()
+        stage = RemovalStage(scene)
+        removal, other = stage.play(by_plan(plan))
+        assert removal.error is None, plan
+        saved = other.error is None
+        assert saved or isinstance(other.error, CheckpointConflictError)
+        assert saved == (2 in stage.published), plan
+        last = stage.truths[-1]
+        if saved and removed[0].outcome == "replaced":
+            assert last == 2, plan
+        if last == 0:
+            assert stage.model.list() == [], plan
+            assert stage.model.uploads == {}, plan
+        else:
+            if stage.model.content(NOTES_NAME) is not None:
+                assert read_notes(stage.model).deleting is None, plan
+                stage.model.delete(NOTES_NAME)
+            check_what_is_left(stage)
+        ends.add((removed[0].outcome, saved, last))
+    # Overwritten before or after; both gone; the save is too late; the removal is.
+    assert ends == {("deleted", True, 2), ("deleted", True, 0), ("deleted", False, 0), ("replaced", True, 2)}
+
+
+def begin_uploads(model: ObjectModel, *names: str) -> None:
+    """As writers do that are killed then."""
+    for name in names:
+        model.create(name, durable=False)
+
+
+def test_a_removal_ends_uploads_that_began_before_it() -> None:
+    """Those of killed saves go with the checkpoint; that of a save which begins meanwhile goes on."""
+    model = ObjectModel("tests/removal-uploads")
+    model.clear()
+    save(BEFORE, model)
+    begin_uploads(model, *OTHERS, "a user's own")
+    began = [False]
+
+    class Meanwhile(ObjectModel):
+        """The same files, seen by the removal; somebody begins to upload when they are deleted."""
+
+        def delete_if(self, name: str, expected: object) -> bool:
+            if not began[0]:
+                began[0] = True
+                begin_uploads(model, "__0_0.abcdef03.distcp")
+            return model.delete_if(name, expected)  # type: ignore[arg-type]
+
+    seen = Meanwhile("tests/removal-uploads")
+    seen.uploads = model.uploads
+    assert remove_checkpoint(seen, NOW).outcome == "deleted"
+    assert sorted(model.uploads.values()) == ["__0_0.abcdef03.distcp", "a user's own"]
+    assert model.list() == []
+
+
+def test_abandoned_files_take_their_uploads_along() -> None:
+    """A killed save has left files and uploads: both go. Uploads of others may be of a save that runs."""
+    model = ObjectModel("tests/removal-abandoned")
+    model.clear()
+    model.publish("__0_0.abcdef01.distcp", b"x", durable=False)
+    begin_uploads(model, "__0_1.abcdef01.distcp", "__0_0.abcdef02.distcp")
+    assert remove_abandoned(model, 10.0, 4e9).outcome == "deleted"
+    assert list(model.uploads.values()) == ["__0_0.abcdef02.distcp"]
+    assert model.list() == []
+    assert not previous_state(model, Names()).exists
