@@ -68,8 +68,8 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
 
     Appending n zero bytes multiplies the register by x**(8n) modulo the polynomial (Mark Adler, zlib 1.2.12).
     """
-    if second_bytes == 0:
-        return first
+    if second_bytes == 0 or first == 0:
+        return first or second
     if second_bytes != BLOCK_BYTES:
         return _product(_zeros(second_bytes), first) ^ second
     total, row = 0, 0

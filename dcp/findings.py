@@ -1,0 +1,45 @@
+"""What a verification finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["Finding", "Progress", "VerifyReport"]
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes to read in all), from any thread, one call at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable" or
+    "metadata". ``offset`` and ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
+    """
+
+    kind: str
+    message: str
+    file: str | None = None
+    fqn: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` did and found. ``unchecked_bytes`` were read, but their format records no checksum."""
+
+    url: str
+    findings: list[Finding] = field(default_factory=list)
+    files: int = 0
+    tensors: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    unchecked_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
