@@ -7,15 +7,17 @@ Functions return data classes; the command line and the service render them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -29,7 +31,7 @@ from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.pickle_decoder import decode_pickle
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES, decode_plain
 from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
-from dcp.storage.stores.base import FileInfo, ReadHandle, Store
+from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.opening import OpenWith
 
@@ -47,6 +49,9 @@ __all__ = [
     "tensor_rows",
 ]
 
+_Place: TypeAlias = tuple[int, int, int]
+
+_BLOBS_AT_ONCE = 1024
 _STEP = re.compile(r"([0-9]+)$")
 _DATA_SUFFIX = ".distcp"
 
@@ -295,52 +300,42 @@ def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
     """
     objects = index.objects
     values = [decode_plain(data) for data in objects.values]
+    columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
+    pickled = {
+        (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
+    }
+    decoded = _plain_values(store, index, [place for place in sorted(pickled) if place[2] <= MAX_PLAIN_BYTES])
     rows = []
-    with _Blobs(store) as blobs:
-        columns = (objects.files, objects.offsets, objects.lengths, objects.plain)
-        for fqn, file, offset, length, plain in zip(
-            objects.fqns, *(c.tolist() for c in columns), strict=True
-        ):
-            name = index.files[file] if file != UNKNOWN else None
-            if plain != UNKNOWN:
-                size_bytes = len(objects.values[plain]) if name is None else length
-                rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
-                continue
-            try:
-                rows.append(ObjectRow(fqn, True, blobs.plain_value(name or "", offset, length), length, name))
-            except CheckpointFormatError:
-                rows.append(ObjectRow(fqn, False, None, length, name))
+    for fqn, file, offset, length, plain in zip(objects.fqns, *columns, strict=True):
+        name = index.files[file] if file != UNKNOWN else None
+        if plain != UNKNOWN:
+            size_bytes = len(objects.values[plain]) if name is None else length
+            rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
+            continue
+        place = file, offset, length
+        rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), length, name))
     return rows
 
 
-class _Blobs:
-    """Small torch.save blobs of values, decoded without running anything; one file open at a time."""
+def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
+    """What at ``places`` (file, offset, length) is plain data, decoded without running anything."""
+    found: dict[_Place, Any] = {}
+    with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
+        for first in range(0, len(places), _BLOBS_AT_ONCE):
+            some = places[first : first + _BLOBS_AT_ONCE]
+            for place, blob in zip(some, engine.read_blobs(some), strict=True):
+                with contextlib.suppress(CheckpointFormatError):
+                    found[place] = _plain_value(blob)
+    return found
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._handle: ReadHandle | None = None
 
-    def __enter__(self) -> _Blobs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            self._handle.close()
-
-    def plain_value(self, name: str, offset: int, length: int) -> Any:
-        """The value; `CheckpointFormatError` if it is not plain, not small, or no record of torch.save."""
-        if length > MAX_PLAIN_BYTES:
-            raise CheckpointFormatError(f"{name}: a value of {length} bytes is not decoded")
-        if self._handle is None or self._handle.name != name:
-            if self._handle is not None:
-                self._handle.close()
-            self._handle = self._store.open_read(name)
-        handle = self._handle
-        window = Window(lambda at, count: handle.pread(count, at), offset, length)
-        for entry_name, entry in read_directory(window).items():
-            if entry_name.endswith(b"/data.pkl"):
-                return decode_pickle(window.get(entry_start(window, entry), entry.size), find=_refuse)
-        raise CheckpointFormatError(f"{name}: no data.pkl at byte {offset}")
+def _plain_value(blob: bytes) -> Any:
+    """The value of a torch.save blob; `CheckpointFormatError` if it is not plain, or the blob is none."""
+    window = Window(lambda at, count: blob[at : at + count], 0, len(blob))
+    for name, entry in read_directory(window).items():
+        if name.endswith(b"/data.pkl"):
+            return decode_pickle(window.get(entry_start(window, entry), entry.size), find=_refuse)
+    raise CheckpointFormatError("the value's zip has no data.pkl")
 
 
 def _refuse(module: str, name: str) -> NoReturn:

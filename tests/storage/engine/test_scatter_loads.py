@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.inspection import header_of
+from dcp.inspection import header_of, object_rows
 from dcp.storage.engine.read_requests import Verify
 from dcp.storage.formats.open import open_index
 from dcp.storage.reader import FileSystemReader, ReadRequest
@@ -119,6 +119,18 @@ def test_stock_checkpoints_are_opened_by_few_requests(tmp_path: Path, verify: Ve
     assert report.storage["requests"] <= 14
     if verify != "none":
         assert (report.blocks_verified, report.blocks_unverified) == (303, 0)
+
+
+def test_values_are_shown_by_few_requests(tmp_path: Path) -> None:
+    """Hundreds of values of a stock checkpoint, which only their pickles tell, are not fetched one by one."""
+    state = {f"number.{number}": number for number in range(500)}
+    stock.save(state | {"set": {1, 2}}, checkpoint_id=tmp_path, no_dist=True)
+    opened = Opened()
+    opened.take(tmp_path)
+    rows = object_rows(opened.store, open_index(opened.store))
+    assert {row.fqn: row.value for row in rows if row.is_plain} == state
+    assert [row.fqn for row in rows if not row.is_plain] == ["set"]
+    assert opened.store.traffic()["requests"] <= 5
 
 
 def test_a_converted_load_is_compared_and_joined() -> None:
