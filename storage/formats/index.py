@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 
 __all__ = ["MAX_DIMENSIONS", "UNKNOWN", "CheckpointIndex", "Int64", "ObjectColumns", "Path", "starts"]
 
@@ -80,7 +80,7 @@ class CheckpointIndex:
     Tensors (n rows): ``fqns``, ``dtype_codes`` (`dcp.storage.formats.dtypes`),
     ``shape_start``/``shape_values``, ``requires_grad`` (0 or 1). ``stride_orders`` maps the few tensors
     whose source was dense but not C-ordered to the permutation of dimensions from slowest to fastest;
-    stored payloads are C-ordered all the same.
+    stored payloads are C-ordered all the same, unless ``payload_strides`` says otherwise.
 
     Chunks (c rows, grouped by tensor: those of tensor t are rows ``chunk_start[t]:chunk_start[t + 1]``):
     ``chunk_offsets`` and ``chunk_sizes`` are flat, ``ndim`` values a chunk, sliced by ``box_start``.
@@ -89,6 +89,13 @@ class CheckpointIndex:
     where the record must be opened first) and ``payload_lengths`` bytes. Two chunks may share one payload:
     tied tensors. ``crcs``/``crc_start`` hold the CRC-32 of each BLOCK_BYTES block of the payload; no rows
     where the format records none.
+
+    Payloads are C-ordered, but for the few chunks in ``payload_strides`` (torch.save files): there element
+    ``(i, j, ...)`` of the chunk stands ``i * strides[0] + j * strides[1] + ...`` elements behind the
+    payload's begin. Strides may be permuted, leave gaps or be 0 (expanded), never negative;
+    ``payload_lengths`` is then the extent from the first element to the end of the last. ``record_crcs`` is
+    the CRC-32 of the whole record of a chunk, where the format has that (torch.save files, whose records are
+    storages).
 
     ``planner_data`` maps an fqn to its path in the nested state dict, or is whatever plain data a custom
     planner left, or None. ``provenance`` and ``user`` are plain dicts.
@@ -115,6 +122,8 @@ class CheckpointIndex:
     file_sizes: Int64 = field(default_factory=_int64)
     objects: ObjectColumns = field(default_factory=ObjectColumns)
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    payload_strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    record_crcs: Mapping[int, int] = field(default_factory=dict)
     planner_data: Any = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
@@ -180,6 +189,18 @@ class CheckpointIndex:
         """CRC-32 of each block of a chunk's payload; empty where none are recorded."""
         return self.crcs[self.crc_start[chunk] : self.crc_start[chunk + 1]]
 
+    def payload_crc(self, chunk: int) -> int | None:
+        """CRC-32 of a chunk's whole payload as it is stored; None where the format does not tell."""
+        blocks = self.block_crcs(chunk).tolist()
+        size = int(self.payload_lengths[chunk])
+        if not blocks:
+            fills = size == self.record_lengths[chunk] and chunk in self.record_crcs
+            return self.record_crcs[chunk] if fills else 0 if not size else None
+        whole = 0
+        for number, crc in enumerate(blocks):
+            whole = crc32_combine(whole, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+        return whole
+
     @property
     def tensor_bytes(self) -> int:
         """Payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
@@ -188,10 +209,10 @@ class CheckpointIndex:
     def check(self) -> None:
         """Raise CheckpointFormatError unless all columns agree with each other.
 
-        Run on everything decoded from bytes before anything is allocated or read on its word: lengths of
-        the columns, known dtypes, non-negative sizes, boxes inside their tensors, payload = box volume x
-        itemsize, payload inside record, record inside file (where sizes are known), CRC counts, file
-        numbers, plain file names (no separators, no dot names).
+        Run on everything decoded from bytes before anything is allocated or read on its word: lengths of the
+        columns, known dtypes, non-negative sizes, boxes inside their tensors, payload = box volume x itemsize
+        or the extent of its strides, payload inside record, record inside file (where sizes are known), CRC
+        counts, file numbers, plain file names (no separators, no dot names).
         """
         problem = _first_problem(self)
         if problem:
@@ -251,8 +272,29 @@ def _box_problem(index: CheckpointIndex) -> str | None:
     if total:
         exact[nonempty] = np.multiply.reduceat(index.chunk_sizes, index.box_start[:-1][nonempty])
     expected = exact * index.itemsizes[index.chunk_tensors]
+    if index.payload_strides:
+        problem = _extents(index, expected)
+        if problem:
+            return problem
     if (index.payload_lengths != expected).any():
         return "a payload's length is not that of its box"
+    return None
+
+
+def _extents(index: CheckpointIndex, expected: Int64) -> str | None:
+    """Put what strided payloads must have into ``expected``."""
+    for chunk, strides in index.payload_strides.items():
+        if not 0 <= chunk < index.chunk_count:
+            return "strides belong to no chunk"
+        sizes = index.box(chunk)[1]
+        if len(strides) != len(sizes) or min(strides, default=0) < 0:
+            return "strides are negative, or not as many as dimensions"
+        itemsize = int(index.itemsizes[index.chunk_tensors[chunk]])
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        extent = (last + 1) * itemsize if 0 not in sizes else 0
+        if extent >= 1 << 62:
+            return "a chunk is larger than any storage"
+        expected[chunk] = extent
     return None
 
 
@@ -285,6 +327,8 @@ def _range_problem(index: CheckpointIndex) -> str | None:
     blocks = -(-index.payload_lengths // BLOCK_BYTES)
     if not ((counts == 0) | (counts == blocks)).all():
         return "a chunk has the wrong number of block checksums"
+    if not all(0 <= row < index.chunk_count and 0 <= crc < 1 << 32 for row, crc in index.record_crcs.items()):
+        return "a record's checksum belongs to no chunk, or is none"
     return None
 
 

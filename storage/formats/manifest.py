@@ -35,6 +35,7 @@ from dcp.storage.formats.column_codec import (
 )
 from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.plain import decode_plain, encode_plain
+from dcp.storage.formats.strided_columns import decode_strided, encode_strided, extent_elements
 
 __all__ = ["MANIFEST_NAME", "MAX_MANIFEST_BYTES", "METADATA_NAME", "decode_manifest", "encode_manifest"]
 
@@ -136,6 +137,7 @@ def _encode_chunks(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str, 
         "payload_heads": encoder.column(heads),
         "has_crcs": encoder.column(has_crcs),
         "crcs": encoder.column(index.crcs),
+        **encode_strided(index, encoder),
     }
 
 
@@ -277,7 +279,11 @@ def _decode_chunks(
     box_ndims = np.repeat(ndims, chunk_counts)
     if int(box_ndims.sum()) != len(sizes) or len(offsets) != len(sizes):
         raise CheckpointFormatError("boxes of the manifest have the wrong number of dimensions")
-    payload_lengths = _payload_lengths(sizes, box_ndims, np.repeat(codes, chunk_counts))
+    chunk_codes = np.repeat(codes, chunk_counts)
+    payload_lengths = _payload_lengths(sizes, box_ndims, chunk_codes)
+    strides, record_crcs = decode_strided(chunks, box_ndims, budget)
+    if strides:
+        _set_extents(payload_lengths, strides, sizes, starts(box_ndims), chunk_codes)
     record_offsets = _column(chunks, "record_offsets", count, budget)
     heads = _column(chunks, "payload_heads", count, budget)
     has_crcs = _small(chunks, "has_crcs", np.uint8, count, budget)
@@ -295,7 +301,25 @@ def _decode_chunks(
         "payload_lengths": payload_lengths,
         "crc_start": starts(crc_counts),
         "crcs": _narrow(crcs, "crcs", np.uint32),
+        "payload_strides": strides,
+        "record_crcs": record_crcs,
     }
+
+
+def _set_extents(
+    lengths: Int64,
+    strides: Mapping[int, tuple[int, ...]],
+    sizes: Int64,
+    box_start: Int64,
+    codes: npt.NDArray[np.uint8],
+) -> None:
+    for row, steps in strides.items():
+        box = tuple(sizes[box_start[row] : box_start[row + 1]].tolist())
+        dtype = dtypes.BY_CODE.get(int(codes[row]))
+        extent = extent_elements(box, steps) * (dtype.itemsize if dtype is not None else 0)
+        if not 0 <= extent <= _LARGEST_PAYLOAD_BYTES:
+            raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
+        lengths[row] = extent
 
 
 def _payload_lengths(sizes: Int64, box_ndims: Int64, codes: npt.NDArray[np.uint8]) -> Int64:

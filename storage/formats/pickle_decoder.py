@@ -17,9 +17,28 @@ from collections.abc import Callable
 from typing import Any
 
 from dcp.storage.formats.pickle_machine import DOUBLE, INT32, UINT16, UINT32, UINT64, Handler, Machine
-from dcp.storage.formats.pickle_values import Constructor, Find, Instance, Limits, allow_list, instances
+from dcp.storage.formats.pickle_values import (
+    BuiltDict,
+    Constructor,
+    Find,
+    Ignored,
+    Instance,
+    Limits,
+    allow_list,
+    instances,
+)
 
-__all__ = ["Constructor", "Find", "Instance", "Limits", "allow_list", "decode_pickle", "instances"]
+__all__ = [
+    "BuiltDict",
+    "Constructor",
+    "Find",
+    "Ignored",
+    "Instance",
+    "Limits",
+    "allow_list",
+    "decode_pickle",
+    "instances",
+]
 
 
 def decode_pickle(

@@ -17,7 +17,7 @@ from dcp.storage.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from dcp.storage.formats.pickle_values import Constructor, Find, Instance, Limits
+from dcp.storage.formats.pickle_values import BuiltDict, Constructor, Find, Ignored, Instance, Limits
 
 __all__ = ["DOUBLE", "INT32", "UINT16", "UINT32", "UINT64", "Handler", "Machine"]
 
@@ -30,7 +30,7 @@ UINT64 = struct.Struct("<Q")
 DOUBLE = struct.Struct(">d")
 
 _CHEAP_KEYS = frozenset((str, bytes, bool, float, type(None)))
-_COPIES = frozenset((str, bytes, bytearray, list, dict, set, frozenset))
+_COPIES = frozenset((str, bytes, bytearray, list, dict, set, frozenset, BuiltDict))
 _OWN_HASH = 1 << 60
 """Below it an int is its own hash; larger ones can be chosen to collide (hashes are modulo 2**61 - 1)."""
 
@@ -224,13 +224,16 @@ class Machine:
     def extend(self, items: list[Any]) -> None:
         """APPEND and APPENDS."""
         target = self.stack[-1]
-        if not isinstance(target, list):
+        if isinstance(target, list):
+            target.extend(items)
+        elif not isinstance(target, Ignored):
             raise self.malformed(f"appends to a {type(target).__name__}")
-        target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         """SETITEMS; ``items`` are keys and values in turn."""
         target = self.stack[-1]
+        if isinstance(target, Ignored):
+            return
         if not isinstance(target, dict):
             raise self.malformed(f"sets an item of a {type(target).__name__}")
         if len(items) % 2:
@@ -358,6 +361,8 @@ class Machine:
         """REDUCE."""
         args = self.stack.pop()
         function = self.stack[-1]
+        if isinstance(function, Ignored):
+            return
         if type(function) is not Constructor or function.reduce is None:
             raise _not_callable(function)
         if type(args) is not tuple:
@@ -389,7 +394,7 @@ class Machine:
         """BUILD."""
         state = self.stack.pop()
         instance = self.stack[-1]
-        if not isinstance(instance, Instance):
+        if not isinstance(instance, (Instance, BuiltDict)):
             raise UnsafeObjectError(
                 f"the pickle sets the state of a {type(instance).__name__}; nothing was run"
             )

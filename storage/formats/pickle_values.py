@@ -8,7 +8,16 @@ from typing import Any, TypeAlias
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 
-__all__ = ["Constructor", "Find", "Instance", "Limits", "allow_list", "instances"]
+__all__ = [
+    "BuiltDict",
+    "Constructor",
+    "Find",
+    "Ignored",
+    "Instance",
+    "Limits",
+    "allow_list",
+    "instances",
+]
 
 Find: TypeAlias = Callable[[str, str], Any]
 """(module, name) -> the inert value or `Constructor` that stands for the global, or UnsafeObjectError."""
@@ -58,6 +67,38 @@ class Instance:
     __slots__ = ("kind", "state")
 
     def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+    def build(self, state: Any) -> None:
+        """What BUILD does."""
+        self.state = state
+
+
+class Ignored(Instance):
+    """In place of what a class or function outside the list would have made, where that is allowed to spoil
+    one entry alone: takes whatever the pickle does to it, and keeps nothing.
+
+    ``kind`` names the class or function; ``is_tensor`` is set where a tensor would stand.
+    """
+
+    __slots__ = ("is_tensor",)
+
+    def __init__(self, kind: str, *, is_tensor: bool = False) -> None:
+        super().__init__(kind)
+        self.is_tensor = is_tensor
+
+    def build(self, state: Any) -> None:
+        """Nothing is kept."""
+
+
+class BuiltDict(dict[Any, Any]):
+    """A dict of the subclass ``kind`` ("collections.OrderedDict"), with the state that BUILD gave it."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str, items: Mapping[Any, Any] | None = None) -> None:
+        super().__init__(items or {})
         self.kind = kind
         self.state: Any = None
 

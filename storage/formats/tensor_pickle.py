@@ -11,7 +11,15 @@ from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.pickle_decoder import Constructor, Limits, allow_list, decode_pickle
 
-__all__ = ["MAX_DIMENSIONS", "MAX_TENSOR_PICKLE_BYTES", "TensorPickle", "decode_tensor_pickle"]
+__all__ = [
+    "MAX_DIMENSIONS",
+    "MAX_TENSOR_PICKLE_BYTES",
+    "TENSOR_GLOBALS",
+    "TensorClass",
+    "TensorPickle",
+    "decode_tensor_pickle",
+    "load_storage",
+]
 
 MAX_TENSOR_PICKLE_BYTES = 1 << 20
 """A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
@@ -66,7 +74,7 @@ class _StorageClass:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorClass:
+class TensorClass:
     """A class of which the plain tensor data is all that a checkpoint needs."""
 
 
@@ -78,7 +86,7 @@ def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
     whatever torch.save does not write.
     """
     limits = Limits(data_bytes=MAX_TENSOR_PICKLE_BYTES)
-    value = decode_pickle(data, find=_find, persistent_load=_load_storage, limits=limits)
+    value = decode_pickle(data, find=_find, persistent_load=load_storage, limits=limits)
     if not isinstance(value, TensorPickle):
         raise CheckpointFormatError(f"the record should hold a tensor, and holds a {type(value).__name__}")
     return value
@@ -102,7 +110,8 @@ def _arguments(args: tuple[Any, ...], least: int, most: int, name: str) -> tuple
     return args + (None,) * (most - len(args))
 
 
-def _load_storage(value: Any) -> _Storage:
+def load_storage(value: Any) -> _Storage:
+    """What the persistent id ``value`` names; CheckpointFormatError for what torch.save does not write."""
     if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
         raise CheckpointFormatError("a pickled storage is not of the kind that torch.save writes")
     _, kind, key, _, elements = value
@@ -176,7 +185,7 @@ def _rebuild_parameter(args: tuple[Any, ...], *, count: int) -> TensorPickle:
 
 def _rebuild_from_type(args: tuple[Any, ...]) -> Any:
     function, kind, inner, _ = _arguments(args, 4, 4, "_rebuild_from_type_v2")
-    if not isinstance(kind, _TensorClass) or type(inner) is not tuple:
+    if not isinstance(kind, TensorClass) or type(inner) is not tuple:
         raise CheckpointFormatError("a pickled tensor's class is not a tensor class")
     if type(function) is not Constructor or function.reduce not in (_rebuild_v2, _rebuild_v3):
         raise CheckpointFormatError("a pickled tensor is not built as torch builds tensors")
@@ -207,12 +216,12 @@ def _function(name: str, **named: Any) -> dict[tuple[str, str], Constructor]:
     return {("torch._utils", name): Constructor(f"torch._utils.{name}", **named)}
 
 
-_ALLOWED: dict[tuple[str, str], Any] = {
+TENSOR_GLOBALS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Constructor("collections.OrderedDict", reduce=_empty_hooks),
     ("torch.storage", "UntypedStorage"): _StorageClass(None),
-    ("torch", "Tensor"): _TensorClass(),
-    ("torch.nn.parameter", "Parameter"): _TensorClass(),
-    ("torch.nn.parameter", "Buffer"): _TensorClass(),
+    ("torch", "Tensor"): TensorClass(),
+    ("torch.nn.parameter", "Parameter"): TensorClass(),
+    ("torch.nn.parameter", "Buffer"): TensorClass(),
     **_function("_rebuild_tensor_v2", reduce=_rebuild_v2),
     **_function("_rebuild_tensor_v3", reduce=_rebuild_v3),
     **_function("_rebuild_parameter", reduce=partial(_rebuild_parameter, count=3)),
@@ -231,4 +240,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", name): _StorageClass(dtype) for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
 }
-_find = allow_list(_ALLOWED, what="the record of a tensor")
+"""What a pickled tensor may name, as inert values and functions of ours."""
+
+_find = allow_list(TENSOR_GLOBALS, what="the record of a tensor")

@@ -84,10 +84,13 @@ class Entry:
     crc32: int
 
 
-def read_directory(window: Window) -> dict[bytes, Entry]:
-    """Entries by name, in the directory's order."""
+def read_directory(
+    window: Window, *, limit_bytes: int = MAX_DIRECTORY_BYTES, limit_entries: int = MAX_DIRECTORY_BYTES
+) -> dict[bytes, Entry]:
+    """Entries by name, in the directory's order. CheckpointFormatError above the limits, before it is
+    read."""
     count, directory_bytes, directory_at = _find_directory(window)
-    if directory_bytes > MAX_DIRECTORY_BYTES or count * _CENTRAL_BYTES > directory_bytes:
+    if directory_bytes > limit_bytes or count > limit_entries or count * _CENTRAL_BYTES > directory_bytes:
         raise CheckpointFormatError(
             f"the record's zip directory claims {count} entries in {directory_bytes} bytes"
         )

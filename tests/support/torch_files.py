@@ -1,0 +1,99 @@
+"""Files of torch.save as indexes, and their tensors by the plain reading of what the index says."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.plain import decode_plain
+from dcp.storage.formats.torch_file import index_of_torch_file
+from dcp.storage.formats.torch_structure import restore_structure
+
+
+def saved(value: Any) -> bytes:
+    """The bytes of stock torch.save."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def reader(data: bytes, log: list[tuple[int, int]] | None = None) -> Callable[[int, int], bytes]:
+    """Reads ranges of ``data``, and never beyond."""
+
+    def read(offset: int, length: int) -> bytes:
+        assert offset >= 0 and offset + length <= len(data), (offset, length, len(data))
+        if log is not None:
+            log.append((offset, length))
+        return data[offset : offset + length]
+
+    return read
+
+
+def index_of(data: bytes, name: str = "model.pt") -> CheckpointIndex:
+    """The index of a file in memory."""
+    return index_of_torch_file(reader(data), len(data), name)
+
+
+def index_of_path(path: Path) -> CheckpointIndex:
+    """The index of a file on disk."""
+    return index_of(path.read_bytes(), path.name)
+
+
+def tensor_at(index: CheckpointIndex, data: bytes, row: int) -> torch.Tensor:
+    """A tensor as the index describes its bytes."""
+    dtype = getattr(torch, index.dtype(row).name)
+    shape = index.shape(row)
+    begin, length = int(index.payload_offsets[row]), int(index.payload_lengths[row])
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(bytearray(data[begin : begin + length]), dtype=torch.uint8).view(dtype)
+    strides = index.payload_strides.get(row)
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def restored(index: CheckpointIndex, data: bytes) -> Any:
+    """The nested value that the index describes."""
+    kinds = index.provenance["structure"]["values"]
+
+    def value_of(fqn: str) -> Any:
+        row = index.position.get(fqn)
+        if row is not None:
+            return tensor_at(index, data, row)
+        value = decode_plain(index.objects.values[int(index.objects.plain[index.objects.position[fqn]])])
+        return torch.Size(value) if kinds.get(fqn) == "torch.Size" else value
+
+    return restore_structure(index.provenance["structure"], index.planner_data, value_of)
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    """Equal in types, structure, order, dtypes and bits."""
+    if isinstance(wanted, torch.Tensor):
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+        assert as_bytes(got) == as_bytes(wanted)
+        return
+    assert type(got) is type(wanted)
+    if isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        assert [type(key) for key in got] == [type(key) for key in wanted]
+        for key, value in wanted.items():
+            assert_same(got[key], value)
+        if hasattr(wanted, "_metadata"):
+            assert got._metadata == wanted._metadata
+    elif isinstance(wanted, list | tuple):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == wanted
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements in C order, as bytes."""
+    dense = tensor.detach().contiguous()
+    return b"" if not dense.numel() else bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
