@@ -232,6 +232,8 @@ class Upkeep:
             if commit is None:
                 return
             problem = problem_of(store, commit, "full")
+            if problem is not None and _is_replaced(store, commit):
+                return
             self._note(step, commit, problem, "full")
         finally:
             self._folders.forget(step)

@@ -101,7 +101,8 @@ from benchmarks.process_tree import PeakMemory, cpu_seconds
 work = "import sys; block = b'x' * (64 << 20); print(sum(range(3_000_000)), flush=True); sys.stdin.read()"
 with PeakMemory() as memory:
     before = cpu_seconds()
-    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", work], stdin=pipe, stdout=pipe) as child:
         child.stdout.readline()
         spent = cpu_seconds() - before
         child.stdin.close()

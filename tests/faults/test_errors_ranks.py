@@ -31,7 +31,7 @@ from tests.support.versions import (
 
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 120.0
 
 
 @dataclass

@@ -327,7 +327,7 @@ def bomb(root: Path) -> Any:
     with path.open("ab") as file:
         file.write(made.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    ending = Child(loads_in_little_memory, folder, 256 << 20).wait(60)
+    ending = Child(loads_in_little_memory, folder, 256 << 20).wait(240)
     return ending.hung, ending.signal, ending.value
 
 

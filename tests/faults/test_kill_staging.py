@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +21,10 @@ from tests.faults.test_kill_async_thread import (
     resume,
     state_of,
 )
-from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
+from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups, wait_for_end
 
-TIMEOUT_SECONDS = 12.0
+LATE_SECONDS = 10.0
+"""How long the others wait for a rank that hangs; and in which all come together on a busy machine."""
 
 
 def writer_of(manager: dcp.CheckpointManager) -> int:
@@ -34,18 +34,6 @@ def writer_of(manager: dcp.CheckpointManager) -> int:
     worker = saves._session._worker
     assert isinstance(worker, ProcessWriter)
     return worker.pid
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process has ended, within a while; whoever adopted it may not have asked how yet."""
-    stat = Path(f"/proc/{pid}/stat")
-    deadline = time.monotonic() + 30.0
-    while stat.exists() and time.monotonic() < deadline:
-        with suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        time.sleep(0.05)
-    return not stat.exists()
 
 
 def train(rank: int, killing: KillingManager) -> tuple[list[str], float]:
@@ -70,7 +58,7 @@ def stop_while_writing(rank: int, world_size: int, root: Path) -> tuple[list[str
     """Rank 1 is stopped in the middle of its write, and killed only when the other has given up."""
 
     stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
-    killing = KillingManager(root, 2 if rank == 1 else NOBODY, stop, timeout_seconds=4.0)
+    killing = KillingManager(root, 2 if rank == 1 else NOBODY, stop, timeout_seconds=LATE_SECONDS)
     try:
         return train(rank, killing)
     finally:
@@ -99,8 +87,8 @@ def test_trainers_that_die_or_hang_in_a_save(tmp_path: Path) -> None:
         assert f"rank {victim}" in saved, saved
         assert any(f"rank {victim}" in end for end in following), following
         assert closed == ""
-        assert seconds < 60
+        assert seconds < 150
     for rank in (0, 1):
-        assert has_ended(int((tmp_path / "copying" / f"pid-{rank}").read_text()))
+        wait_for_end(int((tmp_path / "copying" / f"pid-{rank}").read_text()))
     for group in resumed:
         assert [ending.value and ending.value[0] for ending in group] == [OLD, OLD], group

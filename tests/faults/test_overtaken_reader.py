@@ -145,7 +145,7 @@ def load_overtaken(rank: int, world_size: int, path: str, overtaken: int, how: s
 
     state: dict[str, Any] = {"part": Counted(), "value": 0.0}
     source = reader(path, overtake) if rank == overtaken else dcp.FileSystemReader(path)
-    report = dcp.load(state, storage_reader=source, timeout_seconds=30)
+    report = dcp.load(state, storage_reader=source, timeout_seconds=200)
     return state["part"].state["w"].tolist(), state["value"], state["part"].given, report.attempts
 
 
@@ -164,4 +164,4 @@ def test_all_ranks_raise_what_stays(tmp_path: Path) -> None:
     for result in run_ranks(2, load_overtaken, str(tmp_path), 1, "damaged", failures=True):
         assert isinstance(result, RankRaised)
         assert "CorruptCheckpointError" in result.class_names
-        assert result.seconds < 20
+        assert result.seconds < 150

@@ -22,37 +22,47 @@ from tests.support.versions import (
 
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
 ROUNDS = 30
+MOST_ROUNDS = 440  # versions have three digits
+PATIENCE_SECONDS = 120.0
+"""How long two writers may need to meet, on a machine that has little time for either of them."""
 
 
 def write_often(folder: Path, first: int, start: float, bare: bool) -> list[tuple[int, bool]]:
-    """(version, committed) of some saves in a row; any error but a conflict ends the test."""
-    outcomes = []
+    """(version, committed) of some saves in a row, and more until the writers have met; any error but a
+    conflict ends the test."""
+    outcomes: list[tuple[int, bool]] = []
+    met = folder.with_name("met")
     time.sleep(max(0.0, start - time.monotonic()))
-    for version in range(first, first + ROUNDS):
+    for version in range(first, first + MOST_ROUNDS):
+        if len(outcomes) >= ROUNDS and (met.exists() or time.monotonic() > start + PATIENCE_SECONDS):
+            break
         try:
             save_version(folder, version, torch_compatible=not (bare and version % 2))
         except CheckpointConflictError:
             outcomes.append((version, False))
+            met.touch()
         else:
             outcomes.append((version, True))
     return outcomes
 
 
-def read_often(folder: Path, until: float) -> list[int | str]:
-    """What loads see until then."""
+def read_often(folder: Path, end: Path) -> list[int | str]:
+    """What loads see until the file ``end`` is there, and once more."""
     seen = []
-    while time.monotonic() < until:
+    while not end.exists():
         seen.append(seen_by_dcp(folder))
-    return seen
+    return [*seen, seen_by_dcp(folder)]
 
 
 def overwriting_race(root: Path, bare: bool) -> Any:
     """Two writers and a reader on one id."""
     folder = root / "x"
     start = time.monotonic() + 0.3
-    writers = [Child(write_often, folder, first, start, bare) for first in (100, 500)]
-    reader = Child(read_often, folder, start + 1.5)
-    endings = [child.wait() for child in [*writers, reader]]
+    writers = [Child(write_often, folder, first, start, bare) for first in (100, 550)]
+    reader = Child(read_often, folder, root / "end")
+    endings = [writer.wait() for writer in writers]
+    (root / "end").touch()
+    endings.append(reader.wait())
     for ending in endings:
         if ending.raised is not None:
             raise AssertionError(ending.raised.traceback_text)
@@ -92,10 +102,11 @@ def test_two_writers_with_and_without_torchs_metadata(tmp_path: Path) -> None:
 
 
 def creating_race(root: Path) -> list[Any]:
-    """Both writers make the first save, many times over."""
-    rounds = []
-    for number in range(20):
-        folder = root / str(number)
+    """Both writers make the first save, many times over, until they have met."""
+    rounds: list[Any] = []
+    give_up = time.monotonic() + PATIENCE_SECONDS
+    while len(rounds) < 20 or (all(all(outcomes) for outcomes, *_ in rounds) and time.monotonic() < give_up):
+        folder = root / str(len(rounds))
         start = time.monotonic() + 0.05
         writers = [Child(write_once, folder, version, start) for version in (1, 2)]
         endings = [writer.wait() for writer in writers]

@@ -125,7 +125,7 @@ def test_a_container_that_cannot_be_set_is_an_error() -> None:
 def test_many_entries_are_flattened_in_milliseconds() -> None:
     """20,000 entries take far less than a second (some 5 ms), so a regression to quadratic time shows."""
     state = {f"layers.{number}.weight": TENSOR for number in range(20_000)}
-    begun = time.perf_counter()
+    begun = time.thread_time()
     flat, _ = flatten_state_dict({"model": state})
     assert len(flat) == 20_000
-    assert time.perf_counter() - begun < 1
+    assert time.thread_time() - begun < 1

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankRaised, forkserver_context
 
-__all__ = ["Child", "Ending", "Group", "in_lab", "kill_rank", "run_groups"]
+__all__ = ["Child", "Ending", "Group", "in_lab", "kill_rank", "run_groups", "wait_for_end"]
 
 _PR_SET_PDEATHSIG = 1
 """A fork ends with its laboratory: a test that failed leaves no processes behind."""
@@ -34,7 +35,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: with a value, with an exception, or (``signal`` not 0) killed; or it hung."""
+    """How a process ended: with a value, with an exception, or (``signal`` not 0) killed; or it hung.
+
+    ``seconds``: how long its function ran, if it came to an end.
+    """
 
     value: Any = None
     raised: RankRaised | None = None
@@ -61,35 +65,53 @@ class Child:
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._result = os.memfd_create("result")
-        self._begun = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             try:
+                begun = time.monotonic()
+                outcome = _outcome(function, args)
                 with open(self._result, "wb", closefd=False) as file:
-                    pickle.dump(_outcome(function, args), file)
+                    pickle.dump((outcome, time.monotonic() - begun), file)
             finally:
                 os._exit(0)
         self._watch = os.pidfd_open(self.pid)
 
-    def wait(self, timeout_seconds: float = 60.0) -> Ending:
+    def wait(self, timeout_seconds: float = 240.0) -> Ending:
         """How it ended; one that is late is killed and reported as hung."""
         ready, _, _ = select.select([self._watch], [], [], max(0.0, timeout_seconds))
         if not ready:
             os.kill(self.pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        seconds = time.monotonic() - self._begun
         os.close(self._watch)
         data = os.pread(self._result, os.fstat(self._result).st_size, 0)
         os.close(self._result)
         if not ready:
-            return Ending(hung=True, seconds=seconds)
+            return Ending(hung=True)
         if status != 0 or not data:
-            return Ending(signal=-status, seconds=seconds)
-        value = pickle.loads(data)
+            return Ending(signal=-status)
+        value, seconds = pickle.loads(data)
         if isinstance(value, RankRaised):
             return Ending(raised=value, seconds=seconds)
         return Ending(value=value, seconds=seconds)
+
+
+def wait_for_end(pid: int, timeout_seconds: float = 240.0) -> None:
+    """Until a process has ended; nobody need have asked how yet."""
+    deadline = time.monotonic() + timeout_seconds
+    while _is_alive(pid):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"process {pid} did not end within {timeout_seconds:g} s")
+        time.sleep(0.005)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = len(list(Path(f"/proc/{pid}/task").iterdir()))  # what is open is closed by the last of them
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in ("Z", "X") or threads > 1
 
 
 def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -107,7 +129,7 @@ def _laboratory(connection: Any, function: Callable[..., Any], args: tuple[Any, 
         connection.send(_outcome(function, args))
 
 
-def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> Any:
+def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 280.0) -> Any:
     """The result of ``function(*args)``, a function of a module, in a process of its own without threads."""
     context = forkserver_context()
     ours, theirs = context.Pipe(duplex=False)
@@ -138,7 +160,7 @@ class Group:
 
 
 def run_groups(
-    groups: Sequence[Group], *, at_once: int = 8, timeout_seconds: float = 60.0
+    groups: Sequence[Group], *, at_once: int = 8, timeout_seconds: float = 240.0
 ) -> list[list[Ending]]:
     """Endings by group and rank; ``at_once`` groups run side by side."""
     endings: list[list[Ending]] = []
@@ -162,13 +184,14 @@ def _member(rank: int, path: str, group: Group) -> Any:
     store.set(f"pid/{rank}", str(os.getpid()))
     _rendezvous.append(store)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=group.world_size, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=group.world_size, timeout=timedelta(seconds=240)
     )
     return group.function(rank, group.world_size, *group.args)
 
 
 def kill_rank(rank: int) -> None:
-    """SIGKILL another rank of this process's group (or this one), and give the system time to notice."""
+    """SIGKILL another rank of this process's group (or this one); when this returns it has ended, and its
+    connections with it."""
     pid = int(_rendezvous[0].get(f"pid/{rank}"))
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.05)
+    wait_for_end(pid)

@@ -51,7 +51,7 @@ def train(root: Path, steps: int, kill_step: int, life: int) -> dict[str, Any]:
     """Train; in its first life the last rank is killed at ``kill_step``, and the others find out."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     trainer = Trainer(rank)
-    with dcp.CheckpointManager(root / "ckpt", every_steps=2, timeout_seconds=60.0) as manager:
+    with dcp.CheckpointManager(root / "ckpt", every_steps=2, timeout_seconds=240.0) as manager:
         state = trainer.state()
         restored = manager.restore(state)
         if restored is not None:
@@ -59,7 +59,7 @@ def train(root: Path, steps: int, kill_step: int, life: int) -> dict[str, Any]:
         first = restored.step + 1 if restored else 1
         for step in range(first, steps + 1):
             if life == 0 and rank == world_size - 1 and step == kill_step:
-                manager.wait(30.0)  # so that it is known what is committed
+                manager.wait(240)  # so that it is known what is committed
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.step()
             manager.save(step, trainer.state(), last=step == steps)

@@ -144,7 +144,7 @@ class Ranks:
                         continue
                     except EOFError:
                         pass
-                process.join(5)
+                process.join(60)
                 results[rank] = RankDied(process.exitcode)
         ordered = [results[rank] for rank in range(world_size)]
         if any(isinstance(result, RankDied) for result in ordered):
@@ -178,7 +178,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = 240.0,
     failures: bool = False,
 ) -> list[Any]:
     """Run ``function(rank, world_size, *args)`` on ``world_size`` processes in one gloo group; results by

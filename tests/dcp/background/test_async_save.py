@@ -47,8 +47,8 @@ def test_one_future_serves_both_usages(tmp_path: Path) -> None:
     future = dcp.async_save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     assert isinstance(future, Future)
     assert isinstance(future, AsyncSaveResponse)
-    assert future.staging_completion.result(30) is None
-    assert future.upload_completion.result(30) is future.result()
+    assert future.staging_completion.result(240) is None
+    assert future.upload_completion.result(240) is future.result()
     assert isinstance(future.result(), Metadata)
     assert set(future.result().state_dict_metadata) >= {"model.w", "model.layers.0", "step"}
     assert future.outcome is not None
@@ -63,7 +63,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
         state = version_state(version, large=1 << 18)
         future = dcp.async_save(state, checkpoint_id=tmp_path / str(version), no_dist=True)
         overwrite(state)
-        future.result(60)
+        future.result(240)
         assert seen_by_dcp(tmp_path / str(version), large=1 << 18) == version
 
 
@@ -77,7 +77,7 @@ def test_one_writer_may_be_pointed_at_the_next_id_while_it_saves(tmp_path: Path)
         for version in range(1, 5)
     ]
     for version, future in enumerate(futures, start=1):
-        future.result(60)
+        future.result(240)
         assert seen_by_dcp(tmp_path / str(version)) == version
 
 
@@ -101,17 +101,17 @@ class Halving(dcp.DefaultSavePlanner):
 def test_custom_planners_and_stagers(tmp_path: Path) -> None:
     """Planners of torch's documentation, torch's own stagers and torch's own writer work as in torch."""
     w = torch.arange(6.0)
-    dcp.async_save({"w": w}, checkpoint_id=tmp_path / "r", planner=Renaming(), no_dist=True).result(60)
-    dcp.async_save({"w": w}, checkpoint_id=tmp_path / "h", planner=Halving(), no_dist=True).result(60)
+    dcp.async_save({"w": w}, checkpoint_id=tmp_path / "r", planner=Renaming(), no_dist=True).result(240)
+    dcp.async_save({"w": w}, checkpoint_id=tmp_path / "h", planner=Halving(), no_dist=True).result(240)
     for name, stager in {
         "blocking": stock_staging.BlockingAsyncStager(),
         "default": stock_staging.DefaultStager(stock_staging.StagingOptions(False, False, True, False)),
     }.items():
         future = dcp.async_save({"w": w}, checkpoint_id=tmp_path / name, async_stager=stager, no_dist=True)
-        future.staging_completion.result(60)
-        future.result(60)
+        future.staging_completion.result(240)
+        future.result(240)
         stager.close()
-    dcp.async_save({"w": w}, storage_writer=StockWriter(tmp_path / "stock"), no_dist=True).result(60)
+    dcp.async_save({"w": w}, storage_writer=StockWriter(tmp_path / "stock"), no_dist=True).result(240)
     for folder, key, factor in (
         ("r", "p_w", 1.0),
         ("h", "w", -1.0),
@@ -146,15 +146,15 @@ def test_a_stale_or_shared_copy_is_an_error_that_names_the_tensor(tmp_path: Path
     """A stager whose copy is not a copy of this state cannot make a silently wrong checkpoint."""
     stale = Stale()
     w = torch.arange(100.0)
-    dcp.async_save({"w": w}, checkpoint_id=tmp_path / "1", async_stager=stale, no_dist=True).result(60)
+    dcp.async_save({"w": w}, checkpoint_id=tmp_path / "1", async_stager=stale, no_dist=True).result(240)
     w += 1
     future = dcp.async_save({"w": w}, checkpoint_id=tmp_path / "2", async_stager=stale, no_dist=True)
     with pytest.raises(dcp.StagingError, match="'w'"):
-        future.result(60)
+        future.result(240)
     shared = dcp.async_save({"w": w}, checkpoint_id=tmp_path / "3", async_stager=Lazy(), no_dist=True)
     with pytest.raises(dcp.StagingError, match="'w'"):
-        shared.result(60)
-    assert isinstance(shared.staging_completion.exception(60), dcp.StagingError)
+        shared.result(240)
+    assert isinstance(shared.staging_completion.exception(240), dcp.StagingError)
     assert not (tmp_path / "2" / ".metadata").exists()
 
 
@@ -163,11 +163,11 @@ def test_errors_are_those_of_the_future(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "file" / "x", no_dist=True)
     with pytest.raises(dcp.StorageError):
-        future.result(60)
+        future.result(240)
     bad = dcp.async_save({"s": torch.eye(3).to_sparse()}, checkpoint_id=tmp_path / "s", no_dist=True)
     with pytest.raises(dcp.PlanError, match="to_dense"):
-        bad.result(60)
-    dcp.async_save(version_state(3), checkpoint_id=tmp_path / "x", no_dist=True).result(60)
+        bad.result(240)
+    dcp.async_save(version_state(3), checkpoint_id=tmp_path / "x", no_dist=True).result(240)
     assert seen_by_dcp(tmp_path / "x") == 3
     with pytest.raises(dcp.CheckpointError, match="give checkpoint_id"):
         dcp.async_save({"w": torch.ones(3)}, no_dist=True)
@@ -193,7 +193,7 @@ def test_failed_attempts_are_repeated_from_the_same_copy(tmp_path: Path) -> None
     state = version_state(5)
     future = session.save(state, storage_writer=writer, retries=2, retry_pause_seconds=0.01)
     overwrite(state)
-    future.result(60)
+    future.result(240)
     session.close()
     assert future.outcome is not None
     assert future.outcome.attempts == 2
@@ -206,20 +206,20 @@ def test_abort_calls_a_save_off(tmp_path: Path) -> None:
 
     def hold(operation: Operation) -> None:
         reached.set()
-        gate.wait(30)
+        gate.wait(240)
 
     session = AsyncSession(no_dist=True, timeout_seconds=60)
     open_store = partial(failing, faults=(Fault("create", hook=hold),))
     writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
     future = session.save(version_state(1), storage_writer=writer)
-    assert reached.wait(30)
+    assert reached.wait(240)
     assert not future.cancel()
     future.abort()
     gate.set()
     with pytest.raises(dcp.SaveAbortedError):
-        future.result(60)
+        future.result(240)
     assert list((tmp_path / "x").iterdir()) == []
-    session.save(version_state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "x")).result(60)
+    session.save(version_state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "x")).result(240)
     session.close()
     assert seen_by_dcp(tmp_path / "x") == 2
 
@@ -290,8 +290,8 @@ def save_while_training(rank: int, world_size: int, root: Path) -> list[Any]:
             dist.all_reduce(value)
             assert value.eq(world_size).all()
         if version % 3 == 0:
-            future.result(60)
-    future.result(60)
+            future.result(240)
+    future.result(240)
     for version in range(1, 9):
         wanted, state = sharded_state(rank, version), sharded_state(rank, 0)
         dcp.load(state, checkpoint_id=root / str(version))
@@ -318,8 +318,8 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     if rank == 1:
         state["bad"] = torch.eye(2).to_sparse()
     future = dcp.async_save(state, checkpoint_id=root / "bad")
-    error = future.exception(60)
-    dcp.async_save(sharded_state(rank, 2), checkpoint_id=root / "good").result(60)
+    error = future.exception(240)
+    dcp.async_save(sharded_state(rank, 2), checkpoint_id=root / "good").result(240)
     return [type(error).__mro__[1].__name__, getattr(error, "ranks", None), isinstance(error, dcp.PlanError)]
 
 
@@ -335,7 +335,7 @@ def abort_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     gate = threading.Event()
 
     def hold(operation: Operation) -> None:
-        gate.wait(30)
+        gate.wait(240)
 
     session = AsyncSession(timeout_seconds=60)
     writer = dcp.FileSystemWriter(
@@ -346,8 +346,8 @@ def abort_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     if rank == world_size - 1:
         future.abort()
     gate.set()
-    error = future.exception(60)
-    session.save(sharded_state(rank, 2), storage_writer=dcp.FileSystemWriter(root / "x")).result(60)
+    error = future.exception(240)
+    session.save(sharded_state(rank, 2), storage_writer=dcp.FileSystemWriter(root / "x")).result(240)
     session.close()
     return [isinstance(error, dcp.SaveAbortedError), getattr(error, "ranks", None)]
 
@@ -364,7 +364,7 @@ def after_destroy(rank: int, world_size: int, root: Path) -> bool:
     writer = dcp.FileSystemWriter(root / "x", open_store=partial(failing, faults=(slow,)))
     future = session.save(sharded_state(rank, 1), storage_writer=writer)
     dist.destroy_process_group()
-    future.result(60)
+    future.result(240)
     session.close()
     return future.outcome is not None
 
@@ -390,7 +390,7 @@ def two_sessions(rank: int, world_size: int, root: Path) -> list[bool]:
         saved = good.save(
             sharded_state(rank, version), storage_writer=dcp.FileSystemWriter(root / str(version))
         )
-        results += [saved.exception(60) is None, isinstance(failed.exception(60), dcp.StorageError)]
+        results += [saved.exception(240) is None, isinstance(failed.exception(240), dcp.StorageError)]
     good.close()
     bad.close()
     return results
@@ -406,7 +406,7 @@ def test_views_are_copied_alone(tmp_path: Path) -> None:
     session = AsyncSession(no_dist=True, timeout_seconds=60)
     big = torch.zeros(1 << 20)
     future = session.save({"view": big[:1000]}, storage_writer=dcp.FileSystemWriter(tmp_path / "x"))
-    future.result(60)
+    future.result(240)
     session.close()
     assert future.outcome is not None
     assert future.outcome.staged_bytes == 4000
@@ -422,7 +422,7 @@ def plans_of_saves(rank: int, world_size: int, root: Path) -> list[bool]:
             state["plain"] = torch.arange(7.0)
         writer = dcp.FileSystemWriter(root / str(version))
         future = session.save(state, storage_writer=writer)
-        future.result(60)
+        future.result(240)
         assert future.outcome is not None
         assert {"digests", "write", "blocked", "staging"} <= set(future.outcome.seconds)
         reused.append(future.outcome.plan_reused)

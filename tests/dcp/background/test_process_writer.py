@@ -41,7 +41,7 @@ def session() -> Iterator[AsyncSession]:
     """One writer process for many tests: starting one costs seconds."""
     made = AsyncSession(no_dist=True, kind=PROCESS, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
     yield made
-    made.close(30)
+    made.close(240)
 
 
 def pid_of(session: AsyncSession) -> int:
@@ -335,7 +335,7 @@ def save_on_two_ranks(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     start("after", 8).result(TIMEOUT_SECONDS)
     found["after"] = loaded(root / "after")
     pids = [pid, pid_of(session)]
-    session.close(30)
+    session.close(240)
     found["gone"] = all(map(is_gone, pids))
     dist.barrier()
     found["left"] = listing(root / "bad")
@@ -379,4 +379,4 @@ def test_the_process_ends_by_itself_when_told_to(tmp_path: Path) -> None:
         time.sleep(0.05)
     with pytest.raises(WriterProcessError, match="exit status 0"):
         save(session, tmp_path / "2", 2).result(TIMEOUT_SECONDS)
-    session.close(30)
+    session.close(240)

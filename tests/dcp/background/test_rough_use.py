@@ -93,7 +93,7 @@ def test_a_script_interrupted_while_staging_ends(tmp_path: Path, kind: str) -> N
             save("a", {"s": Interrupted()})
         except KeyboardInterrupt:
             futures = [save(str(number), {"w": torch.ones(3)}) for number in range(3)]
-            assert all(future.result(60) for future in futures)
+            assert all(future.result(240) for future in futures)
         else:
             raise SystemExit("was not interrupted")
         """
@@ -127,7 +127,7 @@ def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Pat
     writer = dcp.FileSystemWriter(tmp_path / "1", open_store=InterruptedStore())
     with pytest.raises(KeyboardInterrupt):
         session.save(state_of(1), storage_writer=writer)
-    session.save(state_of(2), storage_writer=dcp.FileSystemWriter(tmp_path / "2")).result(60)
+    session.save(state_of(2), storage_writer=dcp.FileSystemWriter(tmp_path / "2")).result(240)
     session.close()
     assert [loaded(tmp_path / name)["version"] for name in ("1", "2")] == [1, 2]
 
@@ -138,10 +138,10 @@ def raise_on_one_rank(rank: int, world_size: int, root: Path, error: type[BaseEx
     state = {**state_of(1), "s": Raising(error)} if rank == 1 else state_of(1)
     try:
         future = session.save(state, storage_writer=dcp.FileSystemWriter(root / "bad"))
-        ended = type(future.exception(60)).__mro__[1].__name__ + str(future.exception())
+        ended = type(future.exception(240)).__mro__[1].__name__ + str(future.exception())
     except KeyboardInterrupt:
         ended = "interrupted"
-    session.save(state_of(2), storage_writer=dcp.FileSystemWriter(root / "good")).result(60)
+    session.save(state_of(2), storage_writer=dcp.FileSystemWriter(root / "good")).result(240)
     session.close()
     return ended
 
@@ -162,26 +162,26 @@ def save_in_fork(root: Path, kind: AsyncCheckpointerType) -> None:
     """A fork's own save."""
     dcp.async_save(
         state_of(3), checkpoint_id=root / "fork", no_dist=True, async_checkpointer_type=kind
-    ).result(60)
+    ).result(240)
 
 
 def fork_while_saving(root: Path, kind: AsyncCheckpointerType) -> list[Any]:
     """Exit codes of forks, one that does nothing and one that saves, and whether the first outlasted the
     save under way."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
-    save(state_of(1), checkpoint_id=root / "first").result(60)
+    save(state_of(1), checkpoint_id=root / "first").result(240)
     future = save(state_of(2), storage_writer=slow_writer(root / "second"))
     context = multiprocessing.get_context("fork")
     idle = context.Process(target=int)
     idle.start()
-    idle.join(60)
+    idle.join(240)
     results = [idle.exitcode, future.done()]
     saving = context.Process(target=save_in_fork, args=(root, kind))
     saving.start()
-    saving.join(60)
+    saving.join(240)
     results.append(saving.exitcode)
-    future.result(60)
-    save(state_of(4), checkpoint_id=root / "last").result(60)
+    future.result(240)
+    save(state_of(4), checkpoint_id=root / "last").result(240)
     return results
 
 
@@ -235,10 +235,10 @@ def test_a_dropped_session_ends(tmp_path: Path, kind: AsyncCheckpointerType, ear
     dropped = weakref.ref(session)
     future = session.save(state_of(1), storage_writer=slow_writer(tmp_path / "x", 0.2))
     if not early:
-        future.result(60)
+        future.result(240)
     del session
     gc.collect()
-    future.result(60)
+    future.result(240)
     del future
     deadline = time.monotonic() + 30
     while dropped() is not None and time.monotonic() < deadline:
@@ -287,7 +287,7 @@ def test_a_stager_that_uses_its_memory_again_harms_no_save(
         )
         state["w"].zero_()
     for version, future in enumerate(futures, start=1):
-        future.result(60)
+        future.result(240)
         assert loaded(tmp_path / str(version))["w"].eq(version).all()
 
 
@@ -296,7 +296,7 @@ def test_saves_begun_in_inference_mode_and_outside_of_it(tmp_path: Path) -> None
     for version, mode in enumerate([True, False, True, False]):
         with torch.inference_mode(mode):
             future = dcp.async_save(state_of(version), checkpoint_id=tmp_path / str(version), no_dist=True)
-        future.result(60)
+        future.result(240)
         assert loaded(tmp_path / str(version))["version"] == version
 
 
@@ -314,7 +314,7 @@ def test_a_failing_progress_callback_harms_no_save(tmp_path: Path, kind: AsyncCh
     session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=60)
     for version in (1, 2):
         writer = dcp.FileSystemWriter(tmp_path / str(version))
-        session.save(state_of(version), storage_writer=writer, progress=leave).result(60)
+        session.save(state_of(version), storage_writer=writer, progress=leave).result(240)
         assert loaded(tmp_path / str(version))["version"] == version
     session.close()
 
@@ -323,7 +323,7 @@ def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     """By async_save as by save."""
     state = {"w": torch.ones(3), "hooks": {"scale": lambda loss: loss * 2}}
     with pytest.raises(dcp.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
-        dcp.async_save(state, checkpoint_id=tmp_path / "x", no_dist=True).result(60)
+        dcp.async_save(state, checkpoint_id=tmp_path / "x", no_dist=True).result(240)
     with pytest.raises(dcp.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
         dcp.save(state, checkpoint_id=tmp_path / "y", no_dist=True)
 
@@ -342,7 +342,7 @@ def test_a_default_device_is_not_where_copies_are_made(
     read = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
     with torch.device("meta"):
         dcp.save(state, checkpoint_id=tmp_path / "sync", no_dist=True, planner=planner())
-        dcp.async_save(state, checkpoint_id=tmp_path / "async", no_dist=True, planner=planner()).result(60)
+        dcp.async_save(state, checkpoint_id=tmp_path / "async", no_dist=True, planner=planner()).result(240)
         for name in ("sync", "async"):
             dcp.load(read, checkpoint_id=tmp_path / name, no_dist=True)
             assert all(read[name].equal(state[name].resolve_conj()) for name in state)
@@ -352,7 +352,7 @@ def save_by_a_subgroup(rank: int, world_size: int, root: Path) -> str:
     """What a rank sees that saves with a group which it is no member of, and the group's only member."""
     group = dist.new_group([1])
     try:
-        dcp.async_save(state_of(1), checkpoint_id=root / "x", process_group=group).result(60)
+        dcp.async_save(state_of(1), checkpoint_id=root / "x", process_group=group).result(240)
     except dcp.CheckpointError as error:
         return str(error)
     return "saved"
@@ -380,9 +380,9 @@ def wait_for_a_key_while_saving(rank: int, world_size: int, root: Path, port: in
     if rank == 0:
         store.get("go")
     else:
-        future.result(60)
+        future.result(240)
         store.set("go", "1")
-    return future.result(60) is not None
+    return future.result(240) is not None
 
 
 def test_a_save_goes_on_while_training_waits_for_its_store(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Run:
     def delete(self, step: int) -> DeletionEvent:
         """Delete a step, and the last event of it."""
         self.deleter.delete(step)
-        assert self.deleter.wait(30)
+        assert self.deleter.wait(240)
         return self.events[-1]
 
 
@@ -106,4 +106,4 @@ class Gate:
     def __call__(self, _: Operation) -> None:
         """The hook of a fault."""
         self.reached.set()
-        assert self.open.wait(30)
+        assert self.open.wait(240)

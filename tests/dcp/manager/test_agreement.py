@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from tests.support.crashes import Group, in_lab, run_groups
 from tests.support.ranks import RankRaised, run_ranks
 
 
-def agreement(rank: int, world_size: int, *, timeout_seconds: float = 30.0, every: int = 1) -> RankAgreement:
+def agreement(rank: int, world_size: int, *, timeout_seconds: float = 120.0, every: int = 1) -> RankAgreement:
     """One over a gloo group of its own, on the store of the default group."""
     group = dist.group.WORLD
     assert group is not None
@@ -81,7 +82,7 @@ def _token(value: int = 0) -> Any:
 
 def test_no_rank_waits_for_the_stragglers_of_its_step() -> None:
     """Rank 1 passes a step that rank 0 begins only when told so by rank 1: waiting would be a deadlock."""
-    for _, one, none in run_ranks(2, _straggler, timeout_seconds=30.0):
+    for _, one, none in run_ranks(2, _straggler):
         assert (one, none) == (True, False)
 
 
@@ -119,27 +120,30 @@ def _dies(rank: int, world_size: int) -> str:
 
 
 def _late(rank: int, world_size: int) -> str:
-    agreed = agreement(rank, world_size, timeout_seconds=1.0)
+    agreed = agreement(rank, world_size)
     agreed.exchange(1, Votes())
+    group = dist.group.WORLD
+    assert group is not None
+    store = group.get_group_store()
     if rank == 1:
-        time.sleep(6.0)
+        store.wait(["told"], timedelta(seconds=120))
         agreed.close(wait=False)
         return ""
     try:
         agreed.exchange(2, Votes())
+        agreed._ranks.timeout_seconds = 1.0
         agreed.exchange(3, Votes())
     except CollectiveTimeoutError as error:
         agreed.close(wait=False)
         return str(error)
+    finally:
+        store.set("told", "1")
     return "no error"
 
 
 def _endings() -> list[list[Any]]:
     groups = [Group(3, _dies), Group(2, _late)]
-    return [
-        [ending.value if not ending.hung else "hung" for ending in group]
-        for group in run_groups(groups, timeout_seconds=40.0)
-    ]
+    return [[ending.value if not ending.hung else "hung" for ending in group] for group in run_groups(groups)]
 
 
 def test_a_dead_and_a_late_rank_are_named_by_the_others() -> None:

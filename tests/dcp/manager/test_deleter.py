@@ -22,7 +22,9 @@ from tests.support.versions import (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run without checkpoints."""
+    """A run without checkpoints, when the deleters of earlier tests have ended."""
+    for thread in deleting_threads():
+        thread.join(240)
     return Run(tmp_path)
 
 
@@ -36,7 +38,7 @@ def test_a_queued_deletion_can_be_forgotten(run: Run) -> None:
     gate = Gate()
     run.store(1).add(Fault("delete", name="*.distcp", hook=gate))
     run.deleter.delete(1)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(240)
     run.deleter.delete(2)
     run.deleter.delete(2)
     assert run.deleter.pending() == [1, 2]
@@ -146,7 +148,7 @@ def test_a_late_save_saves_its_files(run: Run) -> None:
     uncommitted(run, 1, 1e6, "__0_0.0a.distcp")
     run.store(1).add(Fault("lock", hook=lambda _: save_version(run.path(1), 2)))
     assert run.deleter.abandoned() == [1]
-    assert run.deleter.wait(30)
+    assert run.deleter.wait(240)
     assert run.events == []
     assert seen_by_dcp(run.path(1)) == 2
 
@@ -154,7 +156,7 @@ def test_a_late_save_saves_its_files(run: Run) -> None:
 # -- the end -------------------------------------------------------------------------------------------------
 
 
-def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
+def test_close_finishes_what_is_queued(tmp_path: Path, run: Run) -> None:
     """Without pauses, and each at most once more; afterwards nothing can be queued; twice is fine."""
     run = Run(tmp_path, pause_seconds=1000.0)
     for step in (1, 2):
@@ -179,12 +181,12 @@ def test_close_does_not_wait_for_ever(run: Run) -> None:
     gate = Gate()
     run.store(1).add(Fault("delete", hook=gate))
     run.deleter.delete(1)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(240)
     run.deleter.delete(2)
     assert not run.deleter.close(timeout_seconds=0.05)
     gate.open.set()
     for thread in deleting_threads():
-        thread.join(30)
+        thread.join(240)
     assert run.folders.all_steps() == [2]
     assert seen_by_dcp(run.path(2)) == 2
 
@@ -195,7 +197,7 @@ def test_the_thread_lives_while_something_is_deleted(run: Run) -> None:
         save_version(run.path(step), step)
         assert run.delete(step).kind == "deleted"
         for thread in deleting_threads():
-            thread.join(30)
+            thread.join(240)
     assert run.deleter.close()
 
 

@@ -137,7 +137,7 @@ def test_notes_that_cannot_be_read_keep_it(run: Run) -> None:
 def test_nothing_there(run: Run) -> None:
     """A step that does not exist is no event and leaves no folder."""
     run.deleter.delete(9)
-    assert run.deleter.wait(30)
+    assert run.deleter.wait(240)
     assert run.events == []
     assert not run.path(9).exists()
 
@@ -250,7 +250,7 @@ def test_storage_lost_at_any_operation_leaves_all_or_nothing(tmp_path: Path, kin
         if not begun:
             assert stands == 5
             run.deleter.delete(1)
-        assert run.deleter.wait(30)
+        assert run.deleter.wait(240)
         run.deleter.finish_now(1)
         assert not run.path(1).exists()
     cut = seen.index(ABSENT)

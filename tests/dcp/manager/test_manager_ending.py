@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 def run_script(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A script in an interpreter of its own, in the checkout."""
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
 # -- closing -------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_close_waits_for_the_save_under_way(tmp_path: Path) -> None:
     gate, seen = Gate(), Recorder()
     manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate), on_event=seen)
     manager.save(1, state_at(1))
-    assert gate.reached.wait(30.0)
+    assert gate.reached.wait(240)
     threading.Timer(0.2, gate.open).start()
     manager.close()
     assert seen.kinds() == [("saved", 1), ("verified", 1)]
@@ -60,7 +60,7 @@ def test_close_is_bounded(tmp_path: Path) -> None:
     manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate))
     future = manager.save(1, state_at(1))
     assert future is not None
-    assert gate.reached.wait(30.0)
+    assert gate.reached.wait(240)
     begun = time.monotonic()
     manager.close(0.3)
     assert time.monotonic() - begun < 30.0
@@ -70,7 +70,7 @@ def test_close_is_bounded(tmp_path: Path) -> None:
         other.save(2, state_at(2))
     assert other.all_steps() == [2]
     gate.open()
-    future.exception(30.0)
+    future.exception(240)
 
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
@@ -104,10 +104,10 @@ def work(manager):
 gate = Gate()
 manager = dcp.CheckpointManager(sys.argv[1], writer=writer_with(gate))
 manager.save(1, state_at(1))
-gate.reached.wait(30.0)
+gate.reached.wait(240)
 child = multiprocessing.get_context("fork").Process(target=work, args=(manager,))
 child.start()
-child.join(30.0)
+child.join(120)
 print("exit", child.exitcode, flush=True)
 child.kill()
 gate.open()
@@ -127,6 +127,7 @@ def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
 
 def test_a_dropped_manager_lets_go_of_sigterm(tmp_path: Path) -> None:
     """Nobody closes it, but SIGTERM ends the process again once it is gone."""
+    gc.collect()  # what earlier tests dropped may still listen
     before = signal.getsignal(signal.SIGTERM)
     manager = dcp.CheckpointManager(tmp_path)
     assert signal.getsignal(signal.SIGTERM) != before
@@ -169,11 +170,11 @@ def _loop(rank: int, world_size: int, root: str, how: str) -> list[Any]:
     """Save at each second step; rank 1 leaves before step 6, in one way or another."""
     steps: list[int] = []
     try:
-        manager = dcp.CheckpointManager(root, writer=plain_writer, every_steps=2, timeout_seconds=20.0)
+        manager = dcp.CheckpointManager(root, writer=plain_writer, every_steps=2, timeout_seconds=120.0)
         with manager:
             for step in range(1, 100):
                 if rank == 1 and step == 6:
-                    assert manager.wait(20.0)
+                    assert manager.wait(240)
                     if how == "kill":
                         os.kill(os.getpid(), signal.SIGKILL)
                     raise ValueError("rank 1 fails")
@@ -186,7 +187,7 @@ def _loop(rank: int, world_size: int, root: str, how: str) -> list[Any]:
 
 def _groups(root: str) -> list[Any]:
     groups = [Group(3, _loop, (f"{root}/{how}", how)) for how in ("kill", "raise")]
-    endings = run_groups(groups, timeout_seconds=60.0)
+    endings = run_groups(groups)
     return [
         [(e.killed, e.hung, e.raised and e.raised.type_name, e.value) for e in group] for group in endings
     ]
@@ -229,14 +230,15 @@ except dcp.CollectiveTimeoutError as error:
 """
 
 
+@pytest.mark.timeout(600)
 def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
     """It does not wait for them to come to the exchange that it began: they may be waiting for its end."""
     commands = [[sys.executable, "-c", LEAVES, str(tmp_path), str(rank)] for rank in (0, 1)]
     pipe = subprocess.PIPE
     ranks = [subprocess.Popen(c, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for c in commands]
     try:
-        assert ranks[1].wait(60.0) == 7
-        output, _ = ranks[0].communicate("go on\n", timeout=60.0)
+        assert ranks[1].wait(240) == 7
+        output, _ = ranks[0].communicate("go on\n", timeout=240)
     finally:
         for process in ranks:
             process.kill()
@@ -259,6 +261,7 @@ def _uninterrupted(world_size: int, steps: int) -> list[float]:
     return values
 
 
+@pytest.mark.timeout(900)
 def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(tmp_path: Path) -> None:
     """A worker is killed before step 7, torchrun starts all of them again: resumed after step 6, and the
     weights are those of a run that was never interrupted, bit for bit."""
@@ -273,7 +276,7 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(tmp_path: Path) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     for rank in (0, 1):

@@ -33,7 +33,7 @@ from tests.support.ranks import RankRaised, run_ranks
 def manager_of(root: str, **options: Any) -> dcp.CheckpointManager:
     """A manager with a fast writer."""
     options.setdefault("writer", plain_writer)
-    return dcp.CheckpointManager(root, retry_pause_seconds=0.01, timeout_seconds=60.0, **options)
+    return dcp.CheckpointManager(root, retry_pause_seconds=0.01, timeout_seconds=200.0, **options)
 
 
 def changing_state(step: int, rank: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _train(rank: int, world_size: int, root: str, mode: str) -> dict[str, Any]:
                 saved.append(step)
             state["model"]["weight"].fill_(-1.0)
             state[f"part{rank}"].fill_(-1.0)
-        assert manager.wait(60.0)
+        assert manager.wait(240)
         failures = manager.failures
     state = changing_state(-1, rank)
     with manager_of(root, mode=mode) as manager:
@@ -204,18 +204,18 @@ def _busy(rank: int, world_size: int, root: str, when_busy: str) -> list[str]:
 
     def slow_on_rank_1(event: Event) -> None:  # the save has not ended before its listeners are done
         if rank == 1 and event.kind == "saved" and event.step == 1:
-            assert go_on.wait(30.0)
+            assert go_on.wait(240)
 
     outcomes = []
     options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": slow_on_rank_1}
     with manager_of(root, **options) as manager:
         first = manager.save(1, state_at(1, rank))
         assert first is not None
-        first.result(30.0)  # on rank 0 and 2 it has ended now, on rank 1 it has not
+        first.result(240)  # on rank 0 and 2 it has ended now, on rank 1 it has not
         for step in (2, 3, 4):
             if step == 4:
                 go_on.set()
-                assert manager.wait(30.0)
+                assert manager.wait(240)
             try:
                 outcomes.append("saved" if manager.save(step, state_at(step, rank)) else "skipped")
             except dcp.CheckpointError as error:
@@ -272,7 +272,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> l
         except dcp.StorageError as error:
             raised.append((step, str(error).split("\n")[0]))
         if step == 3:
-            manager._ledger.wait(30.0)  # so that the failure is there at a known step
+            manager._ledger.wait(240)  # so that the failure is there at a known step
     manager.close()
     steps = manager.all_steps()
     return [seen.steps("save_failed"), seen.steps("save_retried"), manager.failures, steps, raised]
@@ -301,9 +301,9 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
 
     with manager_of(root, on_failure="raise", every_steps=100, writer=writer_with(truncate)) as manager:
         manager.save(1, state_at(1, rank), force=True)
-        assert manager._ledger.wait(30.0)
+        assert manager._ledger.wait(240)
         if manager._upkeep is not None:
-            assert manager._upkeep.wait(30.0)  # the others wait for rank 0 at their third step
+            assert manager._upkeep.wait(240)  # the others wait for rank 0 at their third step
         try:
             for step in range(2, 10):
                 manager.save(step, state_at(step, rank))
@@ -333,7 +333,7 @@ def _fallback(rank: int, world_size: int, root: str, phase: str) -> Any:
         restored = manager.restore(state)
         assert restored is not None
         told = [event for event in seen.kinds() if event[0] != "verify_failed"]
-        assert manager.wait(60)
+        assert manager.wait(240)
         return restored.step, state["step"], state[f"part{rank}"][0].item(), told
 
 
@@ -375,7 +375,8 @@ def _two_managers(rank: int, world_size: int, root: str) -> list[Any]:
         for step in (13, 14):
             one.save(step, changing_state(step, rank))
             third.save(step, changing_state(step + 200, rank))
-        assert one.wait(60.0)
+        assert one.wait(240)
+        assert other.wait(240)
         return [one.failures, other.failures, third.failures, one.stop_requested, third.stop_requested]
 
 
@@ -396,15 +397,15 @@ def _by_all(rank: int, world_size: int, root: str) -> list[Any]:
         for step in (1, 2, 3):
             manager.save(step, state_at(step, rank))
             if step < 3:
-                assert manager.wait(30.0)
+                assert manager.wait(240)
                 manager.pin(step)
-        assert manager.wait(30.0)
+        assert manager.wait(240)
         torch.distributed.barrier()
         pinned = manager.pinned()
         torch.distributed.barrier()
         manager.unpin(1)
         manager.delete(1)
-        assert manager.wait(30.0)
+        assert manager.wait(240)
         torch.distributed.barrier()
         return [pinned, manager.all_steps()]
 

@@ -166,7 +166,7 @@ def resume_sharded(rank: int, world_size: int, root: str, lists: bool, **options
 
     state: dict[str, Any] = {"w": sharded(world_size, 0.0), "n": 0, "part": Counted()}
     state["part"].state.clear()
-    restored = resume(root, state, list_steps=list_steps, on_damage=heard, timeout_seconds=30, **options)
+    restored = resume(root, state, list_steps=list_steps, on_damage=heard, timeout_seconds=200, **options)
     if restored is None:
         return None
     local = state["w"].to_local()
@@ -216,7 +216,7 @@ def resume_misfit(rank: int, world_size: int, root: str) -> Any:
     """Rank 0 finds damage, rank 1 has another model."""
     w = sharded(world_size, 0.0)
     state = {"w": w} if rank == 0 else {"w": w, "absent": torch.zeros(2)}
-    return resume(root, state, timeout_seconds=30)
+    return resume(root, state, timeout_seconds=200)
 
 
 def test_damage_does_not_hide_a_wrong_model_on_another_rank(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _forks() -> list[int]:
     inherited = Child(wait_for_the_end)
     os.read(ready, 1)
     os.kill(inherited.pid, signal.SIGTERM)
-    endings = [inherited.wait(20.0).signal]
+    endings = [inherited.wait(240).signal]
 
     def closed_under_another_handler() -> None:
         own = StopSignal()
@@ -127,7 +127,7 @@ def _forks() -> list[int]:
         signal.pause()
 
     stop.close()
-    endings.append(Child(closed_under_another_handler).wait(20.0).signal)
+    endings.append(Child(closed_under_another_handler).wait(240).signal)
     return endings
 
 

@@ -1,4 +1,4 @@
-"""What follows a commit, while training goes on at the same time: saves, deletions, the end of the manager."""
+"""What follows a commit, while training goes on: saves, deletions, the end of the manager."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
     local = collect(state)
     stager = DefaultStager(threads=threads)
     staged = stager.stage_local(local, shared=shared)
-    staged.done.result(60)
+    staged.done.result(240)
     memory = staged.arena.bytes_tensor()
     for number, (source, copy) in enumerate(zip(local.sources, staged.local.sources, strict=True)):
         assert (copy.shape, copy.dtype, copy.is_contiguous()) == (source.shape, source.dtype, True)
@@ -50,7 +50,7 @@ def test_large_tensors_are_cut_over_threads(threads: int) -> None:
     stager = DefaultStager(threads=threads, guard="full")
     for _ in range(2):
         staged = stager.stage_local(local)
-        staged.done.result(60)
+        staged.done.result(240)
         for source, copy in zip(local.sources, staged.local.sources, strict=True):
             assert torch.equal(source, copy)
         staged.arena.bytes_tensor().zero_()
@@ -70,7 +70,7 @@ def test_views_of_one_memory_that_differ_are_copied_each() -> None:
     }
     stager = DefaultStager()
     staged = stager.stage_local(collect(state))
-    staged.done.result(60)
+    staged.done.result(240)
     assert torch.equal(staged.local.sources[1], whole.t())
     assert torch.equal(staged.local.sources[2], whole[0])
     assert torch.equal(staged.local.sources[3], whole.view(torch.int32))
@@ -96,7 +96,7 @@ def test_an_error_of_one_thread_is_raised_after_all_have_ended() -> None:
     local = collect(state)
     stager = DefaultStager(threads=2)
     stager._machine.copier.close()
-    staged_error = stager.stage_local(local).done.exception(60)
+    staged_error = stager.stage_local(local).done.exception(240)
     assert isinstance(staged_error, RuntimeError)
     with stager.lock(1.0):
         state["small"].add_(1)

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 def finished(staged: StagedState) -> StagedState:
     """``staged`` once its copies are complete."""
-    staged.done.result(60)
+    staged.done.result(240)
     return staged
 
 
@@ -150,12 +150,12 @@ def test_a_staging_waits_until_the_lock_is_left() -> None:
         with stager.lock():
             state["a"].fill_(1)
             inside.set()
-            go_on.wait(60)
+            go_on.wait(240)
             state["b"].fill_(1)
 
     changer = threading.Thread(target=change)
     changer.start()
-    assert inside.wait(60)
+    assert inside.wait(240)
     with pytest.raises(StagingTimeoutError, match="optimizer"):
         stager.stage_local(collect(state), timeout_seconds=0.05)
     threading.Timer(0.05, go_on.set).start()
@@ -182,7 +182,7 @@ def overlapped_and_changed(stager: DefaultStager, state: dict[str, torch.Tensor]
     def hold(_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             held.set()
-            go_on.wait(60)
+            go_on.wait(240)
 
     filler = {"filler": torch.ones(16 * MIB)}
     while True:
@@ -194,7 +194,7 @@ def overlapped_and_changed(stager: DefaultStager, state: dict[str, torch.Tensor]
     staged = stager.stage_local(collect(state), overlap=True)
     state["changed"].add_(1)
     go_on.set()
-    error = staged.done.exception(60)
+    error = staged.done.exception(240)
     staged.release()
     return error
 

@@ -47,7 +47,7 @@ class Pair(NamedTuple):
 def staged_by(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
     """The staged dict, waited for."""
     result = stager.stage(state)
-    return result.result(60) if isinstance(result, Future) else result
+    return result.result(240) if isinstance(result, Future) else result
 
 
 @pytest.fixture(params=STAGERS)
@@ -166,10 +166,10 @@ def test_stock_async_save_works_with_our_stagers(stager: Stager, tmp_path: Path)
             state, checkpoint_id=str(tmp_path / str(step)), async_stager=stager, no_dist=True
         )
         if hasattr(response, "staging_completion"):
-            response.staging_completion.result(60)
+            response.staging_completion.result(240)
         with torch.no_grad():
             model.weight.fill_(-1)
-        getattr(response, "upload_completion", response).result(60)
+        getattr(response, "upload_completion", response).result(240)
     for step in range(3):
         loaded = {"model": {"weight": torch.empty(4, 8)}, "step": -1}
         stock.load(loaded, checkpoint_id=str(tmp_path / str(step)), no_dist=True)
@@ -202,7 +202,7 @@ def _stage_sharded(rank: int, world_size: int, folder: str) -> list[str]:
         assert staged["shards"].metadata() == state["shards"].metadata()
         problems += differences(staged)
         response: Any = stock.async_save(state, checkpoint_id=folder, async_stager=stager)
-        getattr(response, "upload_completion", response).result(60)
+        getattr(response, "upload_completion", response).result(240)
         stager.close()
     return problems
 

@@ -120,13 +120,13 @@ def fuzz(name: str, rounds: int, seed: int) -> int:
         stream = mutants(original, random.Random(f"{name} {number} {seed}"))
         for _ in range(rounds // len(originals)):
             mutant = next(stream)
-            begun = time.perf_counter()
+            begun = time.thread_time()
             try:
                 parse(mutant)
                 accepted += 1
             except CheckpointError:
                 pass
-            seconds = time.perf_counter() - begun
+            seconds = time.thread_time() - begun
             assert seconds < SLOWEST_SECONDS, f"{seconds} seconds for {mutant!r}"
     return accepted
 

@@ -134,10 +134,13 @@ def test_equal_shapes_share_their_templates() -> None:
 def test_beginning_a_record_takes_microseconds() -> None:
     """Repeated shapes cost far less than torch.save's 44 microseconds; the bound is generous."""
     begin_record(4, (64, 64), 8192, 0)
-    begun = time.perf_counter()
-    for _ in range(20_000):
-        begin_record(4, (64, 64), 8192, 0).suffix(7)
-    assert (time.perf_counter() - begun) / 20_000 < 10e-6
+    seconds = []
+    for _ in range(10):
+        begun = time.thread_time()  # others may have the processor meanwhile
+        for _ in range(2_000):
+            begin_record(4, (64, 64), 8192, 0).suffix(7)
+        seconds.append(time.thread_time() - begun)
+    assert min(seconds) / 2_000 < 10e-6
 
 
 @pytest.mark.parametrize(

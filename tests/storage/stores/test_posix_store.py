@@ -314,7 +314,7 @@ def test_handles_that_are_dropped_release_everything(tmp_path: Path) -> None:
         store.open_read("m")
     for thread in threading.enumerate():
         if thread.name.startswith("dcp-write"):
-            thread.join(10)
+            thread.join(240)
     assert descriptors() == before
     assert not any(thread.name.startswith("dcp-write") for thread in threading.enumerate())
 
