@@ -30,6 +30,12 @@ _JUNK_BYTES = 64 << 10
 _JUNK_SHARE = 32
 """Larger gaps, which are mostly tensors that are not wanted, only up to this, or this share of what is."""
 
+_SLACK_SHARE = 8
+"""Of a request, left free so that it ends with a block."""
+
+_LEAST_CUT_BYTES = 256 << 10
+"""Less of a piece than this is not worth to be read before the rest of it."""
+
 Put = Callable[[memoryview], None]
 """Takes a piece out of scratch memory, which is used again afterwards."""
 
@@ -80,12 +86,12 @@ class Request:
 def join(
     pieces: Iterable[Piece], profile: ReadProfile, request_bytes: int
 ) -> tuple[list[Request], list[Copy]]:
-    """Requests of up to ``request_bytes`` (not below a block) for ``pieces`` in the order of file and offset.
+    """Requests of up to ``request_bytes`` for ``pieces``, which come in the order of file and offset.
 
-    Only a piece that cannot be divided may make one larger. Pieces are divided where blocks of their payload
-    end, so that no request ends within a block that the next one goes on with.
+    Only a piece that cannot be divided may make one larger. Pieces are divided where a block of their payload
+    ends, if that leaves the request nearly full; else the block's checksum is to be combined from two.
     """
-    joiner = _Joiner(profile, max(request_bytes, BLOCK_BYTES))
+    joiner = _Joiner(profile, request_bytes)
     joiner.add_all(pieces)
     return joiner.requests, joiner.copies
 
@@ -139,7 +145,7 @@ class _Joiner:
         self._last = rest = piece
         while True:
             room = self._room(rest)
-            if rest.size_bytes > room and (cut := _cut(rest, room)):
+            if rest.size_bytes > room and (cut := self._cut(rest, room)):
                 self._append(_front(rest, cut))
                 rest = _behind(rest, cut)
                 self._open = None
@@ -164,6 +170,13 @@ class _Joiner:
             return 0
         return max(0, self._limit_bytes - (piece.offset - request.begin))
 
+    def _cut(self, piece: Piece, room: int) -> int:
+        """How many bytes of ``piece`` go into ``room``; 0 if none."""
+        if piece.put is not None or room < _LEAST_CUT_BYTES:
+            return 0
+        aligned = (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position
+        return aligned if aligned > 0 and room - aligned <= self._limit_bytes // _SLACK_SHARE else room
+
     def _is_copied(self, piece: Piece) -> bool:
         return piece.offset >= self._copied_from
 
@@ -186,13 +199,6 @@ class _Joiner:
         else:
             request.copied.append(piece)
         request.end = max(request.end, end)
-
-
-def _cut(piece: Piece, room: int) -> int:
-    """How many bytes of ``piece`` fit into ``room`` up to the end of a block; 0 if none."""
-    if piece.put is not None:
-        return 0
-    return max(0, (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position)
 
 
 def _front(piece: Piece, size_bytes: int) -> Piece:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["box_of", "carry_out", "plan"]
 
+_LEAST_REQUEST_BYTES = 4 << 20
+
 _UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
@@ -37,7 +39,7 @@ def plan(
     busy."""
     profile = engine.profile
     share = -(-needed_bytes // engine.threads)
-    request_bytes = max(BLOCK_BYTES, min(profile.request_bytes, share))
+    request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
     pieces = _run_pieces(engine, runs)
     for box in boxes:
         pieces += _box_pieces(engine, box, request_bytes)

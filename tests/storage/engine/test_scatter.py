@@ -51,6 +51,8 @@ def small_blocks() -> Iterator[None]:
         patch.setattr(joining, "_CHEAP_GAP_BYTES", 16)
         patch.setattr(joining, "_CHEAP_JUNK_BYTES", 128)
         patch.setattr(joining, "_JUNK_BYTES", 64)
+        patch.setattr(joining, "_LEAST_CUT_BYTES", 50)
+        patch.setattr(scatter, "_LEAST_REQUEST_BYTES", 600)
         yield
 
 
