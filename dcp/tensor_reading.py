@@ -1,0 +1,444 @@
+"""Tensors of any checkpoint as numpy arrays: whole ones block by block in bounded memory, or parts of them.
+
+Torch-free. How a tensor is sharded, and in which order its payloads lie, is not seen any more; checksums are
+compared on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import EllipsisType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from dcp.elements import Array, stored_dtype
+from dcp.storage.engine.boxes import c_strides
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
+from dcp.storage.errors import CorruptCheckpointError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.open import open_index
+from dcp.storage.formats.record_reader import locate_payload
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.opening import OpenWith
+from dcp.tensor_boxes import (
+    Box,
+    Lattice,
+    Part,
+    contiguous_position,
+    covering_boxes,
+    disjoint_parts,
+    lattice_of,
+    split_box,
+)
+
+__all__ = ["MAX_BLOCK_BYTES", "Block", "Slices", "TensorReader", "open_tensors"]
+
+MAX_BLOCK_BYTES: Final = 16 << 20
+
+Slices: TypeAlias = tuple[slice | int | EllipsisType, ...]
+
+_RESOLVED_TENSORS: Final = 1000
+"""Records of foreign checkpoints are opened together, for as many tensors."""
+
+
+class Block(NamedTuple):
+    """A box of a tensor: ``array``, C-ordered, begins at ``offsets``."""
+
+    offsets: tuple[int, ...]
+    array: Array
+
+
+class _Piece(NamedTuple):
+    """A block to be read: the box ``at`` of a chunk, whose first element is at ``offsets`` of the tensor.
+
+    ``begin`` and ``end`` are its payload bytes where it is one run of them (else -1), in the chunk's own
+    ``order`` of dimensions if that is not C. ``follows``: the next piece goes on where this one ends.
+    """
+
+    tensor: int
+    chunk: int
+    offsets: tuple[int, ...]
+    at: Box
+    begin: int
+    end: int
+    order: tuple[int, ...] | None
+    follows: bool
+
+
+def open_tensors(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    verify: Verify = "blocks",
+) -> TensorReader:
+    """A `TensorReader` of the checkpoint under ``checkpoint_id``, as for `dcp.inspection.open_index`."""
+    store = OpenWith(storage_options)(checkpoint_id)
+    return TensorReader(store, open_index(store), verify=verify)
+
+
+class TensorReader:
+    """Reads tensors of one checkpoint by their row in its index. Use as a context manager; thread-safe.
+
+    Elements are as `dcp.elements.stored_dtype` says: numpy's own types, or unsigned integers for those that
+    numpy lacks, which `dcp.elements.decode` makes numbers of.
+    Raises `CorruptCheckpointError` where bytes are not those committed: what ``verify`` tells to check.
+    """
+
+    def __init__(
+        self, store: Store, index: CheckpointIndex, *, verify: Verify = "blocks", threads: int | None = None
+    ) -> None:
+        self.store = store
+        self.index = index
+        threads = threads or store.read_profile.threads or 2
+        self._engine = ReadEngine(store, index, verify=verify, threads=threads)
+        self._running = threading.Lock()
+        self._opened_bytes = 0
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.__exit__(*exc)
+
+    @property
+    def stats(self) -> ReadStats:
+        """What was read so far."""
+        return self._engine.stats
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from storage so far; of records opened for their checksums, those asked for."""
+        return self._engine.stats.bytes_read + self._opened_bytes
+
+    # -- whole tensors ---------------------------------------------------------------------------------------
+
+    def blocks(self, tensor_row: int, max_bytes: int = MAX_BLOCK_BYTES) -> Iterator[Block]:
+        """All elements of a tensor, each exactly once, in blocks of up to ``max_bytes``.
+
+        Blocks come chunk by chunk. Memory is bounded by twice ``max_bytes`` and the 4 MiB of checksummed
+        blocks that they end in. A tensor without elements has no blocks. Raises `CorruptCheckpointError` if
+        the checkpoint lacks a part of the tensor.
+        """
+        for _, block in self.stream([tensor_row], max_bytes):
+            yield block
+
+    def stream(
+        self, tensor_rows: Iterable[int], max_bytes: int = MAX_BLOCK_BYTES
+    ) -> Iterator[tuple[int, Block]]:
+        """`blocks` of several tensors, with their rows; small neighbours are read together.
+
+        While the caller is busy with one lot of blocks the next is being read.
+        """
+        lots = _Lots(self, self._pieces(tensor_rows, max_bytes), max_bytes)
+        lot = next(lots, None)
+        if lots.at_end:  # no thread for what is read already
+            yield from lot or ()
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="dcp-ahead") as pool:
+            while lot is not None:
+                ahead: Future[list[tuple[int, Block]] | None] = pool.submit(next, lots, None)
+                yield from lot
+                lot = ahead.result()
+
+    def parts(self, tensor_row: int) -> list[Part]:
+        """The boxes of a tensor's chunks without what another one has already, in ascending order.
+
+        Raises `CorruptCheckpointError` if they are not all of the tensor.
+        """
+        index = self.index
+        shape = index.shape(tensor_row)
+        try:
+            return disjoint_parts(shape, [(chunk, *index.box(chunk)) for chunk in index.chunks(tensor_row)])
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"{self.store.url}: {error} of {index.fqns[tensor_row]!r}, whose shape is {shape}: a part of "
+                "the checkpoint is missing",
+                path=self.store.url,
+                fqn=index.fqns[tensor_row],
+            ) from error
+
+    def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[_Piece]:
+        rows = iter(tensor_rows)
+        while some := list(itertools.islice(rows, _RESOLVED_TENSORS)):
+            parts = [(row, part) for row in some for part in self.parts(row)]
+            self._engine.resolve([part.chunk for _, part in parts])
+            for row, part in parts:
+                yield from self._split(row, part, max_bytes)
+
+    def _split(self, row: int, part: Part, max_bytes: int) -> Iterator[_Piece]:
+        """Pieces of a part in the order in which its bytes lie, so that nothing is read twice."""
+        chunk, itemsize = part.chunk, self.index.dtype(row).itemsize
+        sizes, order = self.index.box(chunk)[1], self._order(chunk)
+        at = self._within(chunk, Box(part.low, part.sizes))
+        turn = order or tuple(range(len(sizes)))
+        back = tuple(np.argsort(turn).tolist())
+        stored_sizes = tuple(sizes[d] for d in turn)
+        stored = Box(tuple(at.offsets[d] for d in turn), tuple(at.lengths[d] for d in turn))
+        is_dense = order is not None or self.is_c_ordered(chunk)
+        whole = stored.lengths == stored_sizes
+        for box in split_box(stored, max(1, max_bytes // itemsize)):
+            position = contiguous_position(stored_sizes, box) if is_dense else None
+            inner = Box(tuple(box.offsets[d] for d in back), tuple(box.lengths[d] for d in back))
+            first = tuple(
+                low + offset - base
+                for low, offset, base in zip(part.low, inner.offsets, at.offsets, strict=True)
+            )
+            begin = -1 if position is None else position * itemsize
+            end = -1 if position is None else begin + box.volume * itemsize
+            follows = whole and position is not None and end < int(self.index.payload_lengths[chunk])
+            yield _Piece(row, chunk, first, inner, begin, end, order, follows)
+
+    def _order(self, chunk: int) -> tuple[int, ...] | None:
+        """Dimensions from slowest to fastest where the payload is dense, but not C-ordered."""
+        strides = self.index.payload_strides.get(chunk)
+        if strides is None:
+            return self._engine.payloads.order(chunk)
+        return _dense_order(self.index.box(chunk)[1], strides)
+
+    # -- parts of tensors ------------------------------------------------------------------------------------
+
+    def read(self, tensor_row: int, slices: Slices | None = None) -> Array:
+        """A tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are read.
+
+        Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
+        Raises `PlanError` for what numpy would not take either.
+        """
+        index = self.index
+        lattice = lattice_of(index.shape(tensor_row), slices, index.fqns[tensor_row])
+        result = np.empty(lattice.counts, stored_dtype(index.dtype(tensor_row)))
+        if result.size:
+            parts = self.parts(tensor_row)
+            self._engine.resolve([part.chunk for part in parts])
+            if max(lattice.steps, default=1) == 1:
+                self._read_direct(parts, lattice, result)
+            else:
+                self._read_covering(parts, lattice, result)
+        return lattice.finish(result)
+
+    def _read_direct(self, parts: Sequence[Part], lattice: Lattice, result: Array) -> None:
+        """Each box straight into its place in ``result``."""
+        request = _Request(self)
+        for part in parts:
+            for box, place in covering_boxes(part, lattice, result.itemsize, result.nbytes):
+                request.add(part.chunk, self._within(part.chunk, box), _at(result, place))
+        request.carry_out()
+
+    def _read_covering(self, parts: Sequence[Part], lattice: Lattice, result: Array) -> None:
+        """Boxes that cover every step-th element, of which those are then taken."""
+        request = _Request(self)
+        copies: list[tuple[Array, Array]] = []
+        for part in parts:
+            for box, place in covering_boxes(part, lattice, result.itemsize, MAX_BLOCK_BYTES):
+                scratch = np.empty(box.lengths, result.dtype)
+                request.add(part.chunk, self._within(part.chunk, box), scratch)
+                taken = scratch[tuple(slice(None, None, step) for step in lattice.steps)]
+                copies.append((_at(result, place), taken))
+                if request.size_bytes >= MAX_BLOCK_BYTES:
+                    request = self._finish_copies(request, copies)
+        self._finish_copies(request, copies)
+
+    def _finish_copies(self, request: _Request, copies: list[tuple[Array, Array]]) -> _Request:
+        request.carry_out()
+        for target, source in copies:
+            target[...] = source
+        copies.clear()
+        return _Request(self)
+
+    def _within(self, chunk: int, box: Box) -> Box:
+        """A box of the tensor as one of a chunk."""
+        first = self.index.box(chunk)[0]
+        return Box(tuple(o - f for o, f in zip(box.offsets, first, strict=True)), box.lengths)
+
+    # -- checksums -------------------------------------------------------------------------------------------
+
+    def is_c_ordered(self, chunk: int) -> bool:
+        """Whether a chunk's elements are stored in C order; may have to open its record."""
+        self._engine.resolve([chunk])
+        return chunk not in self.index.payload_strides and not self._engine.payloads.is_permuted(chunk)
+
+    def payload_crc(self, chunk: int) -> int | None:
+        """CRC-32 of a chunk's payload as it is stored, None where nobody noted it. No payload is read, but in
+        a foreign checkpoint the record is opened."""
+        index = self.index
+        if index.payload_offsets[chunk] != UNKNOWN:
+            return index.payload_crc(chunk)
+        handle = self._engine.handle(int(index.chunk_files[chunk]))
+
+        def read(offset: int, length: int) -> bytes:
+            self._opened_bytes += length
+            return handle.pread(length, offset)
+
+        begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
+        stored = locate_payload(read, begin, length, fqn=index.fqns[int(index.chunk_tensors[chunk])])
+        fills = stored.storage_offset_elements == 0 and stored.payload_bytes == index.payload_lengths[chunk]
+        return stored.crc32 if fills else None
+
+    def run(self, runs: Runs, regions: Sequence[Region]) -> None:
+        """Have the engine carry out a request; one at a time."""
+        with self._running:
+            self._engine.run(runs, regions)
+
+    def block_end(self, chunk: int, position: int) -> int:
+        """The end of the block that has the payload byte before ``position``; that of the payload, if what is
+        left is so little that the engine would read it without a look at its checksum."""
+        payload_bytes = int(self.index.payload_lengths[chunk])
+        end = -(-position // BLOCK_BYTES) * BLOCK_BYTES
+        small_bytes = min(self.store.read_profile.join_below_bytes, BLOCK_BYTES)
+        return payload_bytes if payload_bytes - end <= small_bytes else end
+
+    def is_checked_whole(self, chunk: int) -> bool:
+        """Whether a payload has no checksums of blocks, so that one for all of it is to be compared."""
+        return self._engine.verify != "none" and not len(self.index.block_crcs(chunk))
+
+    def check_whole(self, chunk: int, got: int) -> None:
+        """Compare the checksum of a payload that was read in several requests, if anybody noted one."""
+        expected = self.payload_crc(chunk)
+        if expected not in (None, got):
+            fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
+            name = self.index.files[int(self.index.chunk_files[chunk])]
+            raise CorruptCheckpointError(
+                f"{self.store.url}: tensor {fqn!r} is damaged: CRC-32 {got:08x} of its bytes in {name}, "
+                f"which says {expected:08x}. Take another checkpoint.",
+                path=f"{self.store.url}/{name}",
+                fqn=fqn,
+            )
+
+
+class _Request:
+    """Boxes of chunks and where they go, carried out together."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+        self._runs: list[tuple[int, int, int, int]] = []
+        self._regions: list[Region] = []
+        self._kept: list[Array] = []  # alive until all is read
+        self.size_bytes = 0
+
+    def add(self, chunk: int, box: Box, target: Array) -> None:
+        """``box`` of ``chunk`` to ``target``, which has its shape and any strides."""
+        sizes = self._reader.index.box(chunk)[1]
+        position = contiguous_position(sizes, box) if target.flags.c_contiguous else None
+        if position is not None and self._reader.is_c_ordered(chunk):
+            self.add_run(chunk, position * target.itemsize, target)
+        else:
+            self._regions.append(Region(chunk, box.offsets, box.lengths, target.ctypes.data, target.strides))
+            self._keep(target)
+
+    def add_run(self, chunk: int, begin: int, target: Array) -> None:
+        """Bytes of a payload from ``begin`` on to ``target``, which is contiguous."""
+        if target.nbytes:
+            self._runs.append((chunk, begin, target.nbytes, target.ctypes.data))
+            self._keep(target)
+
+    def _keep(self, target: Array) -> None:
+        self._kept.append(target)
+        self.size_bytes += target.nbytes
+
+    def carry_out(self) -> None:
+        columns = zip(*self._runs, strict=True) if self._runs else [()] * 4
+        runs = Runs(*(np.array(column, dtype=np.int64) for column in columns))
+        self._reader.run(runs, self._regions)
+
+
+class _Lots:
+    """Pieces read in lots of up to ``max_bytes``, one after the other.
+
+    The engine compares the checksums of blocks that one request has whole. So a request goes on to the end
+    of the last block that it begins, and what is then there too early is kept for the next one.
+    """
+
+    def __init__(self, reader: TensorReader, pieces: Iterator[_Piece], max_bytes: int) -> None:
+        self._reader = reader
+        self._pieces = pieces
+        self._max_bytes = max_bytes
+        self._next: _Piece | None = next(pieces, None)
+        self._early: tuple[int, int, Array] = (-1, 0, np.empty(0, np.uint8))
+        self._sum: tuple[int, int, int] = (-1, 0, 0)  # chunk, position, CRC-32 of the bytes before
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there are no more."""
+        return self._next is None
+
+    def __iter__(self) -> _Lots:
+        return self
+
+    def __next__(self) -> list[tuple[int, Block]]:
+        if self._next is None:
+            raise StopIteration
+        request = _Request(self._reader)
+        buffers: list[tuple[_Piece, Array]] = []
+        total = 0
+        while self._next is not None:
+            piece = self._next
+            size = piece.at.volume * self._reader.index.dtype(piece.tensor).itemsize
+            if buffers and (total + size > self._max_bytes or buffers[-1][0].follows):
+                break
+            buffers.append((piece, self._prepare(piece, size, request)))
+            total += size
+            self._next = next(self._pieces, None)
+        request.carry_out()
+        return [self._block(piece, buffer) for piece, buffer in buffers]
+
+    def _prepare(self, piece: _Piece, size: int, request: _Request) -> Array:
+        """Memory for a piece (bytes, perhaps more than it has), what is known of it, and a request for the
+        rest."""
+        if piece.begin < 0:
+            buffer = np.empty(size, np.uint8)
+            dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
+            request.add(piece.chunk, piece.at, buffer.view(dtype).reshape(piece.at.lengths))
+            return buffer
+        chunk, position, early = self._early
+        if chunk != piece.chunk or position != piece.begin:
+            early = early[:0]
+        end = self._reader.block_end(piece.chunk, piece.end) if piece.follows else piece.end
+        buffer = np.empty(max(end - piece.begin, len(early)), np.uint8)
+        buffer[: len(early)] = early
+        request.add_run(piece.chunk, piece.begin + len(early), buffer[len(early) :])
+        return buffer
+
+    def _block(self, piece: _Piece, buffer: Array) -> tuple[int, Block]:
+        dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
+        lengths, order = piece.at.lengths, piece.order
+        own = buffer[: piece.at.volume * dtype.itemsize]
+        if piece.begin >= 0:
+            self._early = (piece.chunk, piece.end, buffer[len(own) :].copy())
+            self._check(piece, own)
+        if order is None or piece.begin < 0:
+            return piece.tensor, Block(piece.offsets, own.view(dtype).reshape(lengths))
+        stored = own.view(dtype).reshape([lengths[d] for d in order])
+        array = np.ascontiguousarray(stored.transpose(np.argsort(order)))
+        return piece.tensor, Block(piece.offsets, array)
+
+    def _check(self, piece: _Piece, own: Array) -> None:
+        """The checksum of a whole payload, which the engine does not compare if it sees it in pieces."""
+        begins = piece.begin == 0 and piece.follows
+        if not begins and self._sum[:2] != (piece.chunk, piece.begin):
+            return
+        if not self._reader.is_checked_whole(piece.chunk):
+            return
+        crc = crc32(own.data, 0 if begins else self._sum[2])
+        self._sum = (piece.chunk, piece.end, crc)
+        if not piece.follows:
+            self._reader.check_whole(piece.chunk, crc)
+
+
+def _at(array: Array, place: tuple[slice, ...]) -> Array:
+    """A view also of an array without dimensions, of which numpy's index gives a copy."""
+    return array[place] if place else array
+
+
+def _dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest if ``strides`` (elements) are dense in some order, else None."""
+    order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d)))
+    dense = c_strides([sizes[d] for d in order], 1)
+    if all(sizes[d] == 1 or strides[d] == step for d, step in zip(order, dense, strict=True)):
+        return order
+    return None
