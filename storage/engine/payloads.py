@@ -2,19 +2,19 @@
 
 Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the
 index. They are opened once each; their payloads may be dense but permuted (channels_last, a saved
-transpose), which becomes a permutation of the wanted box, and their one CRC-32 is compared when all its
-blocks were read.
+transpose), which becomes a permutation of the wanted box. Payloads of torch.save files may have any strides,
+which their index names. The one CRC-32 that either has is compared when all blocks were read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.edges import MAX_RECORDS, Edges
 from dcp.storage.engine.memory import item_view
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
@@ -24,7 +24,6 @@ from dcp.storage.formats.record_reader import locate_payload
 
 if TYPE_CHECKING:
     from dcp.storage.engine.joining import Piece
-    from dcp.storage.engine.read_requests import Region
     from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["Payloads"]
@@ -58,12 +57,26 @@ class Payloads:
         return self._offset_view[chunk]
 
     def is_permuted(self, chunk: int) -> bool:
-        """Whether the payload is stored in another order of dimensions than C."""
-        return chunk in self._orders
+        """Whether the payload is stored in another way than C order."""
+        return chunk in self._orders or chunk in self._index.payload_strides
 
     def order(self, chunk: int) -> tuple[int, ...] | None:
-        """Dimensions from slowest to fastest where they are not stored in C order."""
+        """Dimensions from slowest to fastest where a foreign record has them dense, but not in C order."""
         return self._orders.get(chunk)
+
+    def layout(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(dimensions from slowest to fastest, bytes from one element to the next along each of them).
+
+        The last ones may have no bytes between their elements: expanded dimensions.
+        """
+        sizes = self._index.box(chunk)[1]
+        itemsize = int(self._index.itemsizes[self._index.chunk_tensors[chunk]])
+        strides = self._index.payload_strides.get(chunk)
+        if strides is not None:
+            order = tuple(sorted(range(len(sizes)), key=lambda d: -strides[d]))
+            return order, tuple(strides[d] * itemsize for d in order)
+        order = self._orders.get(chunk) or tuple(range(len(sizes)))
+        return order, c_strides([sizes[d] for d in order], itemsize)
 
     def resolve(self, chunks: Iterable[int]) -> None:
         """Open the records of those ``chunks`` whose payload offset is not known yet."""
@@ -125,28 +138,13 @@ class Payloads:
             self._whole_crcs[chunk] = stored.crc32
         self.offsets[chunk] = stored.payload_offset + stored.storage_offset_elements * itemsize
 
-    def stored_sizes(self, chunk: int) -> tuple[int, ...]:
-        """The chunk's sizes in the order of dimensions in which its bytes lie."""
-        sizes = self._index.box(chunk)[1]
-        order = self._orders.get(chunk)
-        return sizes if order is None else tuple(sizes[d] for d in order)
-
-    def as_stored(self, region: Region) -> Region:
-        """The same box with its dimensions in stored order."""
-        order = self._orders.get(region.chunk)
-        if order is None:
-            return region
-        return dataclasses.replace(
-            region,
-            offsets=tuple(region.offsets[d] for d in order),
-            lengths=tuple(region.lengths[d] for d in order),
-            strides=tuple(region.strides[d] for d in order),
-        )
-
     def note_block(self, chunk: int, block: int, crc: int) -> bool:
         """Keep a block's CRC towards the whole payload's; False where the record has none to compare with."""
         if chunk not in self._whole_crcs:
-            return False
+            whole = self._index.payload_crc(chunk)
+            if whole is None:
+                return False
+            self._whole_crcs[chunk] = whole
         with self._lock:
             self._block_crcs.setdefault(chunk, {})[block] = crc
         return True

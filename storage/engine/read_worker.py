@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dcp.storage.engine.boxes import box_parts
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.read_requests import ReadStats, Region
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
@@ -156,12 +157,20 @@ class Worker:
         """A box whose rows lie apart, in the file or in memory."""
         if math.prod(region.lengths) == 0:
             return
-        sizes = self.engine.payloads.stored_sizes(region.chunk)
-        region = self.engine.payloads.as_stored(region)
+        order, strides = self.engine.payloads.layout(region.chunk)
+        region = Region(
+            region.chunk,
+            tuple(region.offsets[d] for d in order),
+            tuple(region.lengths[d] for d in order),
+            region.address,
+            tuple(region.strides[d] for d in order),
+        )
+        if region.chunk in self.engine.index.payload_strides:
+            self._read_parts(region, strides)
+            return
         itemsize = self.engine.itemsize(region.chunk)
-        strides = _c_strides(sizes, itemsize)
-        split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(sizes) - 1)
-        if not sizes:
+        split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(strides) - 1)
+        if not strides:
             self._read_rows(region.chunk, 0, 1, itemsize, (), (), region.address, 0, ())
             return
         for outer in itertools.product(*(range(n) for n in region.lengths[:split])):
@@ -179,6 +188,24 @@ class Worker:
                 region.strides[split],
                 region.strides[split + 1 :],
             )
+
+    def _read_parts(self, region: Region, strides: tuple[int, ...]) -> None:
+        """A box of a payload that may have gaps, or elements that stand for several."""
+        engine, chunk = self.engine, region.chunk
+        itemsize = engine.itemsize(chunk)
+        dtype = np.dtype(_UINTS[itemsize])
+        # Without a checksum to compare there is no use in completing blocks.
+        window = _Window(
+            self, chunk, verify=engine.verify != "none" and engine.index.payload_crc(chunk) is not None
+        )
+        begin = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+        for part in box_parts(
+            begin, region.lengths, strides, itemsize, limit_bytes=BLOCK_BYTES, gap_bytes=_SPARSE_GAP_BYTES
+        ):
+            at = window.load(part.begin, part.end)
+            source = np.ndarray(part.lengths, dtype, self.scratch, at, strides)
+            address = region.address + sum(o * s for o, s in zip(part.offsets, region.strides, strict=True))
+            np.copyto(_array_at(address, dtype, part.lengths, region.strides), source)
 
     def _read_rows(
         self,
@@ -257,14 +284,6 @@ class _Window:
                 worker.stats.blocks_unverified += self._worker.engine.verify != "none"
             position = stop
         return begin - window_begin
-
-
-def _c_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def _array_at(

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.boxes import BoxPart, box_parts, c_strides, reaches
+from dcp.storage.engine.boxes import BoxPart, box_parts, reaches
 from dcp.storage.engine.joining import NO_CHUNK, Copy, Piece, Request, join
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.read_requests import Box, PutBox, Region, Runs
@@ -105,16 +105,17 @@ def box_of(engine: ReadEngine, region: Region) -> Box:
 
 def _box_pieces(engine: ReadEngine, box: Box, limit_bytes: int) -> Iterator[Piece]:
     chunk, gap_bytes = box.chunk, engine.profile.gap_bytes
-    itemsize, order = engine.itemsize(chunk), engine.payloads.order(chunk)
+    itemsize = engine.itemsize(chunk)
+    order, strides = engine.payloads.layout(chunk)
     offsets, lengths, put = box.offsets, box.lengths, box.put
-    if order is not None:
+    if order != tuple(range(len(order))):
         offsets, lengths = tuple(offsets[d] for d in order), tuple(lengths[d] for d in order)
         put = partial(_put_permuted, box.put, tuple(np.argsort(order).tolist()))
-    strides = c_strides(engine.payloads.stored_sizes(chunk), itemsize)
     begin = sum(o * s for o, s in zip(offsets, strides, strict=True))
     parts = [*box_parts(begin, lengths, strides, itemsize, limit_bytes=limit_bytes, gap_bytes=gap_bytes)]
     file, origin = int(engine.index.chunk_files[chunk]), engine.payloads.offset(chunk)
-    if engine.verify == "none":
+    overlap = any(after.begin < part.end for part, after in pairwise(parts))
+    if engine.verify == "none" or overlap:
         reached: Iterable[tuple[int, int]] = ((part.begin, part.end) for part in parts)
     else:
         payload_bytes = engine.payload_lengths[chunk]
