@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 600.0
 
 UPSTREAM_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".json")
 """Of the files that the Trainer and Accelerate write."""

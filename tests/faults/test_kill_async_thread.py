@@ -21,6 +21,7 @@ from dcp.storage.formats.index import Int64
 from dcp.storage.stores import PosixStore
 from dcp.verification import verify
 from tests.support.crashes import Child, Ending, Group, in_lab, kill_rank, run_groups
+from tests.support.processes import open_files
 from tests.support.values import leaves
 from tests.support.versions import listing, version_of, version_state
 
@@ -37,9 +38,7 @@ Kill = Callable[[], None]
 
 def die() -> None:
     """SIGKILL for this process; what has a name in /dev/shm by then would stay there."""
-    folder = Path("/proc/self")
-    open_files = [str(path.readlink()) for path in (folder / "fd").iterdir() if path.is_symlink()]
-    if "/dev/shm/" not in (folder / "maps").read_text() + "\n".join(open_files):
+    if "/dev/shm/" not in Path("/proc/self/maps").read_text() + "\n".join(open_files()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -188,7 +188,7 @@ def test_failed_attempts_are_repeated_from_the_same_copy(tmp_path: Path) -> None
             stores.append(failing(path, faults=faults))
         return stores[0]
 
-    session = AsyncSession(no_dist=True, timeout_seconds=60)
+    session = AsyncSession(no_dist=True, timeout_seconds=240)
     writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
     state = version_state(5)
     future = session.save(state, storage_writer=writer, retries=2, retry_pause_seconds=0.01)
@@ -208,7 +208,7 @@ def test_abort_calls_a_save_off(tmp_path: Path) -> None:
         reached.set()
         gate.wait(240)
 
-    session = AsyncSession(no_dist=True, timeout_seconds=60)
+    session = AsyncSession(no_dist=True, timeout_seconds=240)
     open_store = partial(failing, faults=(Fault("create", hook=hold),))
     writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
     future = session.save(version_state(1), storage_writer=writer)
@@ -227,7 +227,7 @@ def test_abort_calls_a_save_off(tmp_path: Path) -> None:
 def test_close_waits_for_the_saves_under_way(tmp_path: Path) -> None:
     """After close everything that was begun is committed; a closed session takes no more."""
     slow = Fault("write", delay_seconds=0.3)
-    session = AsyncSession(no_dist=True, in_flight=2, timeout_seconds=60)
+    session = AsyncSession(no_dist=True, in_flight=2, timeout_seconds=240)
     futures = [
         session.save(
             version_state(version),
@@ -253,7 +253,7 @@ def test_a_script_that_ends_has_saved(tmp_path: Path) -> None:
         raise SystemExit(3)
         """
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x")], timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x")], timeout=280, check=False)
     assert ended.returncode == 3
     state = {"w": torch.zeros(1 << 22, dtype=torch.int64)}
     dcp.load(state, checkpoint_id=tmp_path / "x", no_dist=True)
@@ -337,7 +337,7 @@ def abort_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     def hold(operation: Operation) -> None:
         gate.wait(240)
 
-    session = AsyncSession(timeout_seconds=60)
+    session = AsyncSession(timeout_seconds=240)
     writer = dcp.FileSystemWriter(
         root / "x", open_store=partial(failing, faults=(Fault("create", hook=hold),))
     )
@@ -360,7 +360,7 @@ def test_an_abort_reaches_all_ranks(tmp_path: Path) -> None:
 def after_destroy(rank: int, world_size: int, root: Path) -> bool:
     """The script's own group is gone before the save has ended."""
     slow = Fault("write", delay_seconds=0.5)
-    session = AsyncSession(timeout_seconds=60)
+    session = AsyncSession(timeout_seconds=240)
     writer = dcp.FileSystemWriter(root / "x", open_store=partial(failing, faults=(slow,)))
     future = session.save(sharded_state(rank, 1), storage_writer=writer)
     dist.destroy_process_group()
@@ -378,7 +378,7 @@ def test_destroying_the_process_group_does_not_disturb_a_save(tmp_path: Path) ->
 
 def two_sessions(rank: int, world_size: int, root: Path) -> list[bool]:
     """Two sessions of one process in turn; one of them fails all the time."""
-    good, bad = AsyncSession(timeout_seconds=60), AsyncSession(timeout_seconds=60)
+    good, bad = AsyncSession(timeout_seconds=240), AsyncSession(timeout_seconds=240)
     broken = partial(
         failing, faults=(Fault("create", onwards=True, error=dcp.StorageError("injected", errno=errno.EIO)),)
     )
@@ -403,7 +403,7 @@ def test_two_sessions_do_not_influence_each_other(tmp_path: Path) -> None:
 
 def test_views_are_copied_alone(tmp_path: Path) -> None:
     """A view of a large tensor takes no more host memory than what it views."""
-    session = AsyncSession(no_dist=True, timeout_seconds=60)
+    session = AsyncSession(no_dist=True, timeout_seconds=240)
     big = torch.zeros(1 << 20)
     future = session.save({"view": big[:1000]}, storage_writer=dcp.FileSystemWriter(tmp_path / "x"))
     future.result(240)
@@ -414,7 +414,7 @@ def test_views_are_copied_alone(tmp_path: Path) -> None:
 
 def plans_of_saves(rank: int, world_size: int, root: Path) -> list[bool]:
     """Which saves of a session used a plan again; in the third a tensor has grown."""
-    session = AsyncSession(timeout_seconds=60)
+    session = AsyncSession(timeout_seconds=240)
     reused = []
     for version in range(1, 5):
         state = sharded_state(rank, version)

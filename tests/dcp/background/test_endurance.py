@@ -26,6 +26,7 @@ import dcp
 from dcp.background.future import SaveFuture
 from dcp.background.process_writer import ProcessWriter
 from dcp.manager.saves import _BackgroundSaves
+from tests.support.processes import open_files
 from tests.support.ranks import run_ranks
 from tests.support.values import local_parts
 
@@ -39,8 +40,8 @@ STATE_BYTES = 4 * ELEMENTS * TENSORS
 GROWTH_BYTES = 16 << 20
 """More than this after the second save is a leak: 164 KiB a save, where the state has 2 MiB.
 
-Measured were 0.3 to 4.3 MiB, most of it where the machine was busy: heaps of short-lived threads, and pages that a process shares with the one that
-it was forked from until it counts a reference in them.
+Measured were 0.3 to 4.3 MiB, most of it where the machine was busy: heaps of short-lived threads, and pages
+that a process shares with the one that it was forked from until it counts a reference in them.
 """
 
 RECORDED_COLLECTIVES = 2000
@@ -66,14 +67,14 @@ class Footprint:
         folder = Path(f"/proc/{pid}")
         lines = (folder / "smaps_rollup").read_text().splitlines()[1:]
         sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
-        open_files = [str(path.readlink()) for path in (folder / "fd").iterdir() if path.is_symlink()]
+        opened = open_files(pid)
         named = sum("/dev/shm/" in line for line in (folder / "maps").read_text().splitlines())
         return cls(
             sizes["Rss"],
             sizes["Private_Dirty"],
-            len(open_files),
+            len(opened),
             len(list((folder / "task").iterdir())),
-            named + sum(path.startswith("/dev/shm/") for path in open_files),
+            named + sum(path.startswith("/dev/shm/") for path in opened),
         )
 
 

@@ -20,7 +20,7 @@ from dcp.storage.formats.index import Int64
 from tests.support.ranks import run_ranks
 from tests.support.versions import listing, seen_by_dcp, version_state
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 240.0
 NAMES = ("model.w", "model.layers.0", "model.layers.1", "model.half", "large")
 
 

@@ -200,7 +200,7 @@ def test_trainers_agree_on_an_address_that_serves(tmp_path: Path) -> None:
     found: dict[int, Any] = {}
 
     def one(rank: int) -> None:
-        found[rank] = meet(PrefixStore("m", shared), rank, 2, timeout_seconds=30, check=lambda: None)
+        found[rank] = meet(PrefixStore("m", shared), rank, 2, timeout_seconds=240, check=lambda: None)
 
     other = threading.Thread(target=one, args=(1,))
     other.start()
@@ -210,10 +210,10 @@ def test_trainers_agree_on_an_address_that_serves(tmp_path: Path) -> None:
     assert address == same == Address("127.0.0.1", listener.getsockname()[1], True)
     assert nothing is None
     values: list[bytes] = []
-    early = threading.Thread(target=lambda: values.append(own_store(address, None, 30).get("key")))
+    early = threading.Thread(target=lambda: values.append(own_store(address, None, 240).get("key")))
     early.start()
     time.sleep(0.1)
-    host = own_store(address, os.dup(listener.fileno()), 30)
+    host = own_store(address, os.dup(listener.fileno()), 240)
     listener.close()
     host.set("key", "value")
     early.join()

@@ -36,7 +36,7 @@ from tests.support.ranks import run_ranks
 from tests.support.values import leaves, local_parts, raw
 
 Mode = Literal["thread", "process"]
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 240.0
 STEPS = 7
 
 

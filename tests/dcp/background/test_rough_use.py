@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -31,6 +30,7 @@ from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from tests.support.crashes import in_lab
+from tests.support.gates import FileGate, open_gated
 from tests.support.ranks import run_ranks
 
 BOTH = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
@@ -99,7 +99,7 @@ def test_a_script_interrupted_while_staging_ends(tmp_path: Path, kind: str) -> N
         """
     )
     command = [sys.executable, "-c", script, str(tmp_path), kind]
-    ended = subprocess.run(command, timeout=120, check=False, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(command, timeout=280, check=False, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1", "2"]
 
@@ -123,7 +123,7 @@ class InterruptedStore:
 
 def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Path) -> None:
     """Half of a message to the writer process would leave this save, and all after it, without an end."""
-    session = AsyncSession(no_dist=True, kind=AsyncCheckpointerType.PROCESS, timeout_seconds=30)
+    session = AsyncSession(no_dist=True, kind=AsyncCheckpointerType.PROCESS, timeout_seconds=240)
     writer = dcp.FileSystemWriter(tmp_path / "1", open_store=InterruptedStore())
     with pytest.raises(KeyboardInterrupt):
         session.save(state_of(1), storage_writer=writer)
@@ -134,7 +134,7 @@ def test_an_interrupt_while_a_save_is_handed_over_comes_after_that(tmp_path: Pat
 
 def raise_on_one_rank(rank: int, world_size: int, root: Path, error: type[BaseException]) -> str:
     """How a save ends whose state one rank cannot get; then one more."""
-    session = AsyncSession(timeout_seconds=30)
+    session = AsyncSession(timeout_seconds=240)
     state = {**state_of(1), "s": Raising(error)} if rank == 1 else state_of(1)
     try:
         future = session.save(state, storage_writer=dcp.FileSystemWriter(root / "bad"))
@@ -170,7 +170,9 @@ def fork_while_saving(root: Path, kind: AsyncCheckpointerType) -> list[Any]:
     save under way."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
     save(state_of(1), checkpoint_id=root / "first").result(240)
-    future = save(state_of(2), storage_writer=slow_writer(root / "second"))
+    gate = FileGate(root / "gate")
+    held = dcp.FileSystemWriter(root / "second", open_store=partial(open_gated, gate=gate))
+    future = save(state_of(2), storage_writer=held)
     context = multiprocessing.get_context("fork")
     idle = context.Process(target=int)
     idle.start()
@@ -180,6 +182,7 @@ def fork_while_saving(root: Path, kind: AsyncCheckpointerType) -> list[Any]:
     saving.start()
     saving.join(240)
     results.append(saving.exitcode)
+    gate.open()
     future.result(240)
     save(state_of(4), checkpoint_id=root / "last").result(240)
     return results
@@ -199,8 +202,10 @@ def test_forks_leave_the_saves_to_their_parent(tmp_path: Path, kind: AsyncCheckp
 
 def use_session_in_fork(root: Path) -> tuple[bytes, int]:
     """What a fork is told that uses its parent's session."""
-    session = AsyncSession(no_dist=True, timeout_seconds=60)
-    session.save(state_of(1), storage_writer=slow_writer(root / "x"))
+    session = AsyncSession(no_dist=True, timeout_seconds=240)
+    gate = FileGate(root / "gate")
+    held = dcp.FileSystemWriter(root / "x", open_store=partial(open_gated, gate=gate))
+    session.save(state_of(1), storage_writer=held)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -212,6 +217,7 @@ def use_session_in_fork(root: Path) -> tuple[bytes, int]:
         os._exit(7 if session.wait(1) else 8)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     told = os.read(reading, 1000)
+    gate.open()
     session.close()
     return told, code
 
@@ -231,7 +237,7 @@ def test_a_session_is_closed_to_forks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("early", [False, True])
 def test_a_dropped_session_ends(tmp_path: Path, kind: AsyncCheckpointerType, early: bool) -> None:
     """Without close it goes when its last save has ended, memory and writer with it."""
-    session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=60)
+    session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=240)
     dropped = weakref.ref(session)
     future = session.save(state_of(1), storage_writer=slow_writer(tmp_path / "x", 0.2))
     if not early:
@@ -240,7 +246,7 @@ def test_a_dropped_session_ends(tmp_path: Path, kind: AsyncCheckpointerType, ear
     gc.collect()
     future.result(240)
     del future
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while dropped() is not None and time.monotonic() < deadline:
         time.sleep(0.02)
         gc.collect()
@@ -311,7 +317,7 @@ def leave(progress: Progress) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_failing_progress_callback_harms_no_save(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
     """The checkpoint is more than its progress bar; not even SystemExit ends a thread of the session."""
-    session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=60)
+    session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=240)
     for version in (1, 2):
         writer = dcp.FileSystemWriter(tmp_path / str(version))
         session.save(state_of(version), storage_writer=writer, progress=leave).result(240)
@@ -368,12 +374,19 @@ def test_only_members_of_a_group_save_with_it(tmp_path: Path) -> None:
 # -- the training's own store --------------------------------------------------------------------------------
 
 
-def wait_for_a_key_while_saving(rank: int, world_size: int, root: Path, port: int) -> bool:
+def wait_for_a_key_while_saving(rank: int, world_size: int, root: Path) -> bool:
     """Rank 0 waits for a key, as new groups do, which rank 1 sets after its save has ended."""
-    dist.destroy_process_group()
+    group = dist.group.WORLD
+    assert group is not None
+    first = group.get_group_store()
+    port = 0 if rank == 0 else int(first.get("port"))
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", port, world_size, is_master=rank == 0, timeout=timedelta(seconds=20)
+        "127.0.0.1", port, None, is_master=rank == 0, timeout=timedelta(seconds=240), wait_for_workers=False
     )
+    if rank == 0:
+        first.set("port", str(store.port))
+    dist.barrier()
+    dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     state = {**state_of(1), "own": dcp.PerRank(torch.ones(100))}
     future = dcp.async_save(state, storage_writer=slow_writer(root / "x", 1.0 if rank else 0.0))
@@ -387,6 +400,4 @@ def wait_for_a_key_while_saving(rank: int, world_size: int, root: Path, port: in
 
 def test_a_save_goes_on_while_training_waits_for_its_store(tmp_path: Path) -> None:
     """A wait for a key occupies the training's connection to the store; the session has its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert run_ranks(2, wait_for_a_key_while_saving, tmp_path, port) == [True, True]
+    assert run_ranks(2, wait_for_a_key_while_saving, tmp_path) == [True, True]

@@ -50,11 +50,12 @@ def save(upkeep: Upkeep, root: Path, step: int, version: int) -> None:
 
 def test_a_checkpoint_that_is_saved_again_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
     """Its files are gone then, but so is it: nothing is told about it, and the new one is verified."""
-    replaced = []
+    replaced: list[Operation] = []
 
     def replace(operation: Operation) -> None:
         if not replaced and (tmp_path / "1").exists():
-            replaced.append(save_version(tmp_path / "1", 2))
+            replaced.append(operation)
+            save_version(tmp_path / "1", 2)
 
     seen = Recorder()
     # The second listing is that for the sizes, when the commit has been read.

@@ -97,7 +97,7 @@ def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
     timer = threading.Timer(0.05, first.release)
     timer.start()
     assert bool((first.local.sources[0] == 1).all())
-    second = finished(stager.stage_local(collect(state), timeout_seconds=60))
+    second = finished(stager.stage_local(collect(state), timeout_seconds=240))
     timer.join()
     first.release()
     with pytest.raises(StagingTimeoutError):
@@ -171,7 +171,7 @@ def test_a_save_begun_inside_of_its_own_lock_is_an_error() -> None:
     local = collect({"w": torch.ones(3)})
     with stager.lock(), pytest.raises(StagingError, match="inside of lock"):
         stager.stage_local(local)
-    finished(stager.stage_local(local, timeout_seconds=1)).release()
+    finished(stager.stage_local(local, timeout_seconds=240)).release()
     stager.close()
 
 
@@ -253,7 +253,9 @@ def test_a_state_that_does_not_fit_into_memory_is_refused_and_the_next_one_stage
         stager.stage_local(huge)
     with stager.lock(1.0):
         small.fill_(1)
-    assert finished(stager.stage_local(collect({"w": small}), timeout_seconds=1)).local.sources[0].item() == 1
+    assert (
+        finished(stager.stage_local(collect({"w": small}), timeout_seconds=240)).local.sources[0].item() == 1
+    )
     stager.close()
 
 

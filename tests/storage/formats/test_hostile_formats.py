@@ -25,7 +25,7 @@ from tests.storage.formats.index_cases import small_index
 
 ROUNDS = 6_000
 EXHAUSTIVE_ROUNDS = 100_000
-SLOWEST_SECONDS = 2.0
+SLOWEST_SECONDS = 10.0
 
 Parse = Callable[[bytes], Any]
 

@@ -144,7 +144,7 @@ def test_fork_starts_afresh(tmp_path: object) -> None:
         [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

@@ -56,7 +56,7 @@ def test_publish_killed_at_every_step(tmp_path: Path, mode: str, size: int) -> N
         if old:
             store.publish("m", old, durable=False)
         process = start(PUBLISH, store.url, kill_at, size, mode)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         current = store.read("m", limit_bytes=1 << 30) if store.stat("m") else None
         assert current in (old, b"N" * size)
         left = [info.name for info in store.list() if info.name != "m"]
@@ -78,7 +78,7 @@ def test_publish_killed_at_every_step(tmp_path: Path, mode: str, size: int) -> N
 HOLD = """
 import sys
 from dcp.storage.stores.posix import PosixStore
-with PosixStore(sys.argv[1]).lock(timeout_seconds=10):
+with PosixStore(sys.argv[1]).lock(timeout_seconds=240):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -95,7 +95,7 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert caught.value.timeout_seconds == 0.1
     holder.kill()
     holder.communicate()
-    with store.lock(timeout_seconds=10):
+    with store.lock(timeout_seconds=240):
         assert store.list() == []
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +126,7 @@ def test_processes_race_to_publish(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.communicate(timeout=60)[0] for process in processes]
+    said = [process.communicate(timeout=240)[0] for process in processes]
     assert sorted(said) == ["lost\n"] * 7 + ["won\n"]
     assert PosixStore(tmp_path).read("m", limit_bytes=9) == b"%d" % said.index("won\n")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -199,7 +199,8 @@ def observe(step, name):
 handle = PosixStore(root, observe).create("data.bin", durable=True)
 handle.write(bytes(17 << 20))
 if act != "finish at once":
-    time.sleep(0.8)
+    while handle._failure is None:
+        time.sleep(0.01)
 try:
     handle.write(b"a small one") if act == "write" else handle.finish()
 except StorageFullError as error:
@@ -228,7 +229,7 @@ def can_mount() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         command = [*in_mount("tmpfs", "size=1m", Path(folder)), "true"]
         try:
-            return subprocess.run(command, capture_output=True, check=False, timeout=20).returncode == 0
+            return subprocess.run(command, capture_output=True, check=False, timeout=120).returncode == 0
         except FileNotFoundError:
             return False
 
@@ -242,13 +243,13 @@ def test_full_disk(tmp_path: Path, kind: str, durable: bool) -> None:
     """No space is a StorageFullError with path and operation; abort frees it, and the old content stays."""
     prefix = in_mount("tmpfs", "size=25m", tmp_path) if kind == "small disk" else ()
     process = start(FULL, tmp_path, 0 if prefix else 25 * MIB, durable, 0, prefix=prefix)
-    assert process.communicate(timeout=60)[0] == "fine\n"
+    assert process.communicate(timeout=240)[0] == "fine\n"
 
 
 @pytest.mark.parametrize("act", ["write", "finish", "finish at once"])
 def test_background_error_is_not_lost(tmp_path: Path, act: str) -> None:
     """One failed write in the background fails the next call, though everything after it would succeed."""
-    assert start(ONCE, tmp_path, act).communicate(timeout=60)[0] == "fine\n"
+    assert start(ONCE, tmp_path, act).communicate(timeout=240)[0] == "fine\n"
 
 
 @pytest.mark.parametrize("kind", ["file size limit", "small disk"] if MOUNTS else ["file size limit"])
@@ -256,7 +257,7 @@ def test_full_disk_shows_at_create(tmp_path: Path, kind: str) -> None:
     """An expected size that does not fit is refused before anything is written, and leaves no file."""
     prefix = in_mount("tmpfs", "size=25m", tmp_path) if kind == "small disk" else ()
     process = start(FULL, tmp_path, 0 if prefix else 25 * MIB, True, 100 * MIB, prefix=prefix)
-    assert process.communicate(timeout=60)[0] == "fine\n"
+    assert process.communicate(timeout=240)[0] == "fine\n"
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs"] if MOUNTS else ["default"])
@@ -264,7 +265,7 @@ def test_file_system_without_direct_io(tmp_path: Path, kind: str) -> None:
     """Where the file system knows no O_DIRECT (ramfs never does) durable files are written all the same."""
     prefix = in_mount(kind, "size=100m", tmp_path) if MOUNTS else ()
     process = start(REFUSED, tmp_path, prefix=prefix)
-    assert process.communicate(timeout=60)[0] == "fine\n"
+    assert process.communicate(timeout=240)[0] == "fine\n"
 
 
 INTERRUPTED = """
@@ -280,7 +281,7 @@ def test_exit_with_an_open_file(tmp_path: Path) -> None:
     """A process that ends without finishing its file ends, without waiting for a thread for ever."""
     began = time.monotonic()
     process = start(INTERRUPTED, tmp_path)
-    assert process.communicate(timeout=60)[0] == "writing\n"
+    assert process.communicate(timeout=240)[0] == "writing\n"
     assert process.returncode == 0
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 240
     assert os.listdir(tmp_path) == ["data.bin"]  # noqa: PTH208

@@ -19,6 +19,7 @@ from dcp.storage.stores.buffers import BounceBuffer, BufferPool
 from dcp.storage.stores.contract import BOUNDARY_SIZES, pattern_bytes
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import DurableFile, PosixReadHandle, write_all
+from tests.support.processes import open_files
 
 MIB = 1 << 20
 
@@ -303,20 +304,24 @@ def test_handles_that_are_dropped_release_everything(tmp_path: Path) -> None:
     """A handle that is neither finished nor aborted leaks no descriptor, thread or buffer."""
     store = PosixStore(tmp_path)
 
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
+    def descriptors() -> list[str]:
+        return [path for path in open_files() if path.startswith(str(tmp_path))]
 
-    before = descriptors()
+    earlier = set(threading.enumerate())
     for n in range(6):
         store.create(f"a{n}", durable=True).write(bytes(9 * MIB))
         store.create(f"b{n}", durable=False).write(b"x")
         store.publish("m", b"1", durable=False)
         store.open_read("m")
-    for thread in threading.enumerate():
-        if thread.name.startswith("dcp-write"):
-            thread.join(240)
-    assert descriptors() == before
-    assert not any(thread.name.startswith("dcp-write") for thread in threading.enumerate())
+    writing = [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("dcp-write") and thread not in earlier
+    ]
+    for thread in writing:
+        thread.join(240)
+    assert descriptors() == []
+    assert not any(thread.is_alive() for thread in writing)
 
 
 def test_without_hard_links_create_only_still_excludes(tmp_path: Path) -> None:
