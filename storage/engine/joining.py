@@ -160,7 +160,7 @@ class _Joiner:
         request, profile = self._open, self._profile
         if request is None:
             return self._limit_bytes
-        if piece.file != request.file or piece.size_bytes > profile.join_below_bytes:
+        if piece.file != request.file or min(piece.size_bytes, self._limit_bytes) > profile.join_below_bytes:
             return 0
         gap = piece.offset - request.end
         if gap < 0:  # also wanted by another one: that must be in scratch memory still
@@ -172,7 +172,7 @@ class _Joiner:
 
     def _cut(self, piece: Piece, room: int) -> int:
         """How many bytes of ``piece`` go into ``room``; 0 if none."""
-        if piece.put is not None or room < _LEAST_CUT_BYTES:
+        if piece.put is not None or (room < _LEAST_CUT_BYTES and self._open is not None):
             return 0
         aligned = (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position
         return aligned if aligned > 0 and room - aligned <= self._limit_bytes // _SLACK_SHARE else room
