@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import EllipsisType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -21,12 +21,14 @@ from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.formats.record_reader import locate_payload
+from dcp.storage.formats.torch_zip import Window
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
+from dcp.tensor_blocks import Block, Lots, Piece, Request
 from dcp.tensor_boxes import (
     Box,
     Lattice,
@@ -44,32 +46,11 @@ MAX_BLOCK_BYTES: Final = 16 << 20
 
 Slices: TypeAlias = tuple[slice | int | EllipsisType, ...]
 
+_OPENED_BYTES: Final = 1 << 20
+"""Where requests are dear, payloads below this are as soon read as a record is opened for its checksum."""
+
 _RESOLVED_TENSORS: Final = 1000
 """Records of foreign checkpoints are opened together, for as many tensors."""
-
-
-class Block(NamedTuple):
-    """A box of a tensor: ``array``, C-ordered, begins at ``offsets``."""
-
-    offsets: tuple[int, ...]
-    array: Array
-
-
-class _Piece(NamedTuple):
-    """A block to be read: the box ``at`` of a chunk, whose first element is at ``offsets`` of the tensor.
-
-    ``begin`` and ``end`` are its payload bytes where it is one run of them (else -1), in the chunk's own
-    ``order`` of dimensions if that is not C. ``follows``: the next piece goes on where this one ends.
-    """
-
-    tensor: int
-    chunk: int
-    offsets: tuple[int, ...]
-    at: Box
-    begin: int
-    end: int
-    order: tuple[int, ...] | None
-    follows: bool
 
 
 def open_tensors(
@@ -99,7 +80,7 @@ class TensorReader:
         threads = threads or store.read_profile.threads or 2
         self._engine = ReadEngine(store, index, verify=verify, threads=threads)
         self._running = threading.Lock()
-        self._opened_bytes = 0
+        self._other_bytes = 0
 
     def __enter__(self) -> TensorReader:
         return self
@@ -115,7 +96,21 @@ class TensorReader:
     @property
     def bytes_read(self) -> int:
         """Bytes fetched from storage so far; of records opened for their checksums, those asked for."""
-        return self._engine.stats.bytes_read + self._opened_bytes
+        return self._engine.stats.bytes_read + self._other_bytes
+
+    def count_bytes(self, size_bytes: int) -> None:
+        """Note bytes of the checkpoint that were read by other means, for `bytes_read`."""
+        self._other_bytes += size_bytes
+
+    def window(self, file: int, offset: int, length: int) -> Window:
+        """The bytes of a record, read and counted as they are asked for."""
+        handle = self._engine.handle(file)
+
+        def read(at: int, count: int) -> bytes:
+            self._other_bytes += count
+            return handle.pread(count, at)
+
+        return Window(read, offset, length)
 
     # -- whole tensors ---------------------------------------------------------------------------------------
 
@@ -131,12 +126,12 @@ class TensorReader:
 
     def stream(
         self, tensor_rows: Iterable[int], max_bytes: int = MAX_BLOCK_BYTES
-    ) -> Iterator[tuple[int, Block]]:
+    ) -> Generator[tuple[int, Block], None, None]:
         """`blocks` of several tensors, with their rows; small neighbours are read together.
 
         While the caller is busy with one lot of blocks the next is being read.
         """
-        lots = _Lots(self, self._pieces(tensor_rows, max_bytes), max_bytes)
+        lots = Lots(self, self._pieces(tensor_rows, max_bytes), max_bytes)
         lot = next(lots, None)
         if lots.at_end:  # no thread for what is read already
             yield from lot or ()
@@ -164,7 +159,7 @@ class TensorReader:
                 fqn=index.fqns[tensor_row],
             ) from error
 
-    def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[_Piece]:
+    def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[Piece]:
         rows = iter(tensor_rows)
         while some := list(itertools.islice(rows, _RESOLVED_TENSORS)):
             parts = [(row, part) for row in some for part in self.parts(row)]
@@ -172,7 +167,7 @@ class TensorReader:
             for row, part in parts:
                 yield from self._split(row, part, max_bytes)
 
-    def _split(self, row: int, part: Part, max_bytes: int) -> Iterator[_Piece]:
+    def _split(self, row: int, part: Part, max_bytes: int) -> Iterator[Piece]:
         """Pieces of a part in the order in which its bytes lie, so that nothing is read twice."""
         chunk, itemsize = part.chunk, self.index.dtype(row).itemsize
         sizes, order = self.index.box(chunk)[1], self._order(chunk)
@@ -193,7 +188,7 @@ class TensorReader:
             begin = -1 if position is None else position * itemsize
             end = -1 if position is None else begin + box.volume * itemsize
             follows = whole and position is not None and end < int(self.index.payload_lengths[chunk])
-            yield _Piece(row, chunk, first, inner, begin, end, order, follows)
+            yield Piece(row, chunk, first, inner, begin, end, order, follows)
 
     def _order(self, chunk: int) -> tuple[int, ...] | None:
         """Dimensions from slowest to fastest where the payload is dense, but not C-ordered."""
@@ -224,7 +219,7 @@ class TensorReader:
 
     def _read_direct(self, parts: Sequence[Part], lattice: Lattice, result: Array) -> None:
         """Each box straight into its place in ``result``."""
-        request = _Request(self)
+        request = Request(self)
         for part in parts:
             for box, place in covering_boxes(part, lattice, result.itemsize, result.nbytes):
                 request.add(part.chunk, self._within(part.chunk, box), _at(result, place))
@@ -232,7 +227,7 @@ class TensorReader:
 
     def _read_covering(self, parts: Sequence[Part], lattice: Lattice, result: Array) -> None:
         """Boxes that cover every step-th element, of which those are then taken."""
-        request = _Request(self)
+        request = Request(self)
         copies: list[tuple[Array, Array]] = []
         for part in parts:
             for box, place in covering_boxes(part, lattice, result.itemsize, MAX_BLOCK_BYTES):
@@ -244,12 +239,12 @@ class TensorReader:
                     request = self._finish_copies(request, copies)
         self._finish_copies(request, copies)
 
-    def _finish_copies(self, request: _Request, copies: list[tuple[Array, Array]]) -> _Request:
+    def _finish_copies(self, request: Request, copies: list[tuple[Array, Array]]) -> Request:
         request.carry_out()
         for target, source in copies:
             target[...] = source
         copies.clear()
-        return _Request(self)
+        return Request(self)
 
     def _within(self, chunk: int, box: Box) -> Box:
         """A box of the tensor as one of a chunk."""
@@ -269,10 +264,12 @@ class TensorReader:
         index = self.index
         if index.payload_offsets[chunk] != UNKNOWN:
             return index.payload_crc(chunk)
+        if self._engine.joins and index.payload_lengths[chunk] < _OPENED_BYTES:
+            return None
         handle = self._engine.handle(int(index.chunk_files[chunk]))
 
         def read(offset: int, length: int) -> bytes:
-            self._opened_bytes += length
+            self._other_bytes += length
             return handle.pread(length, offset)
 
         begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
@@ -309,125 +306,6 @@ class TensorReader:
                 path=f"{self.store.url}/{name}",
                 fqn=fqn,
             )
-
-
-class _Request:
-    """Boxes of chunks and where they go, carried out together."""
-
-    def __init__(self, reader: TensorReader) -> None:
-        self._reader = reader
-        self._runs: list[tuple[int, int, int, int]] = []
-        self._regions: list[Region] = []
-        self._kept: list[Array] = []  # alive until all is read
-        self.size_bytes = 0
-
-    def add(self, chunk: int, box: Box, target: Array) -> None:
-        """``box`` of ``chunk`` to ``target``, which has its shape and any strides."""
-        sizes = self._reader.index.box(chunk)[1]
-        position = contiguous_position(sizes, box) if target.flags.c_contiguous else None
-        if position is not None and self._reader.is_c_ordered(chunk):
-            self.add_run(chunk, position * target.itemsize, target)
-        else:
-            self._regions.append(Region(chunk, box.offsets, box.lengths, target.ctypes.data, target.strides))
-            self._keep(target)
-
-    def add_run(self, chunk: int, begin: int, target: Array) -> None:
-        """Bytes of a payload from ``begin`` on to ``target``, which is contiguous."""
-        if target.nbytes:
-            self._runs.append((chunk, begin, target.nbytes, target.ctypes.data))
-            self._keep(target)
-
-    def _keep(self, target: Array) -> None:
-        self._kept.append(target)
-        self.size_bytes += target.nbytes
-
-    def carry_out(self) -> None:
-        columns = zip(*self._runs, strict=True) if self._runs else [()] * 4
-        runs = Runs(*(np.array(column, dtype=np.int64) for column in columns))
-        self._reader.run(runs, self._regions)
-
-
-class _Lots:
-    """Pieces read in lots of up to ``max_bytes``, one after the other.
-
-    The engine compares the checksums of blocks that one request has whole. So a request goes on to the end
-    of the last block that it begins, and what is then there too early is kept for the next one.
-    """
-
-    def __init__(self, reader: TensorReader, pieces: Iterator[_Piece], max_bytes: int) -> None:
-        self._reader = reader
-        self._pieces = pieces
-        self._max_bytes = max_bytes
-        self._next: _Piece | None = next(pieces, None)
-        self._early: tuple[int, int, Array] = (-1, 0, np.empty(0, np.uint8))
-        self._sum: tuple[int, int, int] = (-1, 0, 0)  # chunk, position, CRC-32 of the bytes before
-
-    @property
-    def at_end(self) -> bool:
-        """Whether there are no more."""
-        return self._next is None
-
-    def __iter__(self) -> _Lots:
-        return self
-
-    def __next__(self) -> list[tuple[int, Block]]:
-        if self._next is None:
-            raise StopIteration
-        request = _Request(self._reader)
-        buffers: list[tuple[_Piece, Array]] = []
-        total = 0
-        while self._next is not None:
-            piece = self._next
-            size = piece.at.volume * self._reader.index.dtype(piece.tensor).itemsize
-            if buffers and (total + size > self._max_bytes or buffers[-1][0].follows):
-                break
-            buffers.append((piece, self._prepare(piece, size, request)))
-            total += size
-            self._next = next(self._pieces, None)
-        request.carry_out()
-        return [self._block(piece, buffer) for piece, buffer in buffers]
-
-    def _prepare(self, piece: _Piece, size: int, request: _Request) -> Array:
-        """Memory for a piece (bytes, perhaps more than it has), what is known of it, and a request for the
-        rest."""
-        if piece.begin < 0:
-            buffer = np.empty(size, np.uint8)
-            dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
-            request.add(piece.chunk, piece.at, buffer.view(dtype).reshape(piece.at.lengths))
-            return buffer
-        chunk, position, early = self._early
-        if chunk != piece.chunk or position != piece.begin:
-            early = early[:0]
-        end = self._reader.block_end(piece.chunk, piece.end) if piece.follows else piece.end
-        buffer = np.empty(max(end - piece.begin, len(early)), np.uint8)
-        buffer[: len(early)] = early
-        request.add_run(piece.chunk, piece.begin + len(early), buffer[len(early) :])
-        return buffer
-
-    def _block(self, piece: _Piece, buffer: Array) -> tuple[int, Block]:
-        dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
-        lengths, order = piece.at.lengths, piece.order
-        own = buffer[: piece.at.volume * dtype.itemsize]
-        if piece.begin >= 0:
-            self._early = (piece.chunk, piece.end, buffer[len(own) :].copy())
-            self._check(piece, own)
-        if order is None or piece.begin < 0:
-            return piece.tensor, Block(piece.offsets, own.view(dtype).reshape(lengths))
-        stored = own.view(dtype).reshape([lengths[d] for d in order])
-        array = np.ascontiguousarray(stored.transpose(np.argsort(order)))
-        return piece.tensor, Block(piece.offsets, array)
-
-    def _check(self, piece: _Piece, own: Array) -> None:
-        """The checksum of a whole payload, which the engine does not compare if it sees it in pieces."""
-        begins = piece.begin == 0 and piece.follows
-        if not begins and self._sum[:2] != (piece.chunk, piece.begin):
-            return
-        if not self._reader.is_checked_whole(piece.chunk):
-            return
-        crc = crc32(own.data, 0 if begins else self._sum[2])
-        self._sum = (piece.chunk, piece.end, crc)
-        if not piece.follows:
-            self._reader.check_whole(piece.chunk, crc)
 
 
 def _at(array: Array, place: tuple[slice, ...]) -> Array:
