@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 
@@ -71,11 +72,13 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
     ranks = _local_ranks(store)
     if rank in ranks:
         ranks = [rank]
-    indexes = {}
-    for local in ranks:
-        part = _open_pair(store, f"__{local}.{MANIFEST_NAME}", f"__{local}{METADATA_NAME}")
-        if part is not None:
-            indexes[local] = part
+    # Where that takes requests, several at a time: there may be a thousand ranks.
+    threads = max(1, min(store.read_profile.threads or 1, len(ranks)))
+    with ThreadPoolExecutor(threads) as pool:
+        parts = pool.map(
+            lambda local: _open_pair(store, f"__{local}.{MANIFEST_NAME}", f"__{local}{METADATA_NAME}"), ranks
+        )
+        indexes = {local: part for local, part in zip(ranks, parts, strict=True) if part is not None}
     if not indexes:
         raise _not_found(store)
     with _located(store.url):
