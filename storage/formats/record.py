@@ -83,6 +83,12 @@ class OpenRecord:
         suffix_bytes = len(before) + len(between) + len(after) + 8
         self.record_bytes = len(prefix) + payload_bytes + suffix_bytes
 
+    @property
+    def crc_positions(self) -> tuple[int, int]:
+        """Where the four bytes of the CRC-32 stand, twice, in what `suffix` returns."""
+        first = len(self._before_crc)
+        return first, first + 4 + len(self._after_descriptor)
+
     def suffix(self, crc32: int) -> bytes:
         """Everything after the payload, whose CRC-32 is ``crc32``."""
         crc = crc32.to_bytes(4, "little")

@@ -1,0 +1,137 @@
+"""Checksums from fragments: those of the source are compared, those of the target are recorded.
+
+Fragments come in any order, from any task, and more than once. A block is known once they cover it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.conversion.gather import Fragment
+from dcp.conversion.layout import Copies
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.read_requests import ReadStats
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
+
+__all__ = ["SourceChecks", "TargetChecksums"]
+
+
+class _Blocks:
+    """Fragments by (owner, block), until they make a whole block."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+
+    def add(self, fragment: Fragment, owner_bytes: int) -> int | None:
+        """The CRC-32 of the fragment's block, if that is complete with it."""
+        block = fragment.begin // BLOCK_BYTES
+        begin = block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, owner_bytes)
+        if fragment.begin == begin and fragment.end == end:
+            self._parts.pop((fragment.owner, block), None)
+            return fragment.crc
+        parts = self._parts.setdefault((fragment.owner, block), {})
+        parts[fragment.begin] = fragment.end, fragment.crc
+        if sum(stop - first for first, (stop, _) in parts.items()) < end - begin:
+            return None
+        total = _combined(parts, begin, end)
+        if total is not None:
+            del self._parts[fragment.owner, block]
+        return total
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _combined(parts: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
+    position, total = begin, 0
+    while position < end:
+        part = parts.get(position)
+        if part is None:
+            return None
+        total = crc32_combine(total, part[1], part[0] - position)
+        position = part[0]
+    return total
+
+
+class SourceChecks:
+    """Compares what was read with what the source says of it. Thread-safe.
+
+    CorruptCheckpointError, with file, tensor and offset, as soon as a block is complete and differs.
+    ``blocks_verified`` and ``blocks_unverified`` (nothing to compare with) are counted.
+    """
+
+    def __init__(self, engine: ReadEngine) -> None:
+        self._engine = engine
+        self._blocks = _Blocks()
+        self._seen: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+        self.stats = ReadStats()
+
+    def add(self, fragments: Iterable[Fragment]) -> None:
+        """Take what a task found."""
+        lengths = self._engine.payload_lengths
+        with self._lock:
+            for fragment in fragments:
+                block = fragment.begin // BLOCK_BYTES
+                if (fragment.owner, block) in self._seen:
+                    continue
+                crc = self._blocks.add(fragment, int(lengths[fragment.owner]))
+                if crc is not None:
+                    self._seen.add((fragment.owner, block))
+                    self._engine.check_block(self.stats, fragment.owner, block, crc)
+
+    def finish(self) -> None:
+        """Compare payloads whose source records one checksum for all of them."""
+        uncompared = self._engine.payloads.verify_whole()
+        self.stats.blocks_verified -= uncompared
+        self.stats.blocks_unverified += uncompared + len(self._blocks)
+
+
+class TargetChecksums:
+    """CRC-32s of what was written: by block, and whole, for each copy."""
+
+    def __init__(self, copies: Copies) -> None:
+        self._sizes = copies.size_bytes
+        counts = -(-copies.size_bytes // BLOCK_BYTES)
+        self._start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._crcs = np.zeros(int(self._start[-1]), np.uint32)
+        self._known = np.zeros(len(self._crcs), bool)
+        self._blocks = _Blocks()
+
+    def add(self, fragments: Iterable[Fragment]) -> None:
+        """Take what a task wrote."""
+        for fragment in fragments:
+            crc = self._blocks.add(fragment, int(self._sizes[fragment.owner]))
+            if crc is not None:
+                place = int(self._start[fragment.owner]) + fragment.begin // BLOCK_BYTES
+                self._crcs[place] = crc
+                self._known[place] = True
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError if a block of the output has no checksum: it was not written."""
+        if not self._known.all():
+            raise CheckpointError(
+                f"{int((~self._known).sum())} blocks of the output were not written; this is an error of "
+                "dcphub"
+            )
+
+    def blocks(self, copy: int) -> npt.NDArray[np.uint32]:
+        """CRC-32 of each block of a copy."""
+        return self._crcs[self._start[copy] : self._start[copy + 1]]
+
+    def whole(self, copy: int) -> int:
+        """CRC-32 of all of a copy; its blocks must be known."""
+        total, size = 0, int(self._sizes[copy])
+        for number, crc in enumerate(self.blocks(copy).tolist()):
+            total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+        return total
+
+    def is_known(self, copy: int) -> bool:
+        """Whether all blocks of a copy are."""
+        return bool(self._known[self._start[copy] : self._start[copy + 1]].all())

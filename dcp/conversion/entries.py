@@ -1,0 +1,206 @@
+"""What is taken from a checkpoint, and under which names: selection, renaming, casts, ties, values.
+
+A target's layout is made from `Entries` alone, so that every option works alike for all formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dcp.conversion.casting import CASTABLE, check_castable
+from dcp.planners.selection import Patterns, Rename, Selection, renamer
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex, Path
+
+__all__ = ["Entries", "Entry", "TargetDtype", "Value", "choose_entries"]
+
+TargetDtype = str | Mapping[str, str] | None
+"""One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
+
+_MAX_LISTED = 10
+
+
+class Entry(NamedTuple):
+    """One tensor of the output: the source's row, its new name and path, its dtype code there, and the entry
+    whose bytes it shares (its own number if none before it)."""
+
+    tensor: int
+    fqn: str
+    path: Path
+    dtype_code: int
+    tied_to: int
+
+
+class Value(NamedTuple):
+    """One value that is no tensor: its row in the source's objects."""
+
+    row: int
+    fqn: str
+    path: Path
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What is converted, in the order of the source's state dict. ``source_names`` gives the names there."""
+
+    index: CheckpointIndex
+    tensors: Sequence[Entry]
+    values: Sequence[Value]
+    source_names: Mapping[str, str] = field(default_factory=dict)
+
+    def shape(self, entry: Entry) -> tuple[int, ...]:
+        """Shape of an entry's tensor."""
+        return self.index.shape(entry.tensor)
+
+    @cached_property
+    def paths(self) -> dict[str, Path]:
+        """Paths by new name, in the order of the source's state dict, where it tells that."""
+        paths = {entry.fqn: entry.path for entry in self.tensors}
+        paths |= {value.fqn: value.path for value in self.values}
+        known = self.index.planner_data
+        if not _has_paths(known):
+            return paths
+        places = {name: place for place, name in enumerate(known)}
+        last = len(places)
+        return dict(sorted(paths.items(), key=lambda item: places.get(self.source_names[item[0]], last)))
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether any name differs from the source's."""
+        return any(new != old for new, old in self.source_names.items())
+
+
+def choose_entries(
+    index: CheckpointIndex,
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: TargetDtype = None,
+) -> Entries:
+    """Apply the options of a conversion; PlanError for patterns that match nothing, for two entries of one
+    new name, and for casts that do not exist."""
+    names = [*index.fqns, *index.objects.fqns]
+    selection, renaming = Selection.of(only, exclude), renamer(rename)
+    if selection is not None:
+        _check_patterns(selection, names)
+    chosen = [name for name in names if selection is None or selection.selects(name)]
+    new_names = {name: renaming(name) if renaming else name for name in chosen}
+    _check_unique(new_names)
+    paths = index.planner_data if _has_paths(index.planner_data) else {}
+    cast = _Casts(dtype)
+    tensors: list[Entry] = []
+    first: dict[tuple[Any, ...], int] = {}
+    for row, name in enumerate(index.fqns):
+        if name not in new_names:
+            continue
+        new, code = new_names[name], cast.code(name, int(index.dtype_codes[row]))
+        number = len(tensors)
+        tied_to = first.setdefault((code, *_identity(index, row)), number)
+        tensors.append(Entry(row, new, _path(name, new, paths.get(name)), code, tied_to))
+    values = [
+        Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
+        for row, name in enumerate(index.objects.fqns)
+        if name in new_names
+    ]
+    cast.check_used()
+    return Entries(index, tensors, values, {new: old for old, new in new_names.items()})
+
+
+def _check_patterns(selection: Selection, names: Sequence[str]) -> None:
+    matches = selection.match(names, [])
+    if matches.idle:
+        told = [
+            f"{text} (did you mean {', '.join(close)}?)" if close else text
+            for text, close in matches.idle.items()
+        ]
+        raise PlanError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
+    if not matches.selected:
+        raise PlanError("only and exclude together leave nothing of the checkpoint to convert")
+
+
+def _check_unique(new_names: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for old, new in new_names.items():
+        if not new:
+            raise PlanError(f"rename leaves nothing of the name {old!r}", fqn=old)
+        if first.setdefault(new, old) != old:
+            raise PlanError(f"rename gives {first[new]!r} and {old!r} one name, {new!r}", fqn=new)
+
+
+def _has_paths(planner_data: Any) -> bool:
+    return isinstance(planner_data, Mapping) and all(
+        isinstance(path, tuple) and path for path in planner_data.values()
+    )
+
+
+def _path(name: str, new: str, path: Path | None) -> Path:
+    """The path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
+    if path is None:
+        return (new,)
+    if name == new:
+        return path
+    kept, prefix = 0, ""
+    for part in path[:-1]:
+        longer = f"{prefix}{part}."
+        if not new.startswith(longer):
+            break
+        kept, prefix = kept + 1, longer
+    rest = new[len(prefix) :]
+    if isinstance(path[kept], int) and rest.isdecimal():
+        return (*path[:kept], int(rest))
+    return (*path[:kept], rest)
+
+
+def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
+    """Equal for tensors that share all of their bytes, and for no others."""
+    chunks = index.chunks(row)
+    rows = slice(chunks.start, chunks.stop)
+    if not int(index.payload_lengths[rows].sum()):
+        return (row,)
+    offsets = index.payload_offsets[rows]
+    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
+    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
+    strides = index.payload_strides
+    return (
+        int(index.dtype_codes[row]),
+        index.shape(row),
+        index.chunk_files[rows].tobytes(),
+        places.tobytes(),
+        index.chunk_offsets[boxes].tobytes(),
+        index.chunk_sizes[boxes].tobytes(),
+        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
+    )
+
+
+class _Casts:
+    """The target's dtype of each tensor."""
+
+    def __init__(self, dtype: TargetDtype) -> None:
+        named = isinstance(dtype, Mapping)
+        rules = dtype.items() if isinstance(dtype, Mapping) else [] if dtype is None else [("*", dtype)]
+        self._rules = [(glob, check_castable(name)) for glob, name in rules]
+        self._named = named
+        self._used: set[str] = set()
+
+    def code(self, name: str, code: int) -> int:
+        """The code for a tensor of that name; integers and the like are never cast."""
+        for glob, wanted in self._rules:
+            if fnmatchcase(name, glob):
+                self._used.add(glob)
+                return wanted if code in CASTABLE else code
+        return code
+
+    def check_used(self) -> None:
+        """PlanError for a glob that matched nothing."""
+        idle = [glob for glob, _ in self._rules if self._named and glob not in self._used]
+        if idle:
+            raise PlanError(
+                f"dtype: {', '.join(map(repr, idle[:_MAX_LISTED]))} match no tensor", patterns=idle
+            )

@@ -1,0 +1,150 @@
+"""What a conversion writes, known before a byte moves: files, literal bytes, and copies of tensors' boxes.
+
+A file of the output is tiled exactly by literals (headers, pickles, directories) and copies. A copy is one
+box of one tensor of the source, C-ordered in the file and perhaps cast. What depends on the bytes copied,
+CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the copies are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+
+__all__ = ["Copies", "CopyBuilder", "Hole", "Literal", "TargetLayout"]
+
+
+class Literal(NamedTuple):
+    """``data`` at ``offset`` of file number ``file``."""
+
+    file: int
+    offset: int
+    data: bytes
+
+
+class Hole(NamedTuple):
+    """Four bytes of a literal, at ``offset`` of file number ``file``: the CRC-32 of copy number ``copy``."""
+
+    copy: int
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Boxes of tensors that are copied, by column: rows of the source's index, the box (flat, sliced by
+    ``box_start``), the target's dtype code, and ``size_bytes`` at ``offsets`` of file number ``files``."""
+
+    tensors: Int64
+    box_start: Int64
+    box_offsets: Int64
+    box_sizes: Int64
+    dtype_codes: Int64
+    files: Int64
+    offsets: Int64
+    size_bytes: Int64
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def sizes(self, copy: int) -> tuple[int, ...]:
+        """The extent of a copy's box."""
+        return tuple(self.box_sizes[self.box_start[copy] : self.box_start[copy + 1]].tolist())
+
+
+@dataclass
+class CopyBuilder:
+    """Collects copies one by one."""
+
+    tensors: list[int] = field(default_factory=list)
+    ndims: list[int] = field(default_factory=list)
+    box_offsets: list[int] = field(default_factory=list)
+    box_sizes: list[int] = field(default_factory=list)
+    dtype_codes: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    size_bytes: list[int] = field(default_factory=list)
+
+    def add(
+        self, tensor: int, box: tuple[Sequence[int], Sequence[int]], dtype_code: int, file: int, offset: int
+    ) -> int:
+        """Append a copy; returns its number."""
+        begin, sizes = box
+        size = dtypes.BY_CODE[dtype_code].itemsize
+        for extent in sizes:
+            size *= extent
+        self.tensors.append(tensor)
+        self.ndims.append(len(sizes))
+        self.box_offsets += begin
+        self.box_sizes += sizes
+        self.dtype_codes.append(dtype_code)
+        self.files.append(file)
+        self.offsets.append(offset)
+        self.size_bytes.append(size)
+        return len(self.tensors) - 1
+
+    def build(self) -> Copies:
+        """All of them as columns."""
+
+        def column(values: list[int]) -> Int64:
+            return np.array(values, dtype=np.int64)
+
+        return Copies(
+            column(self.tensors),
+            starts(column(self.ndims)),
+            column(self.box_offsets),
+            column(self.box_sizes),
+            column(self.dtype_codes),
+            column(self.files),
+            column(self.offsets),
+            column(self.size_bytes),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TargetLayout:
+    """The whole output.
+
+    ``file_names`` and ``file_sizes`` (bytes) are known exactly. For a ``dcp`` target ``index`` is what the
+    manifest will say, but for checksums, and ``chunk_copies`` the copy that each of its chunks is.
+    ``last_files`` are small files to be written when all others are complete, by name.
+    ``tensor_copies`` names the copy of each tensor where there is just one.
+    """
+
+    file_names: Sequence[str]
+    file_sizes: Sequence[int]
+    literals: Sequence[Literal]
+    copies: Copies
+    holes: Sequence[Hole] = ()
+    index: CheckpointIndex | None = None
+    chunk_copies: Int64 | None = None
+    last_files: Mapping[str, bytes] = field(default_factory=dict)
+    tensor_copies: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of tensors that are written."""
+        return int(self.copies.size_bytes.sum())
+
+    def check(self) -> None:
+        """PlanError unless literals and copies tile each file: a hole would be zeros that nobody saved."""
+        files = np.array([literal.file for literal in self.literals], np.int64)
+        offsets = np.array([literal.offset for literal in self.literals], np.int64)
+        sizes = np.array([len(literal.data) for literal in self.literals], np.int64)
+        files = np.concatenate([files, self.copies.files])
+        offsets = np.concatenate([offsets, self.copies.offsets])
+        sizes = np.concatenate([sizes, self.copies.size_bytes])
+        order = np.lexsort((sizes, offsets, files))
+        files, offsets, sizes = files[order], offsets[order], sizes[order]
+        for number, (name, size) in enumerate(zip(self.file_names, self.file_sizes, strict=True)):
+            rows = slice(*np.searchsorted(files, (number, number + 1)).tolist())
+            ends = offsets[rows] + sizes[rows]
+            begins = np.concatenate([offsets[rows], [size]])
+            if not np.array_equal(begins, np.concatenate([[0], ends])):
+                raise PlanError(f"the layout of {name} leaves gaps or overlaps; this is an error of dcphub")

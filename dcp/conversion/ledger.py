@@ -1,0 +1,202 @@
+"""What of a conversion is done: a file of small entries, so that a killed one goes on where it was.
+
+The first entry says of which conversion (fingerprint) and under which save id; each other one is the result
+of a task whose bytes were durable before. An entry counts if its checksum fits; a torn one at the end is cut
+off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import struct
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from dcp.conversion.sinks import announce
+from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.posix_files import storage_error
+
+__all__ = ["LEDGER_NAME", "OUTPUT_NAME", "Ledger", "LocalLedger", "StoredLedger"]
+
+LEDGER_NAME: Final = "ledger"
+OUTPUT_NAME: Final = "output"
+"""The folder beside the ledger in which the files are built."""
+
+_HEAD: Final = struct.Struct("<II")
+_VERSION: Final = 1
+_MAX_BYTES: Final = 1 << 30
+
+
+def _framed(data: bytes) -> bytes:
+    return _HEAD.pack(len(data), crc32(data)) + data
+
+
+def _entries(data: bytes) -> tuple[list[bytes], int]:
+    """Entries whose checksums fit, up to the first that does not, and where they end."""
+    found, position = [], 0
+    while position + _HEAD.size <= len(data):
+        size, crc = _HEAD.unpack_from(data, position)
+        entry = data[position + _HEAD.size : position + _HEAD.size + size]
+        if len(entry) != size or crc32(entry) != crc:
+            break
+        found.append(entry)
+        position += _HEAD.size + size
+    return found, position
+
+
+class Ledger(ABC):
+    """Entries of one conversion. ``save_id`` is that of its first run; ``done`` are its tasks' results."""
+
+    save_id: str = ""
+
+    def __init__(self) -> None:
+        self.done: list[bytes] = []
+
+    @abstractmethod
+    def open(self, fingerprint: str, save_id: str) -> bool:
+        """Go on with what is there if it is of ``fingerprint``, else begin anew with ``save_id``.
+
+        True if it goes on. Raises CheckpointConflictError where another process is at it.
+        """
+
+    @abstractmethod
+    def append(self, result: bytes) -> None:
+        """Note that a task is done."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it; the entries stay."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """The conversion is complete: nothing is to be resumed any more."""
+
+    def _take(self, entries: list[bytes], fingerprint: str) -> bool:
+        """Whether ``entries`` are of this conversion."""
+        head: Any = msgpack.unpackb(entries[0]) if entries else None
+        if head is None or head.get("version") != _VERSION or head.get("fingerprint") != fingerprint:
+            return False
+        self.save_id, self.done = head["save_id"], entries[1:]
+        return True
+
+    @staticmethod
+    def _header(fingerprint: str, save_id: str) -> bytes:
+        return _framed(msgpack.packb({"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id}))
+
+
+class LocalLedger(Ledger):
+    """A file in the folder where the output is built, locked while a process is at it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._path = folder / LEDGER_NAME
+        self._descriptor = -1
+
+    def open(self, fingerprint: str, save_id: str) -> bool:
+        """The folder is made if it is not there; of another conversion, all that is in it goes."""
+        announce("mkdir", self._folder)
+        try:
+            (self._folder / OUTPUT_NAME).mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+            )
+            self._lock()
+            data = os.pread(self._descriptor, min(os.fstat(self._descriptor).st_size, _MAX_BYTES), 0)
+            entries, end = _entries(data)
+            resumed = self._take(entries, fingerprint)
+            if not resumed:
+                self._clear_folder()
+                self.save_id, end = save_id, 0
+            os.ftruncate(self._descriptor, end)
+            os.lseek(self._descriptor, end, os.SEEK_SET)
+            if not resumed:
+                self._write(self._header(fingerprint, save_id))
+        except OSError as error:
+            if isinstance(error, CheckpointConflictError):
+                raise
+            raise storage_error(error, "open", self._path) from error
+        return resumed
+
+    def append(self, result: bytes) -> None:
+        """Not durable on its own: losing entries costs work, not correctness."""
+        announce("ledger", self._path)
+        try:
+            self._write(_framed(result))
+        except OSError as error:
+            raise storage_error(error, "append", self._path) from error
+
+    def close(self) -> None:
+        """Releases the lock."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def remove(self) -> None:
+        """The folder with all that is left in it; best effort, the conversion has its outcome."""
+        announce("remove", self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise CheckpointConflictError(
+                f"another process is converting to the same target now (it holds {self._path}); wait for it, "
+                "or "
+                "stop it",
+                path=str(self._path),
+            ) from None
+
+    def _clear_folder(self) -> None:
+        for file in (self._folder / OUTPUT_NAME).iterdir():
+            file.unlink()
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+class StoredLedger(Ledger):
+    """A small object beside the output, replaced with each file that is done."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        super().__init__()
+        self._store = store
+        self._name = name
+        self._data = b""
+
+    def open(self, fingerprint: str, save_id: str) -> bool:
+        """Two processes at once are not told apart: files of one name are refused by the store."""
+        try:
+            data = self._store.read(self._name, limit_bytes=_MAX_BYTES)
+        except CheckpointNotFoundError:
+            data = b""
+        entries, end = _entries(data)
+        if self._take(entries, fingerprint):
+            self._data = data[:end]
+            return True
+        self.save_id, self._data = save_id, self._header(fingerprint, save_id)
+        return False
+
+    def append(self, result: bytes) -> None:
+        """One request; an object store has no appending."""
+        self._data += _framed(result)
+        self._store.publish(self._name, self._data, durable=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def remove(self) -> None:
+        """Delete the object."""
+        self._store.delete(self._name)

@@ -1,0 +1,320 @@
+"""From a source and options to a target layout, and to the parts of the source that each copy is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from dcp.conversion.entries import Entries, Value
+from dcp.conversion.layout import TargetLayout
+from dcp.conversion.pieces import SourceBox
+from dcp.conversion.targets.dcp import Chunks, EncodedValue, dcp_layout
+from dcp.conversion.targets.places import Format, Place
+from dcp.conversion.targets.safetensors import DEFAULT_SHARD_BYTES, safetensors_layout
+from dcp.conversion.targets.torch_save import torch_layout
+from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES, source_box
+from dcp.conversion.values import SourceValues
+from dcp.planners.load_plan import WantedColumns, plan_load
+from dcp.storage.engine.memory import item_view
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex, Path, starts
+from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.torch_pickle_writer import SizeValue
+from dcp.storage.formats.torch_structure import restore_structure
+from dcp.storage.stores.base import Store
+from dcp.version import __version__
+
+__all__ = ["LayoutOptions", "Planned", "copy_sources", "fingerprint", "plan_layout", "with_save_id"]
+
+_MAX_LISTED: Final = 10
+_MAX_VALUE_BYTES: Final = 16 << 20
+_SIZE: Final = "torch.Size"
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """Options that are about the target alone."""
+
+    to: Format
+    files: int = 1
+    chunks: Chunks = "keep"
+    shard_bytes: int | None = None
+    drop_objects: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, and what it leaves out."""
+
+    layout: TargetLayout
+    dropped: tuple[str, ...]
+
+
+def plan_layout(
+    entries: Entries, engine: ReadEngine, place: Place, options: LayoutOptions, save_id: str
+) -> Planned:
+    """The target's layout. PlanError, with names, for values that it cannot hold and must not drop."""
+    values = SourceValues(engine)
+    refused = _refused_by_source(entries)
+    if options.to == "dcp":
+        return _plan_dcp(entries, values, refused, options, save_id, engine.store.url)
+    contents, more = _known_values(entries, values, is_plain_only=options.to == "safetensors")
+    kept, dropped = _drop_or_refuse(entries, refused | more, options)
+    if options.to == "torch":
+        pairs = [(value, contents[value.fqn]) for value in kept]
+        name = place.file_name or ""
+        return Planned(torch_layout(name, entries, pairs, structure_of(entries)), dropped)
+    extras = _extras(entries, [(value, contents[value.fqn]) for value in kept])
+    shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
+    layout = safetensors_layout(
+        entries,
+        file_name=place.file_name,
+        shard_bytes=shard_bytes,
+        metadata={"format": "pt"},
+        extras=extras,
+    )
+    return Planned(layout, dropped)
+
+
+def _plan_dcp(
+    entries: Entries,
+    values: SourceValues,
+    refused: Mapping[str, str],
+    options: LayoutOptions,
+    save_id: str,
+    source_url: str,
+) -> Planned:
+    kept, dropped = _drop_or_refuse(entries, refused, options)
+    encoded = [EncodedValue(value, values.blob(value.row), values.encoded(value.row)) for value in kept]
+    index = entries.index
+    origin = {"url": source_url, "format": index.format, "save_id": index.provenance.get("save_id")}
+    provenance: dict[str, Any] = {
+        "save_id": save_id,
+        "time": time.time(),
+        "dcphub_version": __version__,
+        "converted_from": origin,
+    }
+    structure = _own_structure(entries)
+    if structure is not None:
+        provenance["structure"] = structure
+    layout = dcp_layout(
+        entries,
+        encoded,
+        files=options.files,
+        chunks=options.chunks,
+        save_id=save_id,
+        provenance=provenance,
+        user=index.user,
+    )
+    return Planned(layout, dropped)
+
+
+def _refused_by_source(entries: Entries) -> dict[str, str]:
+    """Values that the source has and nobody may decode, by name, and what they need."""
+    refused = entries.index.provenance.get("refused_objects")
+    if not isinstance(refused, dict):
+        return {}
+    return {str(fqn): f"needs {need}" for fqn, need in refused.items()}
+
+
+def _known_values(
+    entries: Entries, values: SourceValues, *, is_plain_only: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(values by name, why the others have none)."""
+    found: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for value in entries.values:
+        try:
+            content = values.value(value.row)
+            if is_plain_only and encode_plain(content, limit_bytes=_MAX_VALUE_BYTES) is None:
+                raise CheckpointFormatError("is no plain data, or too large")
+            found[value.fqn] = content
+        except CheckpointFormatError as error:
+            refused[value.fqn] = str(error)
+    return found, refused
+
+
+def _drop_or_refuse(
+    entries: Entries, refused: Mapping[str, str], options: LayoutOptions
+) -> tuple[list[Value], tuple[str, ...]]:
+    """(values that stay, names of those dropped); PlanError that lists these unless they may be dropped."""
+    if refused and not options.drop_objects:
+        told = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
+        more = f" and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
+        raise PlanError(
+            f"{len(refused)} of the values are no plain data and cannot be converted to {options.to}: "
+            f"{'; '.join(told)}{more}. Exclude them, or drop all such values with drop_objects=True "
+            "(--drop-objects)",
+            fqns=list(refused)[:_MAX_LISTED],
+        )
+    return [value for value in entries.values if value.fqn not in refused], tuple(refused)
+
+
+# -- structure -----------------------------------------------------------------------------------------------
+
+
+def structure_of(entries: Entries) -> Any:
+    """A function of (fqn -> path, fqn -> value) that builds the nested state dict as the source had it."""
+    notes = _own_structure(entries)
+    kinds = notes.get("values", {}) if notes else {}
+
+    def build(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
+        def value_of(fqn: str) -> Any:
+            value = values[fqn]
+            return SizeValue(value) if kinds.get(fqn) == _SIZE and isinstance(value, tuple) else value
+
+        return restore_structure(notes, paths, value_of)
+
+    return build
+
+
+def _own_structure(entries: Entries) -> dict[str, Any] | None:
+    """The source's notes on containers, as far as they are of what is converted."""
+    structure = entries.index.provenance.get("structure")
+    if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
+        return None
+    paths = [entry.path for entry in entries.tensors] + [value.path for value in entries.values]
+    total = entries.index.tensor_count + len(entries.index.objects)
+    is_whole = len(paths) == total and not entries.is_renamed
+    if is_whole:
+        return structure
+    children: dict[Path, set[str]] = {}
+    for path in paths:
+        for depth in range(len(path)):
+            children.setdefault(path[:depth], set()).add(str(path[depth]))
+    containers = []
+    for note in structure["containers"]:
+        path = tuple(note.get("path", ())) if isinstance(note, dict) else ()
+        names = children.get(path)
+        if names is None or note.get("kind") in ("tensor", "value"):
+            continue
+        note = {key: value for key, value in note.items() if key != "metadata"}
+        if not names <= {str(key) for key in note.get("keys", names)}:
+            note.pop("keys")
+        containers.append(note)
+    known = structure.get("values")
+    kinds = {name: known[old] for name, old in entries.source_names.items() if known and old in known}
+    return {"version": 1, "containers": containers, "values": kinds}
+
+
+def _extras(entries: Entries, values: Sequence[tuple[Value, Any]]) -> dict[str, Any]:
+    """What a safetensors file has no place for; empty for a flat dict of tensors."""
+    contents = {value.fqn: content for value, content in values}
+    written = {*contents, *(entry.fqn for entry in entries.tensors)}
+    paths = {fqn: path for fqn, path in entries.paths.items() if path != (fqn,) and fqn in written}
+    ties = {
+        entry.fqn: entries.tensors[entry.tied_to].fqn
+        for number, entry in enumerate(entries.tensors)
+        if entry.tied_to != number
+    }
+    structure = _own_structure(entries)
+    grads = [entry.fqn for entry in entries.tensors if entries.index.requires_grad[entry.tensor]]
+    order = [fqn for fqn in entries.paths if fqn in written]
+    found: dict[str, Any] = {
+        "paths": paths,
+        "values": contents,
+        "ties": ties,
+        "structure": structure
+        if structure and (structure["containers"] or structure.get("values"))
+        else None,
+        "requires_grad": grads,
+    }
+    if not any(found.values()):
+        return {}
+    return {"version": 1, "order": order, **{name: value for name, value in found.items() if value}}
+
+
+# -- where the bytes come from -------------------------------------------------------------------------------
+
+
+def copy_sources(engine: ReadEngine, layout: TargetLayout) -> list[list[SourceBox]]:
+    """The parts of each copy, with their places in the source's files.
+
+    Opens the records of foreign formats whose payloads' places are not known. PlanError for tensors of which
+    elements are not stored.
+    """
+    index, copies = engine.index, layout.copies
+    rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
+    names = [index.fqns[row] for row in rows.tolist()]
+    shapes = [index.shape(row) for row in rows.tolist()]
+    plan = plan_load(
+        index,
+        WantedColumns(
+            fqns=names,
+            dtype_codes=index.dtype_codes[rows],
+            shape_start=starts([len(shape) for shape in shapes]),
+            shape_values=np.array([size for shape in shapes for size in shape], np.int64),
+            box_tensors=tensor_of.astype(np.int64),
+            box_offsets=copies.box_offsets,
+            box_sizes=copies.box_sizes,
+            box_local_offsets=np.zeros(len(copies.box_offsets), np.int64),
+            box_dests=np.arange(len(copies), dtype=np.int64),
+        ),
+    )
+    engine.resolve(np.unique(plan.chunks).tolist())
+    offsets, order = item_view(engine.payloads.offsets), engine.payloads.order
+    found: list[list[SourceBox]] = [[] for _ in range(len(copies))]
+    bounds = plan.box_start.tolist()
+    at, target, lengths = plan.storage_offsets.tolist(), plan.dest_offsets.tolist(), plan.lengths.tolist()
+    for number, (chunk, copy) in enumerate(zip(plan.chunks.tolist(), plan.dests.tolist(), strict=True)):
+        part = slice(bounds[number], bounds[number + 1])
+        box = source_box(
+            index, offsets, chunk, tuple(at[part]), tuple(lengths[part]), tuple(target[part]), order(chunk)
+        )
+        found[copy].append(box)
+    return found
+
+
+# -- identity ------------------------------------------------------------------------------------------------
+
+
+def fingerprint(store: Store, index: CheckpointIndex, layout: TargetLayout, to: str, *, by_file: bool) -> str:
+    """Equal for runs that would write the same bytes from an unchanged source, and for no others."""
+    listing = {info.name: info for info in store.list()}
+    facts = [
+        (name, listing[name].size_bytes, listing[name].modified_seconds)
+        for name in index.files
+        if name in listing
+    ]
+    head = [
+        __version__,
+        store.url,
+        to,
+        by_file,
+        TASK_BYTES,
+        STRETCH_BYTES,
+        index.provenance.get("save_id"),
+        facts,
+    ]
+    digest = hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"")
+    digest.update(np.array(layout.file_sizes, "<i8").tobytes())
+    copies = layout.copies
+    for column in (
+        copies.tensors,
+        copies.box_offsets,
+        copies.box_sizes,
+        copies.dtype_codes,
+        copies.files,
+        copies.offsets,
+    ):
+        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
+    for literal in layout.literals:
+        digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))
+    return digest.hexdigest()
+
+
+def with_save_id(layout: TargetLayout, old: str, new: str) -> TargetLayout:
+    """The same layout under the save id of the run that began it."""
+    if layout.index is None or old == new:
+        return layout
+    names = [name.replace(f".{old}.", f".{new}.") for name in layout.file_names]
+    provenance = {**layout.index.provenance, "save_id": new}
+    return replace(layout, file_names=names, index=replace(layout.index, files=names, provenance=provenance))

@@ -1,0 +1,261 @@
+"""`convert`: a checkpoint of any format to a checkpoint of any other, in a few buffers of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcp.conversion.checks import SourceChecks, TargetChecksums
+from dcp.conversion.entries import TargetDtype, choose_entries
+from dcp.conversion.executors import open_executor
+from dcp.conversion.layout import TargetLayout
+from dcp.conversion.plan import LayoutOptions, copy_sources, fingerprint, plan_layout, with_save_id
+from dcp.conversion.publish import Publisher, publisher_of
+from dcp.conversion.report import ConversionReport
+from dcp.conversion.targets.dcp import Chunks
+from dcp.conversion.targets.places import Format, Place, place_of
+from dcp.conversion.tasks import Job, Task, TaskResult, close_all, make_tasks, run_task
+from dcp.planners.selection import Patterns, Rename
+from dcp.progress import ProgressCallback, reporting
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.read_requests import Verify
+from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.open import open_index
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.memory import MemoryStore
+from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.posix import PosixStore
+
+__all__ = ["convert"]
+
+_FORMATS = ("dcp", "torch", "safetensors")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: Format,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: TargetDtype = None,
+    shard_bytes: int | None = None,
+    files: int = 1,
+    chunks: Chunks = "keep",
+    drop_objects: bool = False,
+    overwrite: bool = False,
+    executor: str | Executor = "processes",
+    workers: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    verify: Verify = "blocks",
+    progress: bool | ProgressCallback | None = None,
+    resume: bool = True,
+) -> ConversionReport:
+    """Write the checkpoint ``source`` as ``target`` in the format ``to``; neither needs to fit into memory.
+
+    ``to`` is ``dcp`` (a folder that stock torch loads too: ``files`` data files, with the source's
+    ``chunks``, or with "split" each tensor cut into one chunk a file), ``torch`` (one file for `torch.load`),
+    or ``safetensors`` (one file if ``target`` ends so, else a Hugging Face folder with shards of
+    ``shard_bytes``).
+
+    ``only`` and ``exclude`` are globs and ``rename`` regular expressions on the source's names, as for
+    `dcp.load`. ``dtype`` casts floating-point tensors: one name, or names by glob. Values that are no plain
+    data cannot go to ``torch`` and ``safetensors`` without running their pickles: PlanError lists them, or
+    ``drop_objects`` leaves them out.
+
+    The target is published in one step where its storage allows that, and refused if something is there
+    unless ``overwrite``. Source checksums are compared on the way (``verify="none"`` does not). A conversion
+    that was killed goes on where it was when it is called again in the same way on an unchanged source
+    (``resume``).
+
+    ``executor``: "processes" (``workers`` of them, by default as many as cores, up to four), "inline",
+    "dask://host:port", or a `concurrent.futures.Executor` whose workers see both places.
+    ``storage_options`` are of the source's storage, ``target_options`` of the target's.
+
+    Raises CheckpointError's subclasses: CheckpointNotFoundError, CorruptCheckpointError,
+    CheckpointConflictError (the target exists), PlanError (options), StorageError and StorageFullError.
+    """
+    if to not in _FORMATS:
+        raise PlanError(f"to must be one of {', '.join(_FORMATS)}, not {to!r}")
+    begun = time.perf_counter()
+    opened = OpenWith(storage_options)
+    place = place_of(target, to, OpenWith(target_options))
+    if place.path is not None and not overwrite:
+        place.refuse_existing()
+    store = opened(source)
+    index = open_index(store)
+    _refuse_itself(store, place)
+    options = LayoutOptions(to, files, chunks, shard_bytes, drop_objects)
+    entries = choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype)
+    with ReadEngine(store, index, verify=verify) as engine:
+        save_id = uuid.uuid4().hex[:8]
+        planned = plan_layout(entries, engine, place, options, save_id)
+        planned.layout.check()
+        work = _Work(engine, place, planned.layout, save_id, to, publisher_of(place, overwrite=overwrite))
+        work.begin(resume=resume, overwrite=overwrite)
+        job = Job(
+            source_url=os.fspath(source),
+            open_source=opened,
+            target_folder=work.publisher.folder,
+            open_target=OpenWith(target_options),
+            is_local=place.path is not None,
+            verify=verify != "none",
+            replace=overwrite,
+        )
+        try:
+            work.plan(copy_sources(engine, work.layout))
+            if isinstance(store, MemoryStore) or isinstance(place.store, MemoryStore):
+                executor = "inline"  # such a store is in this process alone
+            work.run(job, executor, workers, progress)
+            work.finish()
+        finally:
+            work.publisher.ledger.close()
+            close_all()
+    work.seconds["total"] = time.perf_counter() - begun
+    return work.report(planned.dropped)
+
+
+def _refuse_itself(store: Store, place: Place) -> None:
+    if place.file_name is None and store.url == place.store.url:
+        raise PlanError(f"source and target are both {store.url}; convert to another place", path=store.url)
+
+
+@dataclass
+class _Work:
+    """One conversion on its way."""
+
+    engine: ReadEngine
+    place: Place
+    layout: TargetLayout
+    save_id: str
+    to: str
+    publisher: Publisher
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._tasks: list[Task] = []
+        self._done: dict[int, TaskResult] = {}
+        self._resumed = 0
+        self._bytes_read = 0
+
+    def begin(self, *, resume: bool, overwrite: bool) -> None:
+        """Find out what is done already, and have files to write to."""
+        ledger, index = self.publisher.ledger, self.engine.index
+        by_file = self.place.path is None
+        mark = fingerprint(self.engine.store, index, self.layout, self.to, by_file=by_file)
+        if self.place.path is not None:
+            PosixStore(self.place.path.parent).make_root()
+        resumed = ledger.open(mark if resume else f"{mark}-{self.save_id}", self.save_id)
+        if not resumed and not overwrite:
+            self.place.refuse_existing()
+        layout = with_save_id(self.layout, self.save_id, ledger.save_id)
+        if not self.publisher.prepare(layout, resumed=resumed):
+            ledger.remove()
+            ledger.open(mark, self.save_id)
+            ledger.done, layout = [], self.layout
+            self.publisher.prepare(layout, resumed=False)
+        self.layout = layout
+        self._done = {result.number: result for result in map(TaskResult.decode, ledger.done)}
+
+    def plan(self, sources: Any) -> None:
+        """Cut the work into tasks."""
+        self._tasks = make_tasks(self.engine.index, self.layout, sources, by_file=self.place.path is None)
+        self._checks = SourceChecks(self.engine)
+        self._checksums = TargetChecksums(self.layout.copies)
+        self._resumed = len(self._done)
+        for result in self._done.values():
+            self._checks.add(result.sources)
+            self._checksums.add(result.targets)
+        self.seconds["plan"] = time.perf_counter() - self._begun
+
+    def run(
+        self,
+        job: Job,
+        executor: str | Executor,
+        workers: int | None,
+        progress: bool | ProgressCallback | None,
+    ) -> None:
+        """Carry out what is not done."""
+        begun = time.perf_counter()
+        todo = [task for task in self._tasks if task.number not in self._done]
+        total = sum(task.end - task.begin for task in todo)
+        if workers is None and executor == "processes" and len(todo) < 2:
+            executor = "inline"  # a process costs more than one task
+        with (
+            reporting(progress, "convert", total, show=True) as on_bytes,
+            open_executor(executor, workers) as (pool, at_once),
+        ):
+            waiting = iter(todo)
+            pending: dict[Future[bytes], Task] = {}
+            try:
+                while True:
+                    while len(pending) < at_once and (task := next(waiting, None)) is not None:
+                        pending[pool.submit(run_task, job, task)] = task
+                    if not pending:
+                        break
+                    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        task = pending.pop(future)
+                        self._take(future.result())
+                        if on_bytes is not None:
+                            on_bytes(task.end - task.begin)
+            except BaseException:
+                for future in pending:
+                    future.cancel()
+                raise
+        self.seconds["copy"] = time.perf_counter() - begun
+
+    def _take(self, data: bytes) -> None:
+        result = TaskResult.decode(data)
+        try:
+            self._checks.add(result.sources)
+        except CorruptCheckpointError:
+            # Whatever was read wrong, and when: nothing of it may be believed the next time.
+            self.publisher.discard()
+            raise
+        self.publisher.ledger.append(data)
+        self._checksums.add(result.targets)
+        self._bytes_read += result.bytes_read
+
+    def finish(self) -> None:
+        """Compare the last checksums, and publish."""
+        begun = time.perf_counter()
+        try:
+            self._checks.finish()
+        except CorruptCheckpointError:
+            self.publisher.discard()
+            raise
+        self._checksums.check_complete()
+        self.publisher.publish(self.layout, self._checksums)
+        self.publisher.ledger.remove()
+        self.seconds["publish"] = time.perf_counter() - begun
+
+    def report(self, dropped: tuple[str, ...]) -> ConversionReport:
+        """What was done."""
+        layout, stats = self.layout, self._checks.stats
+        index: CheckpointIndex | None = layout.index
+        return ConversionReport(
+            source=self.engine.store.url,
+            target=self.place.url,
+            format=self.to,
+            files=(*layout.file_names, *layout.last_files),
+            tensor_count=len(layout.tensor_copies) if index is None else index.tensor_count,
+            bytes_read=self._bytes_read,
+            bytes_written=sum(layout.file_sizes),
+            tasks=len(self._tasks),
+            tasks_resumed=self._resumed,
+            blocks_verified=stats.blocks_verified,
+            blocks_unverified=stats.blocks_unverified,
+            dropped_objects=dropped,
+            seconds=dict(self.seconds),
+            checksums={fqn: self._checksums.whole(copy) for fqn, copy in layout.tensor_copies.items()},
+        )

@@ -1,0 +1,85 @@
+"""Where a target is: a file or a folder, on this machine or behind a store; and whether it exists."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from dcp.storage.errors import CheckpointConflictError, PlanError
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name
+from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.posix import PosixStore
+
+__all__ = ["Format", "Place", "place_of"]
+
+Format = Literal["dcp", "torch", "safetensors"]
+
+_WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A target. ``store`` is of the folder that its files are in; ``file_name`` is the file's, where the
+    target is just one. ``path`` is the target itself where it is local, else None."""
+
+    url: str
+    store: Store
+    file_name: str | None
+    path: Path | None
+
+    @property
+    def work_folder(self) -> Path:
+        """Where a local target is built: beside it, so that it gets its name by a rename."""
+        if self.path is None:
+            raise PlanError(f"{self.url} is not local")
+        digest = hashlib.sha256(self.path.name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return self.path.parent / f"{_WORK_PREFIX}{digest}"
+
+    @property
+    def ledger_name(self) -> str:
+        """Name of the ledger's object, for a target that is not local."""
+        return f"{_WORK_PREFIX}{hashlib.sha256((self.file_name or '').encode()).hexdigest()[:16]}"
+
+    def exists(self) -> bool:
+        """Whether anything is at the target: a file, or a folder that is not empty."""
+        if self.path is not None:
+            is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
+            return os.path.lexists(self.path) and (self.file_name is not None or not is_empty)
+        if self.file_name is not None:
+            return self.store.stat(self.file_name) is not None
+        return any(not info.name.startswith(_WORK_PREFIX) for info in self.store.list())
+
+    def refuse_existing(self) -> None:
+        """Raise CheckpointConflictError if something is there."""
+        if self.exists():
+            raise CheckpointConflictError(
+                f"{self.url} exists; give another target, or replace it with overwrite=True (--overwrite)",
+                path=self.url,
+            )
+
+
+def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -> Place:
+    """The place of a target: one file for ``torch``, for ``safetensors`` if it ends so, else a folder."""
+    text = os.fspath(target)
+    is_file = to == "torch" or (to == "safetensors" and text.rstrip("/").endswith(".safetensors"))
+    store = open_store(text)
+    if isinstance(store, PosixStore):
+        path = Path(store.url)
+        if not path.name:
+            raise PlanError(f"{text!r} names no file or folder that could be made")
+        if is_file:
+            if path.is_dir():
+                raise PlanError(f"{path} is a folder; give the name of the file to write", path=str(path))
+            return Place(str(path), PosixStore(path.parent), check_name(path.name), path)
+        if path.exists() and not path.is_dir():
+            raise PlanError(f"{path} is a file; give the name of a folder to write", path=str(path))
+        return Place(str(path), store, None, path)
+    if not is_file:
+        return Place(store.url, store, None, None)
+    parent, _, name = store.url.rpartition("/")
+    if not name or parent.endswith("/") or "://" not in parent:
+        raise PlanError(f"{text!r} names no file below a bucket or folder")
+    return Place(store.url, open_store(parent), check_name(name), None)

@@ -1,0 +1,100 @@
+"""Layout of a safetensors file, or of a Hugging Face folder: shards of bounded size and their index.
+
+Bytes are those that safetensors' own library would write. Every name of tied tensors has its own bytes,
+because a safetensors file shares none and a name that is left out cannot be read; which names are tied is
+noted in the metadata, with the nesting and the plain values, so that a conversion back restores all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dcp.conversion.entries import Entries
+from dcp.conversion.layout import CopyBuilder, Literal, TargetLayout
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.safetensors_writer import (
+    EXTRAS_KEY,
+    HeaderTensor,
+    encode_extras,
+    header_order,
+    safetensors_header,
+)
+
+__all__ = ["DEFAULT_SHARD_BYTES", "INDEX_NAME", "safetensors_layout"]
+
+DEFAULT_SHARD_BYTES: Final = 5_000_000_000
+"""As in huggingface_hub."""
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+
+def safetensors_layout(
+    entries: Entries,
+    *,
+    file_name: str | None,
+    shard_bytes: int,
+    metadata: Mapping[str, str],
+    extras: Mapping[str, Any],
+) -> TargetLayout:
+    """One file of the name ``file_name``, or (None) a folder of shards of up to ``shard_bytes``.
+
+    A tensor above that is a shard of its own. ``metadata`` goes into each file, ``extras`` (plain data, if
+    there is any) into the first one.
+    """
+    if shard_bytes < 1:
+        raise PlanError(f"shard_bytes must be positive, not {shard_bytes}")
+    tensors = [_described(entries, number) for number in range(len(entries.tensors))]
+    shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
+    names = [file_name] if file_name is not None else _names(len(shards))
+    copies, literals, sizes, tensor_copies = CopyBuilder(), [], [], {}
+    for file, rows in enumerate(shards):
+        ordered = [rows[place] for place in header_order([tensors[row] for row in rows])]
+        own = {**metadata, **({EXTRAS_KEY: encode_extras(extras)} if extras and file == 0 else {})}
+        header = safetensors_header([tensors[row] for row in ordered], own)
+        literals.append(Literal(file, 0, header))
+        position = len(header)
+        for row in ordered:
+            entry, tensor = entries.tensors[row], tensors[row]
+            box = ((0,) * len(tensor.sizes), tensor.sizes)
+            tensor_copies[entry.fqn] = copies.add(entry.tensor, box, entry.dtype_code, file, position)
+            position += tensor.size_bytes
+        sizes.append(position)
+    last = {INDEX_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
+    return TargetLayout(names, sizes, literals, copies.build(), last_files=last, tensor_copies=tensor_copies)
+
+
+def _described(entries: Entries, number: int) -> HeaderTensor:
+    entry = entries.tensors[number]
+    sizes = entries.shape(entry)
+    size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
+    return HeaderTensor(entry.fqn, entry.dtype_code, sizes, size)
+
+
+def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]]:
+    """Rows by shard, in the order of the state dict, so that a layer's tensors stay together."""
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for row, tensor in enumerate(tensors):
+        if shards[-1] and filled + tensor.size_bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(row)
+        filled += tensor.size_bytes
+    return shards
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+
+
+def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], names: Sequence[str]) -> bytes:
+    weight_map = {tensors[row].name: names[file] for file, rows in enumerate(shards) for row in rows}
+    total = sum(tensor.size_bytes for tensor in tensors)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(document, indent=2) + "\n").encode()

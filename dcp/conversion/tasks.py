@@ -1,0 +1,387 @@
+"""One task of a conversion: a range of one target file, made of pieces of the source and written. Picklable.
+
+A task needs nothing of the others and may be run again: it writes the same bytes to the same place. Memory is
+bounded by a few buffers. What it returns, checksums of what it read and wrote, is for the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import numpy as np
+
+from dcp.conversion.casting import cast
+from dcp.conversion.gather import Fragment, Gatherer, Wanted
+from dcp.conversion.layout import Hole, TargetLayout
+from dcp.conversion.pieces import SourceBox
+from dcp.conversion.sinks import FileSink, Sink, StreamSink
+from dcp.storage.engine.boxes import c_strides
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.opening import OpenWith
+
+__all__ = [
+    "STRETCH_BYTES",
+    "TASK_BYTES",
+    "Job",
+    "Task",
+    "TaskCopy",
+    "TaskResult",
+    "close_all",
+    "make_tasks",
+    "run_task",
+    "source_box",
+]
+
+TASK_BYTES: Final = 64 << 20
+STRETCH_BYTES: Final = 8 << 20
+"""What is assembled in one buffer, and written at once."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all tasks of a conversion share. ``target_folder`` is where the files are written: a path where
+    ``is_local``, else what `open_target` makes a store of."""
+
+    source_url: str
+    open_source: OpenWith
+    target_folder: str
+    open_target: OpenWith
+    is_local: bool
+    verify: bool
+    replace: bool
+
+
+class TaskCopy(NamedTuple):
+    """A copy of the layout: ``size_bytes`` from ``begin`` of the target file on."""
+
+    copy: int
+    begin: int
+    size_bytes: int
+    shape: tuple[int, ...]
+    source_code: int
+    target_code: int
+    sources: tuple[SourceBox, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Bytes ``begin`` to ``end`` of the target file ``name``, of ``file_bytes``.
+
+    ``literals`` are (offset, bytes) in the file, ``copies`` all that reach into the range, both in order.
+    ``source_files`` has (name, size) by number. ``holes`` are those a whole file has, where it is written
+    front to back: then the task fills them itself.
+    """
+
+    number: int
+    name: str
+    file_bytes: int
+    begin: int
+    end: int
+    literals: tuple[tuple[int, bytes], ...]
+    copies: tuple[TaskCopy, ...]
+    source_files: dict[int, tuple[str, int]]
+    holes: tuple[Hole, ...] = ()
+
+
+@dataclass
+class TaskResult:
+    """What a task did: checksums of what it read and wrote, by payload and by copy."""
+
+    number: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    sources: list[Fragment] = field(default_factory=list)
+    targets: list[Fragment] = field(default_factory=list)
+
+    def encode(self) -> bytes:
+        """Packed bytes for the ledger, and for the way from another process."""
+        columns = [np.array(fragments, dtype="<i8").tobytes() for fragments in (self.sources, self.targets)]
+        return bytes(msgpack.packb([self.number, self.bytes_read, self.bytes_written, *columns]))
+
+    @classmethod
+    def decode(cls, data: bytes) -> TaskResult:
+        """The inverse of `encode`."""
+        number, bytes_read, bytes_written, *columns = msgpack.unpackb(data)
+        sources, targets = (
+            [Fragment(*row) for row in np.frombuffer(column, "<i8").reshape(-1, 4).tolist()]
+            for column in columns
+        )
+        return cls(number, bytes_read, bytes_written, sources, targets)
+
+
+# -- making tasks --------------------------------------------------------------------------------------------
+
+
+def make_tasks(
+    index: CheckpointIndex, layout: TargetLayout, sources: Sequence[Sequence[SourceBox]], *, by_file: bool
+) -> list[Task]:
+    """The tasks of a layout; ``sources`` are the parts of each copy. ``by_file``: one for each file."""
+    tasks: list[Task] = []
+    copies = layout.copies
+    source_codes = index.dtype_codes[copies.tensors].tolist()
+    for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
+        literals = sorted(
+            (literal.offset, literal.data) for literal in layout.literals if literal.file == file
+        )
+        rows = np.flatnonzero(copies.files == file)
+        rows = rows[np.lexsort((copies.size_bytes[rows], copies.offsets[rows]))]
+        begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
+        starts = [offset for offset, _ in literals]
+        stops = [offset + len(data) for offset, data in literals]
+        cuts = [0, size] if by_file else [*range(0, size, TASK_BYTES), size]
+        for begin, end in pairwise(cuts):
+            chosen = rows[
+                np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")
+            ].tolist()
+            own = [
+                TaskCopy(
+                    row,
+                    int(copies.offsets[row]),
+                    int(copies.size_bytes[row]),
+                    copies.sizes(row),
+                    source_codes[row],
+                    int(copies.dtype_codes[row]),
+                    tuple(sources[row]),
+                )
+                for row in chosen
+                if copies.size_bytes[row]
+            ]
+            first, last = np.searchsorted(stops, begin, "right"), np.searchsorted(starts, end, "left")
+            parts = tuple(
+                _clipped(offset, data, begin, end) for offset, data in literals[int(first) : int(last)]
+            )
+            needed = {box.file for copy in own for box in copy.sources}
+            files = {number: (index.files[number], int(index.file_sizes[number])) for number in needed}
+            holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
+            tasks.append(Task(len(tasks), name, size, begin, end, parts, tuple(own), files, holes))
+    return tasks
+
+
+def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes]:
+    first = max(begin, offset)
+    return first, data[first - offset : min(end, offset + len(data)) - offset]
+
+
+def source_box(
+    index: CheckpointIndex,
+    offsets: memoryview[int],
+    chunk: int,
+    at: tuple[int, ...],
+    lengths: tuple[int, ...],
+    target: tuple[int, ...],
+    order: tuple[int, ...] | None,
+) -> SourceBox:
+    """The box ``at``/``lengths`` of a chunk, at ``target`` of a copy, with its place in the stored payload.
+
+    ``offsets`` are the payloads' places in their files; ``order`` says how dimensions are stored, if not in C
+    order.
+    """
+    sizes = index.box(chunk)[1]
+    itemsize = int(index.itemsizes[int(index.chunk_tensors[chunk])])
+    own = index.payload_strides.get(chunk)
+    if own is not None:
+        strides = tuple(stride * itemsize for stride in own)
+    elif order is not None:
+        stored = c_strides([sizes[d] for d in order], itemsize)
+        by_dimension = dict(zip(order, stored, strict=True))
+        strides = tuple(by_dimension[d] for d in range(len(sizes)))
+    else:
+        strides = c_strides(sizes, itemsize)
+    begin = sum(o * s for o, s in zip(at, strides, strict=True))
+    return SourceBox(
+        chunk,
+        int(index.chunk_files[chunk]),
+        offsets[chunk],
+        int(index.payload_lengths[chunk]),
+        target,
+        lengths,
+        begin,
+        strides,
+    )
+
+
+# -- running them --------------------------------------------------------------------------------------------
+
+_open: dict[Job, tuple[Store, Gatherer]] = {}
+"""What this process has open, for the job at hand: tasks of one job come one after the other."""
+
+
+def run_task(job: Job, task: Task) -> bytes:
+    """Carry ``task`` out; the encoded `TaskResult`. The range is on storage when it returns."""
+    gatherer = _gatherer(job)
+    gatherer.begin(task.source_files)
+    result = TaskResult(task.number)
+    sink: Sink
+    if job.is_local:
+        sink = FileSink(job.target_folder, task.name)
+    else:
+        sink = StreamSink(job.open_target(job.target_folder), task.name, task.file_bytes, replace=job.replace)
+    runner = _Runner(task, gatherer, result)
+    with sink:
+        runner.run(sink)
+    result.bytes_read, result.sources = gatherer.bytes_read, gatherer.sources
+    result.targets += gatherer.targets
+    result.bytes_written = task.end - task.begin
+    return result.encode()
+
+
+def close_all() -> None:
+    """Close what tasks have left open in this process."""
+    while _open:
+        _open.popitem()[1][1].close()
+
+
+def _gatherer(job: Job) -> Gatherer:
+    known = _open.get(job)
+    if known is None:
+        close_all()
+        store = job.open_source(job.source_url)
+        known = _open[job] = store, Gatherer(store, verify=job.verify)
+    return known[1]
+
+
+class _Runner:
+    """Assembles stretch by stretch."""
+
+    def __init__(self, task: Task, gatherer: Gatherer, result: TaskResult) -> None:
+        self._task = task
+        self._gatherer = gatherer
+        self._result = result
+        self._literal = self._copy = 0
+        self._holes = sorted(task.holes, key=lambda hole: hole.offset)
+        self._hole = 0
+        self._indexed = [0, 0]
+        self._fragments: dict[int, list[Fragment]] = {}
+
+    def run(self, sink: Sink) -> None:
+        """All of the task."""
+        task = self._task
+        for begin in range(task.begin, task.end, STRETCH_BYTES):
+            end = min(begin + STRETCH_BYTES, task.end)
+            buffer = sink.buffer(end - begin)
+            self._assemble(buffer, begin, end)
+            sink.write(buffer, begin)
+
+    def _assemble(self, buffer: memoryview, begin: int, end: int) -> None:
+        later: list[Callable[[], None]] = []
+        wanted: list[Wanted] = []
+        for copy in self._copies(begin, end):
+            self._want(copy, buffer, begin, end, wanted, later)
+        for offset, data in self._literals(begin, end):
+            first, last = max(begin, offset), min(end, offset + len(data))
+            buffer[first - begin : last - begin] = data[first - offset : last - offset]
+        self._gatherer.read(wanted)
+        for action in later:
+            action()
+        if self._holes:
+            self._fill_holes(buffer, begin, end)
+
+    def _copies(self, begin: int, end: int) -> Iterator[TaskCopy]:
+        copies = self._task.copies
+        while self._copy < len(copies) and copies[self._copy].begin + copies[self._copy].size_bytes <= begin:
+            self._copy += 1
+        place = self._copy
+        while place < len(copies) and copies[place].begin < end:
+            yield copies[place]
+            place += 1
+
+    def _literals(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        literals = self._task.literals
+        while (
+            self._literal < len(literals)
+            and literals[self._literal][0] + len(literals[self._literal][1]) <= begin
+        ):
+            self._literal += 1
+        place = self._literal
+        while place < len(literals) and literals[place][0] < end:
+            yield literals[place]
+            place += 1
+
+    def _want(
+        self,
+        copy: TaskCopy,
+        buffer: memoryview,
+        begin: int,
+        end: int,
+        wanted: list[Wanted],
+        later: list[Callable[[], None]],
+    ) -> None:
+        """What of ``copy`` belongs to bytes ``begin`` to ``end`` of the file."""
+        low, high = max(begin, copy.begin) - copy.begin, min(end, copy.begin + copy.size_bytes) - copy.begin
+        place = buffer[low + copy.begin - begin : high + copy.begin - begin]
+        size = dtypes.BY_CODE[copy.source_code].itemsize
+        out = dtypes.BY_CODE[copy.target_code].itemsize
+        if low % out or high % out:
+            # An element across two stretches: then all of the copy is read for each, which is small.
+            first, last = 0, math.prod(copy.shape)
+        else:
+            first, last = low // out, high // out
+        if copy.source_code == copy.target_code and last - first == (high - low) // out and not low % out:
+            is_exact = all(_is_plain(box, copy, size) for box in copy.sources)
+            wanted.append(
+                Wanted(place, copy.shape, size, copy.sources, first, last, copy.copy if is_exact else -1, low)
+            )
+            if not is_exact:
+                later.append(lambda: self._note(copy.copy, low, place))
+            return
+        scratch = memoryview(bytearray((last - first) * size))
+        wanted.append(Wanted(scratch, copy.shape, size, copy.sources, first, last, -1, 0))
+
+        def convert() -> None:
+            data: Any = scratch
+            if copy.source_code != copy.target_code:
+                data = cast(scratch, copy.source_code, copy.target_code).data
+            place[:] = data[low - first * out : high - first * out]
+            self._note(copy.copy, low, place)
+
+        later.append(convert)
+
+    def _note(self, copy: int, position: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            step = min(len(data) - done, BLOCK_BYTES - (position + done) % BLOCK_BYTES)
+            crc = crc32(data[done : done + step])
+            begin = position + done
+            self._result.targets.append(Fragment(copy, begin, begin + step, crc))
+            done += step
+
+    def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
+        """Checksums into what is written front to back: the copies of its holes stand before them."""
+        for number, found in enumerate((self._result.targets, self._gatherer.targets)):
+            for fragment in found[self._indexed[number] :]:
+                self._fragments.setdefault(fragment.owner, []).append(fragment)
+            self._indexed[number] = len(found)
+        while self._hole < len(self._holes) and self._holes[self._hole].offset < end:
+            hole = self._holes[self._hole]
+            data = _whole(self._fragments.get(hole.copy, [])).to_bytes(4, "little")
+            for at in range(4):  # four bytes may lie across two stretches
+                if begin <= hole.offset + at < end:
+                    buffer[hole.offset + at - begin] = data[at]
+            if hole.offset + 4 > end:
+                return
+            self._hole += 1
+
+
+def _is_plain(box: SourceBox, copy: TaskCopy, itemsize: int) -> bool:
+    """Whether whole rows of the copy lie together in the payload, so that they are read where they belong."""
+    return box.lengths[1:] == copy.shape[1:] and box.strides == c_strides(copy.shape, itemsize)
+
+
+def _whole(fragments: Sequence[Fragment]) -> int:
+    """The CRC-32 of a copy whose fragments are all there."""
+    total = position = 0
+    for fragment in sorted(fragments):
+        if fragment.begin != position:
+            raise CheckpointError("a copy was not written in order; this is an error of dcphub")
+        total = crc32_combine(total, fragment.crc, fragment.end - fragment.begin)
+        position = fragment.end
+    return total

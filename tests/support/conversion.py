@@ -1,0 +1,125 @@
+"""State dicts that conversions must carry through whole, saved by one process or by four ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcp
+from tests.support.values import full_tensor, raw
+
+__all__ = ["assert_same", "folder_of", "many_kinds", "save_sharded", "sharded_tensors", "training_state"]
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "rows": ((70, 33), torch.float32),
+    "columns": ((48, 130), torch.bfloat16),
+    "deep": ((9, 14, 22), torch.float16),
+    "copy": ((11, 5), torch.int64),
+    "both": ((64, 96), torch.float64),
+    "wide": ((3, 700_000), torch.float32),
+}
+
+
+def many_kinds() -> dict[str, torch.Tensor]:
+    """A tensor of each kind: all dtypes, 0-d, empty, of odd sizes, tied."""
+    names = [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "complex64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
+    state = {f"kind.{name}": full_tensor(name, (13, 7), getattr(torch, name)) for name in names}
+    state["scalar"] = torch.tensor(2.5)
+    state["empty"] = torch.zeros(0, 5)
+    state["none_wide"] = torch.zeros(4, 0, 2, dtype=torch.int8)
+    state["large"] = full_tensor("large", (1500, 1201), torch.float32)
+    state["tied"] = state["large"]
+    return state
+
+
+def training_state() -> dict[str, Any]:
+    """A model and its optimizer after a step: int keys, lists of groups, an OrderedDict, plain values."""
+    model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.LayerNorm(20), torch.nn.Linear(20, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    return {
+        "model": OrderedDict(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "kinds": many_kinds(),
+        "epoch": 7,
+        "name": "run-ü",
+        "history": [0.5, 0.25, None, True, "x", b"\x00\xff", 2**70, 1 + 2j],
+    }
+
+
+def sharded_tensors() -> dict[str, torch.Tensor]:
+    """The full tensors that `save_sharded` saves."""
+    return {name: full_tensor(name, shape, dtype) for name, (shape, dtype) in SHAPES.items()}
+
+
+def save_sharded(rank: int, world_size: int, path: str, how: str = "ours") -> None:
+    """Four ranks save `sharded_tensors` on dimension 0, 1, 2, both, and replicated, with ``how`` "ours" or
+    "stock"."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    grid = init_device_mesh("cpu", (2, 2))
+    full = sharded_tensors()
+    placements = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "deep": Shard(2),
+        "copy": Replicate(),
+        "wide": Shard(1),
+    }
+    state: dict[str, Any] = {
+        name: distribute_tensor(full[name], mesh, [place]) for name, place in placements.items()
+    }
+    state["both"] = distribute_tensor(full["both"], grid, [Shard(0), Shard(1)])
+    state["step"] = 12
+    if how == "ours":
+        dcp.save(state, checkpoint_id=path)
+    else:
+        torch.distributed.checkpoint.save(state, checkpoint_id=path)
+
+
+def assert_same(got: Any, expected: Any, where: str = "", *, exact_types: bool = True) -> None:
+    """Equal containers, keys, values and tensors, bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(got, torch.Tensor), where
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
+        assert raw(got) == raw(expected), where
+        return
+    if exact_types:
+        assert type(got) is type(expected), (where, type(got), type(expected))
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), where
+        for key in expected:
+            assert_same(got[key], expected[key], f"{where}.{key}", exact_types=exact_types)
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for position, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert_same(one, other, f"{where}[{position}]", exact_types=exact_types)
+    else:
+        assert got == expected, where
+
+
+def folder_of(path: Path) -> list[str]:
+    """Names in the folder of ``path``."""
+    return sorted(entry.name for entry in path.parent.iterdir())
