@@ -7,6 +7,7 @@ import math
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from dcp.storage.engine import boxes, joining, read, read_worker, scatter, write
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Box, Region, Runs, Verify
-from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.storage.errors import CorruptCheckpointError, PlanError, StorageError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import CheckpointIndex
@@ -449,3 +450,57 @@ def test_boxes_need_a_store_that_scatters() -> None:
 def joining_box() -> Box:
     """A box that nobody takes."""
     return Box(0, (0,), (3,), lambda offsets, elements: None)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, StorageError])
+def test_nothing_is_written_after_the_engine_has_left(failure: type[BaseException]) -> None:
+    """One read fails, or is interrupted, while others are under way: the engine leaves only when these have
+    ended, because they write to memory that the caller may free."""
+    store = fresh()
+    arrays = [np.full(8 << 20, number, np.uint8) for number in range(3)]
+    index = write_arrays(store, arrays)
+    targets = [np.zeros_like(array) for array in arrays]
+    begun, go_on = threading.Barrier(3), threading.Event()
+    first, ended = threading.Lock(), list[int]()
+
+    class Held(RecordingStore):
+        def note(self, op: str, received_bytes: int = 0) -> None:
+            begun.wait(60)
+            if first.acquire(blocking=False):
+                raise failure("now")
+            assert go_on.wait(60)
+            ended.append(received_bytes)
+
+    def load() -> None:
+        with ReadEngine(Held(store.url.removeprefix("memory://")), index, threads=3) as engine:
+            engine.run(runs_of([(n, 0, target) for n, target in enumerate(targets)]), [])
+
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(load)
+        assert not wait([left], 0.2).done
+        go_on.set()
+        assert isinstance(left.exception(60), failure)
+    assert len(ended) == 2
+
+
+def test_a_second_interrupt_does_not_shorten_the_wait() -> None:
+    """The wait for other threads' reads goes on through further interrupts, and ends in the first."""
+    stop, release = threading.Event(), threading.Event()
+    interrupts = iter([KeyboardInterrupt("second"), KeyboardInterrupt("third")])
+
+    def interrupted(futures: Sequence[Future[None]]) -> object:
+        for error in interrupts:
+            raise error
+        release.set()
+        return wait(futures)
+
+    def hold() -> None:
+        assert release.wait(60)
+
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read, "wait", interrupted)
+        future = pool.submit(hold)
+        with pytest.raises(KeyboardInterrupt, match="second"):
+            read._wait_to_the_end([future], stop)
+        assert future.done()
+    assert stop.is_set()
