@@ -5,7 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["open_files"]
+__all__ = ["mapped_files", "open_files"]
+
+
+def mapped_files(pid: int | str = "self") -> list[str]:
+    """What a process maps, a line for each mapping."""
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 def open_files(pid: int | str = "self") -> list[str]:
