@@ -29,7 +29,8 @@ from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.pickle_decoder import decode_pickle
-from dcp.storage.formats.plain import MAX_PLAIN_BYTES, decode_plain
+from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, MAX_PLAIN_BYTES, decode_plain
+from dcp.storage.formats.sources import FILE_FORMATS, open_source
 from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root
@@ -147,11 +148,14 @@ def open_index(
 ) -> CheckpointIndex:
     """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
+    It may be a folder with a commit, a file of torch.save or safetensors, or a folder of such files (see
+    `dcp.storage.formats.sources`).
+
     ``rank`` picks that rank's part of a save without collectives; by default all parts are merged.
     ``storage_options`` are those of a URL's file system, as for `dcp.load`.
     Raises `CheckpointNotFoundError` where no save was committed, `CheckpointFormatError` on damaged metadata.
     """
-    return _open_index(OpenWith(storage_options)(checkpoint_id), rank=rank)
+    return open_source(checkpoint_id, open_store=OpenWith(storage_options), rank=rank).index
 
 
 def list_checkpoints(
@@ -225,17 +229,23 @@ def _summarize(
 
 
 def header_of(
-    store: Store, index: CheckpointIndex, files: Sequence[FileInfo] | None = None
+    store: Store,
+    index: CheckpointIndex,
+    files: Sequence[FileInfo] | None = None,
+    *,
+    url: str | None = None,
 ) -> CheckpointHeader:
-    """Facts about the checkpoint of ``store``; ``files`` is its listing, where the caller has it already."""
+    """Facts about the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
+
+    ``url`` names a checkpoint that is one file of the store.
+    """
     listing = {file.name: file for file in (store.list() if files is None else files)}
     provenance = index.provenance
     committed = provenance.get("time")
     if committed is None:
-        published = [listing[name] for name in (METADATA_NAME, MANIFEST_NAME) if name in listing]
-        committed = published[0].modified_seconds if published else None
+        committed = _committed_seconds(index, listing)
     return CheckpointHeader(
-        url=store.url,
+        url=store.url if url is None else url,
         format=index.format,
         save_id=provenance.get("save_id"),
         torch_version=provenance.get("torch_version"),
@@ -252,6 +262,14 @@ def header_of(
         rank_seconds=_by_rank(provenance.get("rank_seconds")),
         rank_traffic=_by_rank(provenance.get("rank_traffic")),
     )
+
+
+def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
+    """When the commit object was written; of files without one, when the last of them was."""
+    names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
+    if index.format in FILE_FORMATS:
+        names = index.files
+    return max((listing[name].modified_seconds for name in names if name in listing), default=None)
 
 
 def _by_rank(noted: object) -> tuple[dict[str, float], ...]:
@@ -299,7 +317,7 @@ def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
     needs no class.
     """
     objects = index.objects
-    values = [decode_plain(data) for data in objects.values]
+    values = [decode_plain(data, limit_bytes=MAX_FOREIGN_PLAIN_BYTES) for data in objects.values]
     columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
     pickled = {
         (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN

@@ -23,6 +23,7 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.record import OpenRecord, begin_record
 from dcp.storage.formats.record_reader import StoredTensor, locate_payload
+from dcp.storage.formats.sources import FILE_FORMATS
 from dcp.storage.formats.torch_zip import (
     LOCAL_SIGNATURE,
     Window,
@@ -224,7 +225,8 @@ class PayloadChecks:
         chunks = chunks[np.isin(index.chunk_files[chunks], present)]
         places = zip(objects.files.tolist(), objects.offsets.tolist(), objects.lengths.tolist(), strict=True)
         blobs = {place: row for row, place in enumerate(places) if place[0] in {*present}}
-        self._total_bytes = int(index.payload_lengths[chunks].sum()) + sum(blob[2] for blob in blobs)
+        stored = index.record_lengths if index.format in FILE_FORMATS else index.payload_lengths
+        self._total_bytes = int(stored[chunks].sum()) + sum(blob[2] for blob in blobs)
         return heapq.merge(self._tensors(chunks.tolist()), self._objects(blobs))
 
     def _tensors(self, chunks: Iterable[int]) -> Iterator[_Part]:
@@ -237,6 +239,10 @@ class PayloadChecks:
             file, fqn = files[chunk], index.fqns[tensors[chunk]]
             record, payload = record_offsets[chunk], offsets[chunk]
             end, payload_end = record + record_lengths[chunk], payload + lengths[chunk]
+            if index.format in FILE_FORMATS:
+                check = partial(self._check_storage, index.record_crcs.get(chunk))
+                yield _Part(file, record, end - record, fqn, check)
+                continue
             if payload == UNKNOWN:
                 yield _Part(file, record, end - record, fqn, partial(self._check_foreign, chunk))
                 continue
@@ -321,6 +327,15 @@ class PayloadChecks:
                 return
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
         self._found("record", message, part, offset, int(index.record_lengths[chunk]))
+
+    def _check_storage(self, expected: int | None, source: _Source, part: _Part) -> None:
+        """A storage of a torch.save file, whole, whatever views of it there are; or a safetensors tensor."""
+        got = 0
+        for data in source.steps(part.offset, part.length):
+            got = crc32(data, got)
+            self._count(len(data), checked=expected is not None)
+        if expected not in (None, got):
+            self._found_mismatch(part, part.offset, part.length, int(expected or 0), got)
 
     def _check_foreign(self, chunk: int, source: _Source, part: _Part) -> None:
         index = self._index

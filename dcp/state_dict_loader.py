@@ -29,10 +29,10 @@ from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
 from dcp.storage.errors import CheckpointError, PlanError
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
-from dcp.storage.formats.plain import decode_plain
+from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, decode_plain
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storages import choose_reader
@@ -295,7 +295,7 @@ class _ColumnarLoad:
         Empty where there is nobody to share it with, or each rank has an index of its own.
         """
         reader, alone = self._reader, self._ranks.world_size == 1
-        if not alone and saved_by_rank(reader.store):
+        if not alone and reader.place.file is None and saved_by_rank(reader.store):
             return b""
         index = reader.read_index()
         return b"" if alone else encode_manifest(index)
@@ -351,9 +351,13 @@ class _ColumnarLoad:
         blobs = self._reader.read_objects(engine, pickled)
         for row, fqn in zip(rows, columns.object_fqns, strict=True):
             if objects.plain[row] >= 0:
-                self._planner.store_object(fqn, decode_plain(objects.values[int(objects.plain[row])]))
+                self._planner.store_object(fqn, _plain_value(objects, int(objects.plain[row])))
             else:
                 self._planner.store_blob(fqn, next(blobs))
+
+
+def _plain_value(objects: ObjectColumns, row: int) -> Any:
+    return decode_plain(objects.values[row], limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
 
 
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:

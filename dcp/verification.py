@@ -18,7 +18,8 @@ from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.sources import FILE_FORMATS, Place, index_at, locate
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
 
@@ -40,20 +41,27 @@ def verify(
     the store likes, on a disk 2; each takes up to 8 MiB of memory. Raises `CheckpointNotFoundError` where
     nothing is committed, and `StorageError` where the store as a whole cannot be read.
     """
-    return verify_store(OpenWith(storage_options)(checkpoint_id), threads=threads, progress=progress)
+    place = locate(checkpoint_id, open_store=OpenWith(storage_options))
+    return _verify(place, threads=threads, progress=progress)
 
 
 def verify_store(
     store: Store, *, threads: int | None = None, progress: Progress | None = None
 ) -> VerifyReport:
     """`verify` of the checkpoint in ``store``."""
-    report = VerifyReport(store.url)
+    return _verify(Place(store), threads=threads, progress=progress)
+
+
+def _verify(place: Place, *, threads: int | None, progress: Progress | None) -> VerifyReport:
+    store, report = place.store, VerifyReport(place.url)
     try:
-        index = open_index(store)
+        index = index_at(place)
     except (CheckpointFormatError, CorruptCheckpointError) as error:
         report.findings.append(Finding("index", str(error), error.facts.get("path")))
         return report
     listing = {file.name: file for file in store.list()}
+    if index.format in FILE_FORMATS:  # what else is there is no concern of theirs
+        listing = {name: listing[name] for name in index.files if name in listing}
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
     report.findings += _check_files(index, listing)

@@ -18,7 +18,13 @@ from dcp.planners.boxes import (
     overlapping_pairs,
 )
 from dcp.planners.columns import LoadColumns
-from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
+from dcp.storage.errors import (
+    DtypeMismatchError,
+    MissingKeyError,
+    PlanError,
+    ShapeMismatchError,
+    UnsafeObjectError,
+)
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
@@ -161,12 +167,13 @@ def plan_load(
     Every element of every wanted box is read exactly once, also where stored chunks overlap. Raises one error
     with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError, DtypeMismatchError
     (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and for elements that
-    are not stored. ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of
-    the error is another.
+    are not stored; and UnsafeObjectError for entries that the index lists as refused. ``is_per_rank`` says
+    whether a name is of a `PerRank` value, about which the advice of the error is another.
     """
     problems = _Problems()
     tensor_rows = _rows(index.position, wanted.tensor_names)
     object_rows = _rows(index.objects.position, wanted.object_names)
+    _check_refused(index, wanted)
     absent = _check_keys(index, wanted, tensor_rows, object_rows, problems)
     missing = list(absent)
     if not allow_missing:
@@ -182,6 +189,21 @@ def plan_load(
     names = wanted.object_fqns
     object_fqns = list(names) if found.all() else [names[row] for row in np.flatnonzero(found).tolist()]
     return _columns(index, wanted, parts, object_rows[found], object_fqns, findings)
+
+
+def _check_refused(index: CheckpointIndex, wanted: WantedColumns) -> None:
+    """Entries of a torch.save file that need what nobody runs are neither there nor missing."""
+    refused = index.provenance.get("refused_objects")
+    if not isinstance(refused, dict) or not refused:
+        return
+    found = [name for name in (*wanted.tensor_names, *wanted.object_names) if name in refused]
+    if found:
+        told = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:MAX_LISTED])
+        raise UnsafeObjectError(
+            f"{len(found)} entries need what is not read from files: {told}. Nothing was run. Leave them out "
+            "(exclude=...), or load the file with torch.load and save it again without them",
+            fqns=found[:MAX_LISTED],
+        )
 
 
 def _told(fqn: str, name: str) -> str:

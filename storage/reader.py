@@ -32,7 +32,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import encode_manifest
-from dcp.storage.formats.open import open_index
+from dcp.storage.formats.sources import Place, index_at, locate
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
@@ -54,7 +54,8 @@ T = TypeVar("T")
 
 
 class FileSystemReader(StorageReader):
-    """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL).
+    """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL), files of
+    torch.save, safetensors files, and Hugging Face folders.
 
     ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the
     number of reading threads (None: as the store likes it, on a disk by the machine's cores).
@@ -84,7 +85,7 @@ class FileSystemReader(StorageReader):
         self.open_store = open_store
         self.load_id = str(uuid.uuid4())
         self.stats = ReadStats()
-        self._store: Store | None = None
+        self._place: Place | None = None
         self._traffic_before: dict[str, float] = {}
         self._index: CheckpointIndex | None = None
         self._read_as: tuple[int | None, int | None] = None, None
@@ -95,7 +96,7 @@ class FileSystemReader(StorageReader):
         """Begin a new load, from another id if one is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._store = None
+        self._place = None
         self._index = None
         self.stats = ReadStats()
         self.load_id = str(uuid.uuid4())
@@ -106,17 +107,22 @@ class FileSystemReader(StorageReader):
         return self.path
 
     @property
+    def place(self) -> Place:
+        """The folder or file of the current id."""
+        if self._place is None:
+            self._place = locate(self.path, open_store=self.open_store)
+            self._traffic_before = self._place.store.traffic()
+        return self._place
+
+    @property
     def store(self) -> Store:
-        """The store of the current id."""
-        if self._store is None:
-            self._store = self.open_store(self.path)
-            self._traffic_before = self._store.traffic()
-        return self._store
+        """The store of the current id; of a file, the folder that it is in."""
+        return self.place.store
 
     @property
     def traffic(self) -> dict[str, float]:
         """What this load asked of the storage's service so far: see `Store.traffic`."""
-        return {} if self._store is None else traffic_since(self._store, self._traffic_before)
+        return {} if self._place is None else traffic_since(self.store, self._traffic_before)
 
     @property
     def index(self) -> CheckpointIndex | None:
@@ -126,7 +132,7 @@ class FileSystemReader(StorageReader):
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
         """The checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self._index is None:
-            self._index = open_index(self.store, rank=rank, own_rank=own_rank)
+            self._index = index_at(self.place, rank=rank, own_rank=own_rank)
             self._read_as = rank, own_rank
         return self._index
 
@@ -136,7 +142,7 @@ class FileSystemReader(StorageReader):
             return False
         rank, own_rank = self._read_as
         try:
-            current = open_index(self.store, rank=rank, own_rank=own_rank)
+            current = index_at(self.place, rank=rank, own_rank=own_rank)
             return encode_manifest(current) != encode_manifest(self._index)
         except CheckpointError:  # deleted or damaged: nothing to load instead
             return False

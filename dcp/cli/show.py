@@ -40,12 +40,12 @@ def command(
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
         from dcp import inspection
-        from dcp.storage.formats.open import open_index
+        from dcp.storage.formats.sources import open_source
         from dcp.storage.stores.opening import OpenWith
 
-        store = OpenWith(storage_options(uri, options))(uri)
-        index = open_index(store)
-        header = inspection.header_of(store, index)
+        source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))
+        store, index = source.store, source.index
+        header = inspection.header_of(store, index, url=source.name)
         tensors = inspection.tensor_rows(index)
         values = inspection.object_rows(store, index) if objects else []
         modules = inspection.module_tree(tensors) if tree else None

@@ -161,6 +161,19 @@ def _gather_chunks(
         "chunk_sizes": np.concatenate([part.chunk_sizes for part in parts])[boxes[1]],
         "crc_start": crcs[0],
         "crcs": np.concatenate([part.crcs for part in parts])[crcs[1]],
+        "payload_strides": _by_chunk([part.payload_strides for part in parts], chunks),
+        "record_crcs": _by_chunk([part.record_crcs for part in parts], chunks),
+    }
+
+
+def _by_chunk(columns: Sequence[Mapping[int, Any]], chunks: Sequence[_Chunk]) -> dict[int, Any]:
+    """What the few chunks have that are in a mapping, by their new rows."""
+    if not any(columns):
+        return {}
+    return {
+        row: columns[position][chunk]
+        for row, (position, chunk) in enumerate(chunks)
+        if chunk in columns[position]
     }
 
 

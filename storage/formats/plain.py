@@ -19,10 +19,19 @@ import msgpack
 
 from dcp.storage.errors import CheckpointFormatError
 
-__all__ = ["MAX_PLAIN_BYTES", "MAX_PLAIN_DEPTH", "decode_plain", "encode_plain"]
+__all__ = [
+    "MAX_FOREIGN_PLAIN_BYTES",
+    "MAX_PLAIN_BYTES",
+    "MAX_PLAIN_DEPTH",
+    "decode_plain",
+    "encode_plain",
+]
 
 MAX_PLAIN_BYTES: Final = 64 << 10
 """Larger values are stored as records; the manifest is for small ones."""
+
+MAX_FOREIGN_PLAIN_BYTES: Final = 16 << 20
+"""Of values in indexes of torch.save files, which have no records: a vocabulary has some megabytes."""
 
 MAX_PLAIN_DEPTH: Final = 64
 

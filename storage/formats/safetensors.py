@@ -10,14 +10,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import MAX_DIMENSIONS
 
-__all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header"]
+__all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header", "parse_json"]
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """The specification's own cap, against headers that exhaust the reader's memory."""
@@ -82,7 +82,9 @@ def _exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> byt
 
 
 def _parse(text: bytes) -> SafetensorsHeader:
-    document = _parse_json(text)
+    if not text.startswith(b"{"):
+        raise CheckpointFormatError("the safetensors header does not begin with '{'")
+    document = parse_json(text, "the safetensors header")
     metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointFormatError("the safetensors header's __metadata__ does not map strings to strings")
@@ -105,32 +107,35 @@ def _parse_cached(text: bytes) -> SafetensorsHeader:
     return _parse(text)
 
 
-def _parse_json(text: bytes) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise CheckpointFormatError("the safetensors header does not begin with '{'")
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice."""
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=partial(_unique, what),
+            parse_constant=partial(_no_constant, what),
+        )
     except CheckpointFormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"the safetensors header is not JSON: {error}") from error
+        raise CheckpointFormatError(f"{what} is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise CheckpointFormatError("the safetensors header is not a JSON object")
+        raise CheckpointFormatError(f"{what} is not a JSON object")
     return document
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(what: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise CheckpointFormatError("the safetensors header has one key twice")
+        raise CheckpointFormatError(f"{what} has one key twice")
     for key in result:
         if not key.isascii() and any("\ud800" <= char <= "\udfff" for char in key):
-            raise CheckpointFormatError("a key of the safetensors header is not Unicode text")
+            raise CheckpointFormatError(f"a key of {what} is not Unicode text")
     return result
 
 
-def _no_constant(name: str) -> Any:
-    raise CheckpointFormatError(f"the safetensors header has {name}, which is not JSON")
+def _no_constant(what: str, name: str) -> Any:
+    raise CheckpointFormatError(f"{what} has {name}, which is not JSON")
 
 
 def _entry(name: str, fields: Any) -> SafetensorsEntry:

@@ -31,17 +31,14 @@ from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.pickle_decoder import BuiltDict, Constructor, Instance
-from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
 from dcp.storage.formats.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch_pickle import COUNTER, ORDERED_DICT, SIZE, SizePickle
 
-__all__ = ["MAX_NESTING", "MAX_VALUE_BYTES", "FlatFile", "flatten_torch", "restore_structure"]
+__all__ = ["MAX_NESTING", "FlatFile", "flatten_torch", "restore_structure"]
 
 MAX_NESTING: Final = 64
 """Levels of containers; deeper ones are hostile, or contain themselves."""
-
-MAX_VALUE_BYTES: Final = 16 << 20
-"""A list of a vocabulary has some megabytes; larger values are refused."""
 
 _KINDS: Final = {ORDERED_DICT: "OrderedDict", COUNTER: "Counter"}
 _ENTRIES_PER_BYTE: Final = 2
@@ -193,12 +190,16 @@ class _Flattener:
             refused = _kind_of(value)
         encoded = None
         if refused is None:
-            if size_bytes > self._bytes_left and size_bytes <= MAX_VALUE_BYTES:
+            if size_bytes > self._bytes_left and size_bytes <= MAX_FOREIGN_PLAIN_BYTES:
                 raise CheckpointFormatError("the pickle repeats its values to many times its own length")
             encoded = (
-                encode_plain(value, limit_bytes=MAX_VALUE_BYTES) if size_bytes <= MAX_VALUE_BYTES else None
+                encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
+                if size_bytes <= MAX_FOREIGN_PLAIN_BYTES
+                else None
             )
-            refused = None if encoded is not None else f"a value of more than {MAX_VALUE_BYTES >> 20} MiB"
+            refused = (
+                None if encoded is not None else f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
+            )
         self._name(fqn, path)
         if refused is None and encoded is not None:
             self._bytes_left -= len(encoded)
@@ -253,7 +254,7 @@ class _Flattener:
             raise CheckpointFormatError("the pickle repeats its values to many times its own length")
         self._bytes_left -= size_bytes
         plain = {key: dict(item) if isinstance(item, dict) else item for key, item in metadata.items()}
-        is_plain = encode_plain(plain, limit_bytes=MAX_VALUE_BYTES) is not None
+        is_plain = encode_plain(plain, limit_bytes=MAX_FOREIGN_PLAIN_BYTES) is not None
         return {"metadata": plain} if is_plain else {}
 
 

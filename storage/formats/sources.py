@@ -1,0 +1,110 @@
+"""Where checkpoints of any format are opened: folders with a commit, folders of weights, single files.
+
+A local path that is a file is that file. A URL is tried as a file only if its last part ends as names of such
+files do (`FILE_SUFFIXES`), because that costs a request; a folder may have such a name, too. In a folder a
+commit of ours or of stock torch comes before weights that lie there as well. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from dcp.storage.errors import CheckpointNotFoundError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.open import open_index
+from dcp.storage.formats.safetensors_folder import SAFETENSORS_FORMAT, index_of_file, index_of_folder
+from dcp.storage.formats.torch_file import TORCH_FORMAT
+from dcp.storage.stores import OpenStore, open_store
+from dcp.storage.stores.base import Store
+
+__all__ = ["FILE_FORMATS", "FILE_SUFFIXES", "Place", "Source", "index_at", "locate", "open_source"]
+
+FILE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, TORCH_FORMAT))
+"""Formats of files that are checkpoints without a commit object, and may lie among others."""
+
+FILE_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".torch")
+
+_FILE_URL: Final = re.compile(r"file://", re.IGNORECASE)
+_REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])/+(?P<name>[^/]+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder, or with ``file`` one file in it."""
+
+    store: Store
+    file: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Names it in messages."""
+        return self.store.url if self.file is None else self.store.path_of(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint: ``index`` names files of ``store``; ``name`` names the whole in messages, ``file`` is set
+    if it is that one file."""
+
+    store: Store
+    index: CheckpointIndex
+    name: str
+    file: str | None = None
+
+
+def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> Place:
+    """The folder or file of a checkpoint id; that something is in it is not known yet.
+
+    A link to a file is followed, since the caller named it. Raises what ``open_store`` raises and, for a URL
+    that could be a file, what asking its store does.
+    """
+    text = os.fspath(checkpoint_id)
+    is_file_url = _FILE_URL.match(text) is not None
+    if is_file_url or "://" not in text:
+        path = Path(unquote(urlsplit(text).path) if is_file_url else text)
+        if text.endswith("/") or not path.is_file():
+            return Place(open_store(checkpoint_id))
+        real = path.resolve()
+        return Place(open_store(real.parent), real.name)
+    match = _REMOTE_FILE.fullmatch(text)
+    if match is not None and match["name"].lower().endswith(FILE_SUFFIXES):
+        folder = open_store(match["folder"])
+        if folder.stat(match["name"]) is not None:
+            return Place(folder, match["name"])
+    return Place(open_store(checkpoint_id))
+
+
+def index_at(place: Place, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
+    """The index of what is at ``place``; ``rank`` and ``own_rank`` as in
+    `dcp.storage.formats.open.open_index`.
+
+    Raises CheckpointNotFoundError where there is neither a commit nor a file of weights, and the formats'
+    errors.
+    """
+    if place.file is not None:
+        return index_of_file(place.store, place.file)
+    try:
+        return open_index(place.store, rank=rank, own_rank=own_rank)
+    except CheckpointNotFoundError:
+        index = index_of_folder(place.store)
+        if index is None:
+            raise
+        return index
+
+
+def open_source(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    open_store: OpenStore = open_store,
+    rank: int | None = None,
+    own_rank: int | None = None,
+) -> Source:
+    """`locate` and `index_at` together."""
+    place = locate(checkpoint_id, open_store=open_store)
+    index = index_at(place, rank=rank, own_rank=own_rank)
+    return Source(place.store, index, place.url, place.file)
