@@ -129,7 +129,7 @@ def _laboratory(connection: Any, function: Callable[..., Any], args: tuple[Any, 
         connection.send(_outcome(function, args))
 
 
-def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 280.0) -> Any:
+def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0) -> Any:
     """The result of ``function(*args)``, a function of a module, in a process of its own without threads."""
     context = forkserver_context()
     ours, theirs = context.Pipe(duplex=False)

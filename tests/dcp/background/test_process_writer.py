@@ -114,16 +114,13 @@ def test_every_save_is_its_snapshot_and_nothing_piles_up(session: AsyncSession, 
     assert seen_by_stock(tmp_path / "30", large=LARGE) == 30
 
 
-def slow_store(path: Any, seconds: float) -> Store:
-    """A store each of whose writes takes a while."""
-    return FaultInjectingStore(PosixStore(path), Fault("write", onwards=True, delay_seconds=seconds))
-
-
 def test_two_saves_under_way_are_both_whole(session: AsyncSession, tmp_path: Path) -> None:
     """The second is staged and sent while the first is being written."""
-    slow = dcp.FileSystemWriter(tmp_path / "1", open_store=partial(slow_store, seconds=0.05))
-    futures = [save(session, tmp_path / "1", 1, writer=slow), save(session, tmp_path / "2", 2)]
+    gate = FileGate(tmp_path / "gate")
+    held = dcp.FileSystemWriter(tmp_path / "1", open_store=partial(open_gated, gate=gate))
+    futures = [save(session, tmp_path / "1", 1, writer=held), save(session, tmp_path / "2", 2)]
     assert session.pending() == 2
+    gate.open()
     for future in futures:
         future.result(TIMEOUT_SECONDS)
     assert [seen_by_dcp(tmp_path / name, large=LARGE) for name in ("1", "2")] == [1, 2]
