@@ -72,6 +72,22 @@ def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
     assert foreign["world_size"] is None
 
 
+def test_ls_quick_opens_nothing(tmp_path: Path) -> None:
+    """Committed or not, time and size are by the listing alone: what cannot be read is not noticed."""
+    folder = save_ours(tmp_path / "step-3")
+    (folder / "manifest.msgpack").write_bytes(b"not a manifest")
+    save_stock(tmp_path / "step-4")
+    (tmp_path / "step-4" / ".metadata").unlink()
+    rows = run("ls", "--quick", tmp_path, "--json").json
+    assert [(row["step"], row["state"], row["format"], row["tensors"]) for row in rows] == [
+        (3, "committed", None, None),
+        (4, "incomplete", None, None),
+    ]
+    assert rows[0]["bytes"] == data_file(folder).stat().st_size
+    newest = max((folder / name).stat().st_mtime for name in ("manifest.msgpack", ".metadata"))
+    assert rows[0]["committed_seconds"] == newest
+
+
 def test_ls_of_a_checkpoint_is_one_row(ours: Path) -> None:
     """A checkpoint itself is listed, not searched for others."""
     (row,) = run("ls", ours, "--json").json
