@@ -1,0 +1,186 @@
+"""dcp.load, show and verify of files that other tools wrote; stock torch and transformers are the oracles."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp
+from dcp import inspection
+from dcp.storage.errors import CorruptCheckpointError, UnsafeObjectError
+from dcp.verification import verify
+from tests.dcp.cli_support import run
+from tests.support.ranks import run_ranks
+from tests.support.torch_files import as_bytes, assert_same
+
+
+def _zeroed(value: Any) -> Any:
+    """The same structure with nothing in it: what a load has to fill."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: _zeroed(item) for key, item in value.items()}
+    return [_zeroed(item) for item in value] if isinstance(value, list) else None
+
+
+def _tiny_model(*, tied: bool = True) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_every_value_of_a_torch_file(tmp_path: Path) -> None:
+    """A training state: model, optimizer with int keys and groups, views, strides, fp8, plain values."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 30)).sum().backward()
+    optimizer.step()
+    base = torch.arange(2000.0)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "odd": {
+            "t": base.view(40, 50).t(),
+            "cl": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "expanded": base[:7, None].expand(7, 5),
+            "windows": base.unfold(0, 9, 4),
+            "every third": base[::3],
+            "fp8": torch.randn(9).to(torch.float8_e5m2),
+            "complex": torch.randn(3, 3, dtype=torch.complex128),
+            "bool": torch.tensor([True, False]),
+            "empty": torch.zeros(0, 5),
+            "scalar": torch.tensor(7),
+        },
+        "plain": {"epoch": 3, "name": "x", "words": [f"word {n}" for n in range(20_000)]},
+    }
+    torch.save(state, tmp_path / "model.pt")
+    oracle = torch.load(tmp_path / "model.pt", weights_only=True)
+    target = _zeroed(oracle)
+    report = dcp.load(target, checkpoint_id=tmp_path / "model.pt", verify="full")
+    for fqn in ("model", "odd"):
+        for name, tensor in oracle[fqn].items():
+            assert as_bytes(target[fqn][name]) == as_bytes(tensor), name
+    assert_same(target["optimizer"], oracle["optimizer"])
+    assert target["plain"] == oracle["plain"]
+    assert report.missing == [] and report.unexpected == []
+
+
+def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
+    """The rest of the file loads; the entry itself is an UnsafeObjectError, not a missing key."""
+    state = {"w": torch.arange(3.0), "args": Path("/x"), "sparse": torch.eye(2).to_sparse()}
+    torch.save(state, tmp_path / "model.pt")
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=tmp_path / "model.pt")
+    assert torch.equal(target["w"], state["w"])
+    for name, value in (("args", None), ("sparse", torch.zeros(2, 2))):
+        with pytest.raises(UnsafeObjectError, match=name):
+            dcp.load({"w": target["w"], name: value}, checkpoint_id=tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_transformers_model_with_tied_embeddings(tmp_path: Path, sharded: bool) -> None:
+    """save_pretrained and torch.save of one model load into another to the last bit."""
+    model = _tiny_model()
+    model.save_pretrained(tmp_path / "hub", max_shard_size="20KB" if sharded else "1GB")
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    wanted = model.state_dict()
+    assert (len(list((tmp_path / "hub").glob("*.safetensors"))) > 1) == sharded
+    for source in (tmp_path / "hub", tmp_path / "model.pth"):
+        names = inspection.open_index(source).position
+        target = {fqn: torch.zeros_like(tensor) for fqn, tensor in wanted.items() if fqn in names}
+        dcp.load(target, checkpoint_id=source)
+        assert len(target) >= len(wanted) - 1  # safetensors keeps one of two tied names
+        for fqn, tensor in target.items():
+            assert as_bytes(tensor) == as_bytes(wanted[fqn])
+    assert "lm_head.weight" in inspection.open_index(tmp_path / "model.pth").position
+
+
+def _load_sharded(rank: int, world_size: int, source: str, wanted: str, dim: int) -> int:
+    """Load every tensor as a DTensor sharded along ``dim``; returns the bytes that this rank read."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    oracle = torch.load(wanted, weights_only=True)
+    target: dict[str, Any] = {
+        fqn: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(dim)]) for fqn, tensor in oracle.items()
+    }
+    report = dcp.load(target, checkpoint_id=source)
+    for fqn, tensor in oracle.items():
+        own = distribute_tensor(tensor, mesh, [Shard(dim)]).to_local()
+        assert as_bytes(target[fqn].to_local()) == as_bytes(own), fqn
+    return report.bytes_read
+
+
+def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
+    """Two ranks with sharded tensors, along both dimensions, from a file, a safetensors file and a folder."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        "large": torch.randn(1024, 1024),
+        "bf16": torch.randn(64, 30).bfloat16(),
+        "t": torch.randn(600, 500).t(),
+    }
+    torch.save(tensors, tmp_path / "model.pt")
+    dense = {fqn: tensor.contiguous() for fqn, tensor in tensors.items()}
+    save_file(dense, tmp_path / "model.safetensors")
+    (tmp_path / "folder").mkdir()
+    save_file(dense, tmp_path / "folder" / "model.safetensors")
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    for source in ("model.pt", "model.safetensors", "folder"):
+        for dim in (0, 1):
+            read = run_ranks(2, _load_sharded, str(tmp_path / source), str(tmp_path / "model.pt"), dim)
+            if source != "model.pt" and dim == 0:
+                assert max(read) < 0.6 * total
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    """A flipped bit in a storage fails the load of the tensor, and verify finds it, in views as well."""
+    state = {"w": torch.arange(1000.0), "view": torch.arange(5000.0)[100:200], "ok": torch.ones(3)}
+    path = tmp_path / "model.pt"
+    torch.save(state, path)
+    assert verify(path).ok and verify(path).unchecked_bytes == 0
+    index = inspection.open_index(path)
+    data = bytearray(path.read_bytes())
+    for fqn in ("w", "view"):
+        data[int(index.record_offsets[index.position[fqn]]) + 77] ^= 4
+    path.write_bytes(data)
+    dcp.load({"ok": torch.zeros(3)}, checkpoint_id=path)
+    with pytest.raises(CorruptCheckpointError, match="'w' is damaged"):
+        dcp.load({"w": torch.zeros(1000)}, checkpoint_id=path)
+    report = verify(path)
+    assert {finding.fqn for finding in report.findings} == {"w", "view"}
+    assert {finding.kind for finding in report.findings} == {"checksum"}
+    path.write_bytes(data[: len(data) // 2])
+    assert [finding.kind for finding in verify(path).findings] == ["index"]
+
+
+def test_the_command_line_on_files(tmp_path: Path) -> None:
+    """show and verify take a file or a folder of weights; other files beside them are no findings."""
+    torch.save({"layer": {"w": torch.ones(2, 3)}, "lr": 0.5}, tmp_path / "m.pt")
+    _tiny_model().save_pretrained(tmp_path / "hub")
+    (tmp_path / "unrelated.txt").write_text("x")
+    shown = run("show", tmp_path / "m.pt", "--objects", "--json").json
+    assert shown["checkpoint"]["format"] == "torch_save" and shown["checkpoint"]["url"].endswith("m.pt")
+    assert [row["fqn"] for row in shown["tensors"]] == ["layer.w"]
+    assert shown["objects"][0]["value"] == 0.5
+    assert run("show", tmp_path / "hub").status == 0
+    for source in ("m.pt", "hub"):
+        assert run("verify", tmp_path / source).status == 0
+    buffer = io.BytesIO()
+    torch.save(torch.ones(1), buffer, _use_new_zipfile_serialization=False)
+    (tmp_path / "old.pt").write_bytes(buffer.getvalue())
+    assert "before 1.6" in run("show", tmp_path / "old.pt").err
+    assert run("show", tmp_path / "absent.pt").status == 3
