@@ -120,7 +120,7 @@ def diff(
     """
     with (
         open_tensors(a, storage_options=storage_options) as first,
-        open_tensors(b, storage_options=options_of_b or storage_options) as second,
+        open_tensors(b, storage_options=storage_options if options_of_b is None else options_of_b) as second,
     ):
         return diff_readers(
             first, second, values=values, only=only, exclude=exclude, rename=rename, progress=progress
@@ -167,8 +167,8 @@ def diff_readers(
     changed_objects = compare_objects(a, b, objects, values=values)
     order = {second or first: place for place, (first, second) in enumerate(tensors)}
     return Difference(
-        a.store.url,
-        b.store.url,
+        a.name,
+        b.name,
         tuple(found.values()),
         tuple(sorted(equal, key=order.__getitem__)),
         tuple(changed_objects),
@@ -188,7 +188,7 @@ class _Names:
         exclude: Patterns | None,
         rename: Rename | None,
     ) -> None:
-        self._where = f"{a.store.url}, {b.store.url}: only={only!r}, exclude={exclude!r}"
+        self._where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
         self._selection = Selection.of(only, exclude)
         self._renamed = renamer(rename)
 

@@ -100,7 +100,7 @@ def statistics_of(
         TensorStatistics(index.fqns[row], index.dtype(row).name, index.shape(row), found.get(first))
         for row, first in zip(rows, firsts, strict=True)
     )
-    return CheckpointStatistics(reader.store.url, tensors, total.result(bins), reader.bytes_read)
+    return CheckpointStatistics(reader.name, tensors, total.result(bins), reader.bytes_read)
 
 
 def _selected(reader: TensorReader, only: Patterns | None, exclude: Patterns | None) -> list[int]:
@@ -108,7 +108,7 @@ def _selected(reader: TensorReader, only: Patterns | None, exclude: Patterns | N
     rows = [row for row, fqn in enumerate(reader.index.fqns) if selection is None or selection.selects(fqn)]
     if not rows and selection is not None:
         raise PlanError(
-            f"{reader.store.url}: only={only!r}, exclude={exclude!r} select none of its "
+            f"{reader.name}: only={only!r}, exclude={exclude!r} select none of its "
             f"{reader.index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
         )
     return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Final, NamedTuple
 
@@ -168,8 +168,41 @@ class Lattice:
     def finish(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The result, from its elements in ascending order."""
         turned = array[tuple(slice(None, None, -1 if flip else 1) for flip in self.flipped)]
-        kept = [n for n, drop in zip(self.counts, self.dropped, strict=True) if not drop]
-        return np.ascontiguousarray(turned).reshape(kept)
+        return np.ascontiguousarray(turned).reshape(self.shape)
+
+    @property
+    def shape(self) -> Corner:
+        """That of the result."""
+        return tuple(n for n, drop in zip(self.counts, self.dropped, strict=True) if not drop)
+
+    def slabs(self, max_elements: int) -> Iterator[Lattice]:
+        """Parts along the first dimension of the result, in its order."""
+        dim = next((dim for dim, drop in enumerate(self.dropped) if not drop), None)
+        if dim is None or math.prod(self.counts) <= max_elements:
+            yield self
+            return
+        count = self.counts[dim]
+        rows = max(1, max_elements * count // math.prod(self.counts))
+        for begin in range(0, count, rows):
+            yield self._narrowed(dim, begin, min(count, begin + rows))
+
+    def part(self, places: Sequence[slice]) -> Lattice:
+        """What ``places`` (of step 1, one for each dimension of the result) take of it."""
+        part, dims = self, [dim for dim, drop in enumerate(self.dropped) if not drop]
+        for dim, place in zip(dims, places, strict=True):
+            begin, end, _ = place.indices(self.counts[dim])
+            part = part._narrowed(dim, begin, end)
+        return part
+
+    def _narrowed(self, dim: int, begin: int, end: int) -> Lattice:
+        """Elements ``begin`` to ``end`` of the result's along one of the tensor's dimensions."""
+        low = self.counts[dim] - end if self.flipped[dim] else begin
+        first = self.first[dim] + low * self.steps[dim]
+        return replace(
+            self,
+            first=(*self.first[:dim], first, *self.first[dim + 1 :]),
+            counts=(*self.counts[:dim], end - begin, *self.counts[dim + 1 :]),
+        )
 
 
 def lattice_of(shape: Corner, slices: tuple[object, ...] | None, fqn: str) -> Lattice:

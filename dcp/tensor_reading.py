@@ -23,8 +23,8 @@ from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.open import open_index
 from dcp.storage.formats.record_reader import locate_payload
+from dcp.storage.formats.sources import open_source
 from dcp.storage.formats.torch_zip import Window
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
@@ -59,9 +59,12 @@ def open_tensors(
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = "blocks",
 ) -> TensorReader:
-    """A `TensorReader` of the checkpoint under ``checkpoint_id``, as for `dcp.inspection.open_index`."""
-    store = OpenWith(storage_options)(checkpoint_id)
-    return TensorReader(store, open_index(store), verify=verify)
+    """A `TensorReader` of a checkpoint of any format, as `dcp.storage.formats.sources.open_source` finds it.
+
+    Raises `CheckpointNotFoundError` where there is none.
+    """
+    source = open_source(checkpoint_id, open_store=OpenWith(storage_options))
+    return TensorReader(source.store, source.index, verify=verify, name=source.name)
 
 
 class TensorReader:
@@ -70,13 +73,21 @@ class TensorReader:
     Elements are as `dcp.elements.stored_dtype` says: numpy's own types, or unsigned integers for those that
     numpy lacks, which `dcp.elements.decode` makes numbers of.
     Raises `CorruptCheckpointError` where bytes are not those committed: what ``verify`` tells to check.
+    ``name`` is what the checkpoint is called in messages, if not by its store.
     """
 
     def __init__(
-        self, store: Store, index: CheckpointIndex, *, verify: Verify = "blocks", threads: int | None = None
+        self,
+        store: Store,
+        index: CheckpointIndex,
+        *,
+        verify: Verify = "blocks",
+        threads: int | None = None,
+        name: str | None = None,
     ) -> None:
         self.store = store
         self.index = index
+        self.name = name or store.url
         threads = threads or store.read_profile.threads or 2
         self._engine = ReadEngine(store, index, verify=verify, threads=threads)
         self._running = threading.Lock()
@@ -153,9 +164,9 @@ class TensorReader:
             return disjoint_parts(shape, [(chunk, *index.box(chunk)) for chunk in index.chunks(tensor_row)])
         except ValueError as error:
             raise CorruptCheckpointError(
-                f"{self.store.url}: {error} of {index.fqns[tensor_row]!r}, whose shape is {shape}: a part of "
+                f"{self.name}: {error} of {index.fqns[tensor_row]!r}, whose shape is {shape}: a part of "
                 "the checkpoint is missing",
-                path=self.store.url,
+                path=self.name,
                 fqn=index.fqns[tensor_row],
             ) from error
 
@@ -205,8 +216,30 @@ class TensorReader:
         Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
         Raises `PlanError` for what numpy would not take either.
         """
+        return self._read(tensor_row, self._lattice(tensor_row, slices))
+
+    def shape_of(self, tensor_row: int, slices: Slices | None = None) -> tuple[int, ...]:
+        """The shape of what `read` gives; nothing is read."""
+        return self._lattice(tensor_row, slices).shape
+
+    def read_part(self, tensor_row: int, slices: Slices | None, part: Sequence[slice]) -> Array:
+        """``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice of step 1
+        for each dimension."""
+        return self._read(tensor_row, self._lattice(tensor_row, slices).part(part))
+
+    def slabs(
+        self, tensor_row: int, slices: Slices | None = None, max_bytes: int = MAX_BLOCK_BYTES
+    ) -> Iterator[Array]:
+        """The same as `read`, in parts along the first dimension that is left, of about ``max_bytes``."""
+        lattice = self._lattice(tensor_row, slices)
+        for slab in lattice.slabs(max(1, max_bytes // self.index.dtype(tensor_row).itemsize)):
+            yield self._read(tensor_row, slab)
+
+    def _lattice(self, tensor_row: int, slices: Slices | None) -> Lattice:
+        return lattice_of(self.index.shape(tensor_row), slices, self.index.fqns[tensor_row])
+
+    def _read(self, tensor_row: int, lattice: Lattice) -> Array:
         index = self.index
-        lattice = lattice_of(index.shape(tensor_row), slices, index.fqns[tensor_row])
         result = np.empty(lattice.counts, stored_dtype(index.dtype(tensor_row)))
         if result.size:
             parts = self.parts(tensor_row)
@@ -301,7 +334,7 @@ class TensorReader:
             fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
             name = self.index.files[int(self.index.chunk_files[chunk])]
             raise CorruptCheckpointError(
-                f"{self.store.url}: tensor {fqn!r} is damaged: CRC-32 {got:08x} of its bytes in {name}, "
+                f"{self.name}: tensor {fqn!r} is damaged: CRC-32 {got:08x} of its bytes in {name}, "
                 f"which says {expected:08x}. Take another checkpoint.",
                 path=f"{self.store.url}/{name}",
                 fqn=fqn,

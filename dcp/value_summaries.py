@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -203,21 +202,39 @@ class Summary:
         there = np.flatnonzero(self._binades.any(axis=0))
         if len(there) == 0:
             return Histogram((0.0, 0.0), (self.zeros,))
-        positive, negative = bool(self._binades[0].any()), bool(self._binades[1].any())
-        bottom, top = int(there[0]), int(there[-1])
-        share = (bins - 1) // (positive + negative)
-        width = -(-min(top - bottom + 1, _WIDE_SPAN) // share)
-        number = min(share, -(-(top - bottom + 1) // width))
-        exponents = [top + 1 - width * step for step in range(number + 1)]  # descending
-        sides = []
+        tops = [int(found[-1]) + 1 for side in self._binades if len(found := np.flatnonzero(side))]
+        around, width = _resolution(int(there[0]), tops, bins - 1)
+        edges: list[list[float]] = []
+        counts: list[list[int]] = []
         for side in self._binades:
-            sides.append([int(side[max(0, low) : high].sum()) for high, low in pairwise(exponents)])
-        around = self.zeros + int(self._binades[:, : max(0, exponents[-1])].sum())
-        edges = [_power(exponent - _LOWEST) for exponent in exponents]
-        below = [-edge for edge in edges] if negative else [0.0]
-        above = edges[::-1] if positive else [0.0]
-        counts = [*(sides[1] if negative else ()), around, *(sides[0][::-1] if positive else ())]
-        return Histogram((*below, *above), tuple(counts))
+            last = int(np.flatnonzero(side)[-1]) + 1 if side.any() else 0
+            lows = range(around, last, width)
+            counts.append([int(side[low : low + width].sum()) for low in lows])
+            reached = [around, *(low + width for low in lows)] if last else []
+            edges.append([_power(exponent - _LOWEST) for exponent in reached])
+        (above, below), (positive, negative) = edges, counts
+        middle = self.zeros + int(self._binades[:, :around].sum())
+        return Histogram(
+            (*(-edge for edge in below[::-1] or [-0.0]), *(above or [0.0])),
+            (*negative[::-1], middle, *positive),
+        )
+
+
+def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:
+    """(exponent up to which magnitudes count as around zero, powers of two in a bin) for ``bins`` other bins.
+
+    ``tops`` are the ends of positive and negative magnitudes, ``bottom`` is the smallest that there is.
+    """
+
+    def needed(exponent: int, width: int) -> int:
+        return sum(max(0, -((exponent - top) // width)) for top in tops)
+
+    around, width = max(bottom, max(tops) - _WIDE_SPAN), 1
+    while needed(around, width) > bins:
+        width += 1
+    while around > bottom and needed(around - 1, width) <= bins:
+        around -= 1
+    return around, width
 
 
 def _power(exponent: int) -> float:

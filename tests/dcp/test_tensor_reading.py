@@ -139,8 +139,8 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
 
 
 @st.composite
-def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """(shape, cuts, index) of an array."""
+def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int]:
+    """(shape, cuts, index, elements of a slab) of an array."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     cuts = tuple(draw(st.integers(1, 3)) for _ in shape)
     bound = st.none() | st.integers(-9, 9)
@@ -150,14 +150,16 @@ def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[A
         items.append(draw(st.builds(slice, bound, bound, step) | st.integers(-size, max(0, size - 1))))
     if draw(st.booleans()):
         items.insert(draw(st.integers(0, len(items))), ...)
-    return shape, cuts, tuple(items)
+    return shape, cuts, tuple(items), draw(st.integers(1, 40))
 
 
 @settings(max_examples=150, deadline=None)
 @given(case=slicings())
-def test_slices_are_numpys(case: tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]) -> None:
+def test_slices_are_numpys(
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int],
+) -> None:
     """Any slices of any sharding give what numpy's indexing of the whole gives, and fail where it fails."""
-    shape, cuts, index = case
+    shape, cuts, index, _ = case
     tensor = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
     store = MemoryStore(f"slices-{next(_COUNTER)}")
     save_sharded(store, {"w": tensor}, {"w": grid(shape, cuts)})
@@ -171,6 +173,8 @@ def test_slices_are_numpys(case: tuple[tuple[int, ...], tuple[int, ...], tuple[A
         found = reader.read(0, index)
         assert found.shape == expected.shape
         assert np.array_equal(found, expected)
+        slabs = list(reader.slabs(0, index, 2 * case[3]))
+        assert np.array_equal(np.concatenate(slabs) if expected.ndim else slabs[0], expected)
 
 
 _COUNTER = itertools.count()
