@@ -1,0 +1,188 @@
+"""SIGKILL before every request that a save makes on S3: the old checkpoint stands, or the new."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dcp.demo.s3_server import S3Server
+from dcp.storage.formats.manifest import METADATA_NAME
+from dcp.storage.stores.faults import Fault, Operation
+from tests.support.crashes import Child, in_lab
+from tests.support.s3_versions import CLEAN, Place
+from tests.support.versions import ABSENT
+
+pytestmark = pytest.mark.timeout(900)
+
+OLD, NEW, NEXT = 1, 2, 3
+MIB = 1 << 18
+"""Elements of four bytes."""
+
+
+def kill(operation: Operation) -> None:
+    """End this process as a power loss would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is there before, and how it is replaced. ``old`` and ``old_stock`` are what dcp and stock see."""
+
+    before: Callable[[Place], object] | None = None
+    old: int | str = ABSENT
+    old_stock: int | str = ABSENT
+    options: dict[str, Any] = field(default_factory=dict)
+    new_stock: int | str = NEW
+
+
+def by_dcp(place: Place) -> None:
+    """Version OLD, saved by dcp."""
+    place.save(OLD)
+
+
+def by_stock(place: Place) -> None:
+    """Version OLD, saved by stock torch."""
+    place.stock_save(OLD)
+
+
+def half_published(place: Place) -> None:
+    """As a save leaves it that was killed between its manifest and its `.metadata`."""
+    place.save(4)
+    Child(place.save, OLD, Fault("publish", name=METADATA_NAME, hook=kill)).wait()
+
+
+WITHOUT_REQUEST = ("make_root", "create", "write", "sync", "lock")
+"""Operations before which it is as before the next one: nothing is sent, but for parts of large files."""
+
+SCENARIOS = {
+    "first": Scenario(),
+    "overwrite": Scenario(by_dcp, OLD, OLD),
+    "bare over compatible": Scenario(by_dcp, OLD, OLD, {"torch_compatible": False}, ABSENT),
+    "over a killed save": Scenario(half_published, OLD, 4),
+    "over stock": Scenario(by_stock, OLD, OLD),
+}
+
+
+@dataclass
+class Crash:
+    """What one kill left: who sees which version, what is damaged, and how the next save went."""
+
+    step: str
+    killed: bool
+    dcp: int | str
+    stock: int | str | None
+    findings: set[str]
+    uploads: int
+    next_seen: int | str
+    next_listing: dict[str, int]
+    next_uploads: int
+    next_findings: set[str]
+
+
+def crash(place: Place, step: str, fault: Fault, *, ask_stock: bool = True, **options: Any) -> Crash:
+    """Save in a child that the fault kills; look, save again and look once more."""
+    ending = Child(run_save, place, NEW, fault, options).wait()
+    if ending.raised is not None:
+        raise AssertionError(ending.raised.traceback_text)
+    stock = place.seen_by_stock() if ask_stock else None
+    seen = place.seen(), stock, place.findings(), place.uploads()
+    place.save(NEXT)
+    # Findings are also that `.metadata` is not the one which the manifest names, by which stock would go.
+    return Crash(step, ending.killed, *seen, place.seen(), place.listing(), place.uploads(), place.findings())
+
+
+def run_save(place: Place, version: int, fault: Fault, options: dict[str, Any]) -> None:
+    """In the child."""
+    place.save(version, fault, **options)
+
+
+def every_crash(place: Place, name: str) -> list[Crash]:
+    """Kill the save of a scenario before its first request, its second, and so on until it gets through."""
+    scenario = SCENARIOS[name]
+    before, count = place.at("before"), place.at("count")
+    if scenario.before is not None:
+        scenario.before(before)
+    before.copy_to(count)
+    steps = [step for step in count.save(NEW, **scenario.options).log if step.op not in WITHOUT_REQUEST]
+    moments = [(f"{step.op} {step.name}", step.number) for step in steps]
+    # Stock's load takes many requests, and before this step it can only find what it has found at the first.
+    publishing = next(step.number for step in steps if step.op == "publish")
+    crashes: list[Crash] = []
+    for step, number in [*moments, ("none", 1 << 30)]:
+        target = place.at(str(number))
+        before.copy_to(target)
+        asked = not crashes or number >= publishing
+        fault = Fault(at=number, hook=kill)
+        crashes.append(crash(target, step, fault, ask_stock=asked, **scenario.options))
+    return crashes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("first", "overwrite") else pytest.mark.exhaustive)
+        for name in SCENARIOS
+    ],
+)
+def test_a_save_killed_before_any_request(s3_server: S3Server, s3_root: str, name: str) -> None:
+    """dcp and stock see the old version until one request and the new one after it, whole and verified; the
+    next save commits, and leaves neither strays nor unfinished uploads."""
+    scenario = SCENARIOS[name]
+    crashes = in_lab(every_crash, Place(s3_root, s3_server.storage_options), name, timeout_seconds=800)
+    assert len(crashes) > 8
+    assert [crash.killed for crash in crashes] == [True] * (len(crashes) - 1) + [False]
+    for seen, old, new in (
+        ([crash.dcp for crash in crashes], scenario.old, NEW),
+        ([crash.stock for crash in crashes if crash.stock], scenario.old_stock, scenario.new_stock),
+    ):
+        turn = seen.index(new) if new in seen else len(seen)
+        assert seen == [old] * turn + [new] * (len(seen) - turn)
+        assert seen[-1] == new
+    assert crashes[0].dcp == scenario.old
+    assert crashes[-1].findings == set()
+    for crash in crashes:
+        assert crash.findings <= {"stray-file", "metadata"}, crash
+        assert crash.next_seen == NEXT, crash
+        assert (crash.next_listing, crash.next_uploads, crash.next_findings) == (CLEAN, 0, set()), crash
+
+
+def crashes_while_parts_are_sent(place: Place) -> list[Crash]:
+    """Kill while parts are under way, when all were handed over, and between upload and commit."""
+    before = place.at("before")
+    log = before.save(OLD).log
+    written = list(itertools.accumulate(step.size_bytes for step in log if step.op == "write"))
+    moments = [
+        *(Fault("write", at=bisect.bisect(written, size) + 2, hook=kill) for size in (5 << 20, 11 << 20)),
+        Fault("finish", hook=kill),
+        Fault("version", name=METADATA_NAME, at=2, hook=kill),
+        Fault("publish", name=METADATA_NAME, hook=kill),
+    ]
+    crashes = []
+    for number, moment in enumerate(moments):
+        target = place.at(str(number))
+        before.copy_to(target)
+        crashes.append(crash(target, f"{moment.op} {moment.at}", moment))
+    return crashes
+
+
+def test_a_save_killed_while_parts_are_sent(s3_server: S3Server, s3_root: str) -> None:
+    """Parts that nobody will ever put together are thrown away by the next save, which knows them by name."""
+    options = {**s3_server.storage_options, "part_bytes": 5 << 20}
+    place = Place(s3_root, options, large=17 * MIB)
+    crashes = in_lab(crashes_while_parts_are_sent, place, timeout_seconds=800)
+    assert [(crash.killed, crash.dcp, crash.uploads) for crash in crashes] == [
+        *[(True, OLD, 1)] * 3,
+        (True, OLD, 0),
+        (True, NEW, 0),
+    ]
+    for crash in crashes:
+        assert crash.findings <= {"stray-file", "metadata"}, crash
+        assert crash.next_seen == NEXT, crash
+        assert (crash.next_listing, crash.next_uploads, crash.next_findings) == (CLEAN, 0, set()), crash

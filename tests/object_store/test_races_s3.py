@@ -1,0 +1,157 @@
+"""Processes that save to one id on S3, where the conditional request for the manifest is the only arbiter."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+import pytest
+
+from dcp.demo.s3_server import S3Server
+from dcp.storage.errors import CheckpointConflictError
+from dcp.storage.formats.manifest import METADATA_NAME
+from dcp.storage.stores.faults import Fault, Operation
+from tests.support.crashes import Child, in_lab
+from tests.support.s3_versions import CLEAN, Place
+from tests.support.versions import ABSENT
+
+WRITERS = 8
+ROUNDS = 5
+OLD = 100
+MIB = 1 << 18
+"""Elements of four bytes."""
+
+
+def race(place: Place, version: int, barrier: Barrier) -> list[bool]:
+    """Whether this writer's save committed, by round. Any error but a conflict ends the test."""
+    outcomes = []
+    for number in range(ROUNDS):
+        try:
+            # All have seen the same state of the id when the first of them begins to write.
+            place.at(str(number)).save(version, Fault("create", hook=once(lambda: meet(barrier))))
+        except CheckpointConflictError:
+            outcomes.append(False)
+        else:
+            outcomes.append(True)
+        meet(barrier)  # and nobody is at the next id before all have left this one
+    return outcomes
+
+
+def meet(barrier: Barrier) -> None:
+    """Wait for all others."""
+    barrier.wait(240)
+
+
+def once(act: Callable[[], None]) -> Callable[[Operation], None]:
+    """A hook that does it the first time only."""
+    done: list[bool] = []
+
+    def hook(operation: Operation) -> None:
+        if not done:
+            done.append(True)
+            act()
+
+    return hook
+
+
+def races(place: Place, overwrite: bool) -> list[Any]:
+    """By round: who committed, and what is there then."""
+    if overwrite:
+        for number in range(ROUNDS):
+            place.at(str(number)).save(OLD)
+    barrier = multiprocessing.get_context("fork").Barrier(WRITERS)
+    writers = [Child(race, place, version, barrier) for version in range(1, WRITERS + 1)]
+    endings = [writer.wait() for writer in writers]
+    for ending in endings:
+        if ending.raised is not None:
+            raise AssertionError(ending.raised.traceback_text)
+    return [
+        (
+            [version for version, ending in enumerate(endings, start=1) if ending.value[number]],
+            look(place.at(str(number))),
+        )
+        for number in range(ROUNDS)
+    ]
+
+
+def look(place: Place) -> tuple[Any, ...]:
+    """What dcp and stock see of an id, what `dcp verify` finds, and which objects there are."""
+    return place.seen(), place.seen_by_stock(), place.findings(), place.listing(), place.uploads()
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["create", "overwrite"])
+def test_one_of_eight_wins(s3_server: S3Server, s3_root: str, overwrite: bool) -> None:
+    """Exactly one commits, the others raise CheckpointConflictError; what it saved is there whole, for stock
+    torch as well, and nothing of the others or of what was replaced."""
+    place = Place(s3_root, s3_server.storage_options)
+    for winners, seen in in_lab(races, place, overwrite):
+        assert len(winners) == 1, winners
+        assert seen == (winners[0], winners[0], set(), CLEAN, 0)
+
+
+def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_root: str) -> None:
+    """The winner ends the uploads that it found: for the loser that is a conflict, as losing always is."""
+    options = {**s3_server.storage_options, "part_bytes": 5 << 20}
+    place = Place(s3_root, options, large=12 * MIB)
+    place.save(OLD)
+    began: list[int] = []
+
+    def overtake() -> None:
+        began.append(place.uploads())
+        place.save(2)
+
+    with pytest.raises(CheckpointConflictError, match="ended by somebody"):
+        place.save(1, Fault("finish", hook=once(overtake)))
+    assert began == [1]
+    assert look(place) == (2, 2, set(), CLEAN, 0)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["beside another", "beside one without torch's metadata"])
+def test_a_metadata_that_comes_late_is_refused(s3_server: S3Server, s3_root: str, bare: bool) -> None:
+    """Another save commits between a manifest and its `.metadata`: in the end both files are the other's."""
+    place = Place(s3_root, s3_server.storage_options)
+    place.save(OLD)
+    late = Fault("publish", name=METADATA_NAME, hook=once(lambda: save_other(place, bare)))
+    log = place.save(1, late).log
+    assert [step.op for step in log][-4:] == ["publish", "publish", "version", "version"]
+    if bare:
+        assert look(place) == (2, ABSENT, set(), {"manifest": 1, "data": 1}, 0)
+    else:
+        assert look(place) == (2, 2, set(), CLEAN, 0)
+
+
+def save_other(place: Place, bare: bool) -> None:
+    """The save that overtakes."""
+    place.save(2, torch_compatible=not bare)
+
+
+def test_a_metadata_that_came_too_late_is_taken_back(s3_server: S3Server, s3_root: str) -> None:
+    """The first save to an id has nothing to compare its `.metadata` with: one without, which has committed
+    over it meanwhile, ends up without."""
+    place = Place(s3_root, s3_server.storage_options)
+    place.save(1, Fault("publish", name=METADATA_NAME, hook=once(lambda: save_other(place, True))))
+    assert look(place) == (2, ABSENT, set(), {"manifest": 1, "data": 1}, 0)
+
+
+def forks(place: Place) -> list[Any]:
+    """What parent and child see in turn."""
+    place.save(1)
+    seen = [place.seen()]
+    seen.append(Child(save_and_see, place, 2).wait().value)
+    seen.append(place.seen())
+    place.save(3)
+    return [*seen, Child(place.seen).wait().value]
+
+
+def save_and_see(place: Place, version: int) -> int | str:
+    """In the child."""
+    place.save(version)
+    return place.seen()
+
+
+def test_forks_of_a_process_that_uses_s3(s3_server: S3Server, s3_root: str) -> None:
+    """The thread of its event loop is not in the fork, which makes itself another one: neither hangs, nor
+    disturbs the other's connections."""
+    assert in_lab(forks, Place(s3_root, s3_server.storage_options)) == [1, 2, 2, 3]
