@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecReader as FsspecReader
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
     from dcp.api import CheckpointException as CheckpointException
+    from dcp.conversion.report import ConversionReport as ConversionReport
+    from dcp.conversion.run import convert as convert
     from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
     from dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
     from dcp.errors import CheckpointConflictError as CheckpointConflictError
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
     "dcp.api": ("CheckpointException",),
+    "dcp.conversion.report": ("ConversionReport",),
+    "dcp.conversion.run": ("convert",),
     "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
     "dcp.errors": (
         "CheckpointConflictError",

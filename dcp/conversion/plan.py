@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from dcp.conversion.entries import Entries, Value
+from dcp.conversion.extras import extras_of, metadata_of
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.pieces import SourceBox
 from dcp.conversion.targets.dcp import Chunks, EncodedValue, dcp_layout
@@ -72,13 +73,13 @@ def plan_layout(
         pairs = [(value, contents[value.fqn]) for value in kept]
         name = place.file_name or ""
         return Planned(torch_layout(name, entries, pairs, structure_of(entries)), dropped)
-    extras = _extras(entries, [(value, contents[value.fqn]) for value in kept])
+    extras = extras_of(entries, [(value, contents[value.fqn]) for value in kept], _own_structure(entries))
     shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
     layout = safetensors_layout(
         entries,
         file_name=place.file_name,
         shard_bytes=shard_bytes,
-        metadata={"format": "pt"},
+        metadata=metadata_of(entries.index.user),
         extras=extras,
     )
     return Planned(layout, dropped)
@@ -203,33 +204,6 @@ def _own_structure(entries: Entries) -> dict[str, Any] | None:
     known = structure.get("values")
     kinds = {name: known[old] for name, old in entries.source_names.items() if known and old in known}
     return {"version": 1, "containers": containers, "values": kinds}
-
-
-def _extras(entries: Entries, values: Sequence[tuple[Value, Any]]) -> dict[str, Any]:
-    """What a safetensors file has no place for; empty for a flat dict of tensors."""
-    contents = {value.fqn: content for value, content in values}
-    written = {*contents, *(entry.fqn for entry in entries.tensors)}
-    paths = {fqn: path for fqn, path in entries.paths.items() if path != (fqn,) and fqn in written}
-    ties = {
-        entry.fqn: entries.tensors[entry.tied_to].fqn
-        for number, entry in enumerate(entries.tensors)
-        if entry.tied_to != number
-    }
-    structure = _own_structure(entries)
-    grads = [entry.fqn for entry in entries.tensors if entries.index.requires_grad[entry.tensor]]
-    order = [fqn for fqn in entries.paths if fqn in written]
-    found: dict[str, Any] = {
-        "paths": paths,
-        "values": contents,
-        "ties": ties,
-        "structure": structure
-        if structure and (structure["containers"] or structure.get("values"))
-        else None,
-        "requires_grad": grads,
-    }
-    if not any(found.values()):
-        return {}
-    return {"version": 1, "order": order, **{name: value for name, value in found.items() if value}}
 
 
 # -- where the bytes come from -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 from dcp.conversion.checks import SourceChecks, TargetChecksums
 from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.executors import open_executor
+from dcp.conversion.extras import with_extras
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.plan import LayoutOptions, copy_sources, fingerprint, plan_layout, with_save_id
 from dcp.conversion.publish import Publisher, publisher_of
@@ -26,8 +27,7 @@ from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.open import open_index
-from dcp.storage.stores.base import Store
+from dcp.storage.formats.sources import Source, open_source
 from dcp.storage.stores.memory import MemoryStore
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
@@ -90,19 +90,20 @@ def convert(
     place = place_of(target, to, OpenWith(target_options))
     if place.path is not None and not overwrite:
         place.refuse_existing()
-    store = opened(source)
-    index = open_index(store)
-    _refuse_itself(store, place)
+    found = open_source(source, open_store=opened)
+    store, index = found.store, with_extras(found.store, found.index)
+    _refuse_itself(found, place)
     options = LayoutOptions(to, files, chunks, shard_bytes, drop_objects)
     entries = choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype)
     with ReadEngine(store, index, verify=verify) as engine:
         save_id = uuid.uuid4().hex[:8]
         planned = plan_layout(entries, engine, place, options, save_id)
         planned.layout.check()
-        work = _Work(engine, place, planned.layout, save_id, to, publisher_of(place, overwrite=overwrite))
+        publisher = publisher_of(place, overwrite=overwrite)
+        work = _Work(engine, place, planned.layout, save_id, to, publisher, found.name)
         work.begin(resume=resume, overwrite=overwrite)
         job = Job(
-            source_url=os.fspath(source),
+            source_url=store.url,
             open_source=opened,
             target_folder=work.publisher.folder,
             open_target=OpenWith(target_options),
@@ -123,9 +124,9 @@ def convert(
     return work.report(planned.dropped)
 
 
-def _refuse_itself(store: Store, place: Place) -> None:
-    if place.file_name is None and store.url == place.store.url:
-        raise PlanError(f"source and target are both {store.url}; convert to another place", path=store.url)
+def _refuse_itself(source: Source, place: Place) -> None:
+    if source.store.url == place.store.url and source.file == place.file_name:
+        raise PlanError(f"source and target are both {place.url}; convert to another place", path=place.url)
 
 
 @dataclass
@@ -138,6 +139,7 @@ class _Work:
     save_id: str
     to: str
     publisher: Publisher
+    source: str
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -244,7 +246,7 @@ class _Work:
         layout, stats = self.layout, self._checks.stats
         index: CheckpointIndex | None = layout.index
         return ConversionReport(
-            source=self.engine.store.url,
+            source=self.source,
             target=self.place.url,
             format=self.to,
             files=(*layout.file_names, *layout.last_files),

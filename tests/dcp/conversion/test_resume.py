@@ -1,0 +1,173 @@
+"""Conversions that are killed: no file under the target's name, what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp
+from dcp.conversion.run import convert
+from dcp.storage.errors import CheckpointConflictError
+from tests.support.conversion import assert_same, folder_of
+
+_MEBIBYTE = 1 << 20
+_TENSORS = 5
+_SIZE = 6 * _MEBIBYTE
+_TASK = 8 * _MEBIBYTE
+
+_PROGRAM = """
+import json, os, signal, sys
+from dcp.conversion import tasks
+tasks.TASK_BYTES = 8 << 20  # several tasks without much to write
+from dcp.conversion.run import convert
+from dcp.conversion.sinks import observers
+source, target, to, kill_at = sys.argv[1:5]
+steps = []
+def observe(op, name):
+    steps.append(op)
+    if len(steps) == int(kill_at):
+        os.kill(os.getpid(), signal.SIGKILL)
+observers.append(observe)
+options = json.loads(sys.argv[5])
+report = convert(source, target, to=to, executor="inline", **options)
+assert "torch" not in sys.modules
+print(len(steps), report.tasks, report.tasks_resumed, report.bytes_read, *steps)
+"""
+
+_TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
+
+
+def _run(
+    source: Path, target: Path, to: str, kill_at: int, **options: object
+) -> subprocess.CompletedProcess[str]:
+    numbers = [to, str(kill_at), json.dumps(options)]
+    command = [sys.executable, "-c", _PROGRAM, str(source), str(target), *numbers]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 MiB: four tasks."""
+    path = tmp_path_factory.mktemp("source") / "checkpoint"
+    state = {f"t{n}": torch.full((_SIZE // 4,), float(n)) for n in range(_TENSORS)}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _check(target: Path) -> None:
+    if target.suffix == ".pt":
+        loaded = torch.load(target, weights_only=True, mmap=True)
+        assert all(bool((loaded[f"t{n}"] == n).all()) for n in range(_TENSORS))
+        return
+    convert(target, target.with_name("check.pt"), to="torch", executor="inline")
+    _check(target.with_name("check.pt"))
+    target.with_name("check.pt").unlink()
+
+
+@pytest.mark.parametrize("to", list(_TARGETS))
+def test_killed_anywhere_and_finished(to: str, source: Path, tmp_path: Path) -> None:
+    """Killed again and again, each time a few steps later, it ends with the same bytes as without.
+
+    At no death is there anything under the target's name before all of it is there, and each run goes on
+    where the one before was: all together read the source once.
+    """
+    target = tmp_path / _TARGETS[to]
+    whole = _run(source, tmp_path / f"whole-{_TARGETS[to]}", to, 0)
+    assert whole.returncode == 0, whole.stderr
+    steps = whole.stdout.split()[4:]
+    all_tasks, all_bytes = int(whole.stdout.split()[1]), int(whole.stdout.split()[3])
+    assert all_tasks >= 4
+    for deaths, kill_at in enumerate(range(2, 2 * len(steps), 5)):
+        run = _run(source, target, to, kill_at)
+        if run.returncode == 0:
+            assert deaths > 2
+            break
+        assert run.returncode == -signal.SIGKILL, run.stderr
+        names = [name for name in folder_of(target) if not name.startswith(".tmp-convert-")]
+        assert names == [f"whole-{_TARGETS[to]}"] or names == sorted([target.name, f"whole-{_TARGETS[to]}"])
+        if target.name in names:  # it was killed while cleaning up
+            break
+    else:
+        raise AssertionError("it never ended")
+    if run.returncode == 0:
+        _, tasks, done, read = map(int, run.stdout.split()[:4])
+        assert tasks == all_tasks
+        assert 0 < done <= tasks
+        assert read <= all_bytes * (tasks - done + 1) / tasks
+    _check(target)
+
+
+def test_what_is_done_is_never_read_again(source: Path, tmp_path: Path) -> None:
+    """Bytes read before the death and after it are together those of one whole run."""
+    target = tmp_path / "model.pt"
+    steps = _run(source, tmp_path / "whole.pt", "torch", 0).stdout.split()[4:]
+    kill_at = [number for number, step in enumerate(steps, 1) if step == "ledger"][2] + 1
+    assert _run(source, target, "torch", kill_at).returncode == -signal.SIGKILL
+    _, tasks, done, read = map(int, _run(source, target, "torch", 0).stdout.split()[:4])
+    assert (tasks, done) == (4, 3)
+    assert read == pytest.approx(_TENSORS * _SIZE - 3 * _TASK, abs=4096)
+    _check(target)
+    assert folder_of(target) == ["model.pt", "whole.pt"]
+
+
+def test_a_changed_source_or_option_begins_anew(source: Path, tmp_path: Path) -> None:
+    """What was done for other bytes is thrown away, and so is everything with resume=False."""
+    target = tmp_path / "model.pt"
+    steps = _run(source, tmp_path / "whole.pt", "torch", 0).stdout.split()[4:]
+    kill_at = [number for number, step in enumerate(steps, 1) if step == "ledger"][1] + 1
+    changes: list[dict[str, object]] = [
+        {"only": ["t0", "t1", "t2"]},
+        {"resume": False},
+        {"dtype": "bfloat16"},
+    ]
+    for change in changes:
+        assert _run(source, target, "torch", kill_at).returncode == -signal.SIGKILL
+        assert _run(source, target, "torch", 0, **change).stdout.split()[2] == "0"
+        assert folder_of(target) == ["model.pt", "whole.pt"]
+        target.unlink()
+    assert _run(source, target, "torch", kill_at).returncode == -signal.SIGKILL
+    data_file = next(path for path in source.iterdir() if path.suffix == ".distcp")
+    stamp = data_file.stat()
+    os.utime(data_file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1_000_000_000))
+    assert _run(source, target, "torch", 0).stdout.split()[2] == "0"
+
+
+def test_a_killed_replacement_leaves_the_old_target(source: Path, tmp_path: Path) -> None:
+    """With overwrite, too: until the one step, the old file is what is there."""
+    target = tmp_path / "model.pt"
+    torch.save({"old": torch.ones(1)}, target)
+    steps = _run(source, tmp_path / "whole.pt", "torch", 0).stdout.split()[4:]
+    publish = steps.index("publish") + 1
+    assert _run(source, target, "torch", publish, overwrite=True).returncode == -signal.SIGKILL
+    assert_same(torch.load(target, weights_only=True), {"old": torch.ones(1)})
+    run = _run(source, target, "torch", 0, overwrite=True)
+    assert run.returncode == 0, run.stderr
+    _, tasks, done, read = map(int, run.stdout.split()[:4])
+    assert (done, read) == (tasks, 0)
+    _check(target)
+
+
+def test_two_at_once_are_told_apart(source: Path, tmp_path: Path) -> None:
+    """The second one to the same target is refused while the first is at it."""
+    target = tmp_path / "model.pt"
+    program = _PROGRAM.replace(
+        "os.kill(os.getpid(), signal.SIGKILL)", "print('here', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(source), str(target), "torch", "4", "{}"]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline().strip() == "here"
+        with pytest.raises(CheckpointConflictError, match="another process"):
+            convert(source, target, to="torch", executor="inline")
+    finally:
+        first.communicate(timeout=120)
+    assert first.returncode == 0
+    _check(target)
