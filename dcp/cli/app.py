@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import demo, ls, show, verify
+from dcp.cli import cat, demo, diff, gc, ls, rm, show, stats, verify
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="dcp",
-    help="Look at sharded checkpoints and verify them: ours and stock torch's.",
+    help="Look at checkpoints, compare, verify and remove them: sharded ones, torch.save and safetensors.",
     no_args_is_help=True,
     # plain messages: a usage error is a line, not a box
     rich_markup_mode=None,
@@ -22,7 +22,12 @@ app = typer.Typer(
 )
 app.command("ls")(ls.command)
 app.command("show")(show.command)
+app.command("cat")(cat.command)
+app.command("stats")(stats.command)
+app.command("diff")(diff.command)
 app.command("verify")(verify.command)
+app.command("rm")(rm.command)
+app.command("gc")(gc.command)
 app.command("demo")(demo.command)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
@@ -30,7 +30,16 @@ from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 
-__all__ = ["Removed", "finish_removal", "is_abandoned", "remove_abandoned", "remove_checkpoint"]
+__all__ = [
+    "Removed",
+    "files_to_remove",
+    "finish_removal",
+    "is_abandoned",
+    "is_left_by_a_save",
+    "remove_abandoned",
+    "remove_checkpoint",
+    "remove_strays",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +116,7 @@ def is_abandoned(files: Iterable[FileInfo], older_than_seconds: float, now_secon
     files = list(files)
     if any(is_commit_object(info.name) for info in files):
         return False
-    times = [info.modified_seconds for info in files if _is_left_by_a_save(info.name)]
+    times = [info.modified_seconds for info in files if is_left_by_a_save(info.name)]
     return bool(times) and max(times) < now_seconds - older_than_seconds
 
 
@@ -123,15 +132,43 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
         files = store.list()
         if not is_abandoned(files, older_than_seconds, now_seconds):
             return Removed("absent")
-        gone = [info for info in files if _is_left_by_a_save(info.name) or info.name == NOTES_NAME]
+        gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
         _delete(store, gone)
-    owners = {match["owner"] for info in gone if (match := _DATA.fullmatch(info.name))} - {None}
-    _abort_uploads_of(store, owners)
+    _abort_uploads_of(store, _owners(gone))
     return _close(store, gone)
 
 
-def _is_left_by_a_save(name: str) -> bool:
+def is_left_by_a_save(name: str) -> bool:
+    """Whether a file of this name can be what a save, or its publish, left: nothing else has such names."""
     return (_DATA.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
+
+
+def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
+    """What `remove_checkpoint` would remove, as far as that can be said now; nothing is changed."""
+    commit = read_commit(store)
+    tombstone = _tombstone_of(store) if commit is None else _tombstone(store, commit, now_seconds)
+    if tombstone is None:
+        return []
+    files = store.list()
+    committed = () if commit is None else commit.versions
+    return [
+        info
+        for info in files
+        if info.name in committed or info.name == NOTES_NAME or _belongs(info, tombstone, now_seconds)
+    ]
+
+
+def remove_strays(store: Store, is_stray: Callable[[FileInfo], bool]) -> Removed:
+    """Remove the files beside a checkpoint for which ``is_stray``, and uploads of the saves they are of."""
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        gone = [info for info in store.list() if is_stray(info)]
+        _delete(store, gone)
+    _abort_uploads_of(store, _owners(gone))
+    return Removed("deleted", len(gone), sum(info.size_bytes for info in gone))
+
+
+def _owners(files: Iterable[FileInfo]) -> set[str]:
+    return {match["owner"] for info in files if (match := _DATA.fullmatch(info.name))} - {None}
 
 
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:

@@ -1,0 +1,232 @@
+"""``dcp cat``: the values of one entry."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import math
+import re
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import EllipsisType
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
+
+import typer
+
+from dcp.cli.common import (
+    Debug,
+    Json,
+    Options,
+    errors_as_lines,
+    print_json,
+    printable,
+    storage_options,
+)
+from dcp.cli.progress import progress_bar
+from dcp.storage.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dcp.elements import Array
+    from dcp.tensor_reading import Slices, TensorReader
+
+__all__ = ["command"]
+
+_PRINTED: Final = 1000
+"""Of tensors with more elements only the edges are printed, as numpy does it."""
+_EDGE: Final = 3
+_MAX_JSON_ELEMENTS: Final = 1_000_000
+_PART: Final = re.compile(
+    r"(?P<start>-?\d+)?(?P<is_slice>:)?(?(is_slice)(?P<stop>-?\d+)?(?::(?P<step>-?\d+)?)?)"
+)
+
+
+def command(
+    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    fqn: Annotated[str, typer.Argument(metavar="NAME", help="A tensor or another value, by its flat name.")],
+    slice_: Annotated[
+        str | None,
+        typer.Option("--slice", metavar="SLICE", help="A part of a tensor, as numpy has it: '0:2,:,3'."),
+    ] = None,
+    npy: Annotated[
+        str | None,
+        typer.Option("--npy", metavar="FILE", help="Write a .npy file instead; '-' is standard output."),
+    ] = None,
+    options: Options = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print the values of a tensor, or of a part of it, or another value. Only what is shown is read."""
+    if json and npy is not None:
+        raise typer.BadParameter("--json and --npy exclude each other")
+    slices = None if slice_ is None else _slices(slice_)
+    with errors_as_lines(debug=debug):
+        # here, because a usage message must not wait for numpy
+        from dcp.tensor_reading import open_tensors
+
+        with open_tensors(uri, storage_options=storage_options(uri, options)) as reader:
+            row = reader.index.position.get(fqn)
+            if row is None:
+                _cat_value(reader, fqn, is_tensor=slices is not None or npy is not None, json=json)
+            elif npy is not None:
+                _write_npy(reader, row, slices, npy)
+            elif json:
+                print_json(_as_json(reader, row, slices))
+            else:
+                _print_tensor(reader, row, slices)
+
+
+def _slices(text: str) -> Slices:
+    """``0:2,:,3`` as numpy would take it."""
+    parts: list[slice | int | EllipsisType] = []
+    for part in text.split(","):
+        stripped = part.strip()
+        match = _PART.fullmatch(stripped)
+        if stripped == "...":
+            parts.append(...)
+        elif match is None or not stripped or match["step"] == "0":
+            raise typer.BadParameter(f"{part!r} of --slice {text!r} is none of 3, 0:2, ::-1 and ...")
+        elif match["is_slice"]:
+            numbers = (match["start"], match["stop"], match["step"])
+            parts.append(slice(*(None if number is None else int(number) for number in numbers)))
+        else:
+            parts.append(int(match["start"]))
+    return tuple(parts)
+
+
+def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -> None:
+    from dcp.inspection import object_rows
+
+    index = reader.index
+    if fqn not in index.objects.position:
+        close = difflib.get_close_matches(fqn, [*index.fqns, *index.objects.fqns], n=3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; dcp show lists all"
+        raise CheckpointError(f"{reader.name}: there is no {fqn!r}{hint}", fqn=fqn)
+    if is_tensor:
+        raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
+    (value,) = (row for row in object_rows(reader.store, index) if row.fqn == fqn)
+    if not value.is_plain:
+        raise CheckpointError(
+            f"{reader.name}: {fqn!r} is pickled ({value.bytes} bytes), and pickles are not run; load it with "
+            "dcp.load(..., weights_only=False) if you trust the checkpoint",
+            fqn=fqn,
+        )
+    if json:
+        print_json({"fqn": fqn, "type": type(value.value).__name__, "value": value.value})
+    else:
+        print(printable(repr(value.value)))
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+def _decoded(reader: TensorReader, row: int, array: Array) -> Array:
+    from dcp.elements import decode
+
+    return decode(array, reader.index.dtype(row))
+
+
+def _print_tensor(reader: TensorReader, row: int, slices: Slices | None) -> None:
+    import numpy as np
+
+    shape = reader.shape_of(row, slices)
+    large = math.prod(shape) > _PRINTED
+    array = _edges(reader, row, slices, shape) if large else reader.read(row, slices)
+    with np.errstate(invalid="ignore"):
+        values = _decoded(reader, row, array)
+    print(
+        np.array2string(
+            values,
+            separator=", ",
+            threshold=0 if large else sys.maxsize,
+            edgeitems=_EDGE,
+            max_line_width=100,
+        )
+    )
+    described = "x".join(map(str, shape)) if shape else "scalar"
+    print(f"{reader.index.dtype(row).name} {described}")
+
+
+def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[int, ...]) -> Array:
+    """An array that prints as the whole would: of long dimensions the first and last elements, and one that
+    is not shown."""
+    import numpy as np
+
+    long = [size > 2 * _EDGE for size in shape]
+    sizes = [2 * _EDGE + 1 if cut else size for cut, size in zip(long, shape, strict=True)]
+    result: Array | None = None
+    for ends in itertools.product(*([False, True] if cut else [None] for cut in long)):
+        places = [_end(end, size) for end, size in zip(ends, sizes, strict=True)]
+        part = reader.read_part(row, slices, [_end(e, n) for e, n in zip(ends, shape, strict=True)])
+        if result is None:
+            result = np.zeros(sizes, part.dtype)
+            result[...] = part.reshape(-1)[0]  # what is not shown must not change how the others are printed
+        result[tuple(places)] = part
+    assert result is not None
+    return result
+
+
+def _end(is_last: bool | None, size: int) -> slice:
+    if is_last is None:
+        return slice(None)
+    return slice(size - _EDGE, size) if is_last else slice(0, _EDGE)
+
+
+def _as_json(reader: TensorReader, row: int, slices: Slices | None) -> dict[str, Any]:
+    shape = reader.shape_of(row, slices)
+    if math.prod(shape) > _MAX_JSON_ELEMENTS:
+        raise CheckpointError(
+            f"{reader.name}: {math.prod(shape):,} elements are too many for JSON; take a --slice, or --npy"
+        )
+    return {
+        "fqn": reader.index.fqns[row],
+        "dtype": reader.index.dtype(row).name,
+        "shape": shape,
+        "values": _decoded(reader, row, reader.read(row, slices)).tolist(),
+    }
+
+
+def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: str) -> None:
+    """Types that numpy lacks are written as float32, which has all their values."""
+    import numpy as np
+
+    from dcp.elements import stored_dtype
+
+    shape = reader.shape_of(row, slices)
+    sample = _decoded(reader, row, np.zeros((1,) * len(shape), stored_dtype(reader.index.dtype(row))))
+    if reader.index.dtype(row).name == "float4_e2m1fn_x2":
+        shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    header = {
+        "descr": np.lib.format.dtype_to_descr(sample.dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
+    with _output(target) as file, progress_bar(target) as show:
+        np.lib.format.write_array_header_1_0(file, header)
+        done, total = 0, math.prod(shape) * sample.itemsize
+        for slab in reader.slabs(row, slices):
+            data = np.ascontiguousarray(_decoded(reader, row, slab))
+            file.write(data.data.cast("B") if data.nbytes else b"")
+            done += data.nbytes
+            if show is not None:
+                show(done, total)
+
+
+@contextlib.contextmanager
+def _output(target: str) -> Iterator[BinaryIO]:
+    """Standard output, or a file that appears when it is complete."""
+    if target == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(target)
+    aside = path.with_name(f".tmp-{uuid.uuid4().hex}")
+    try:
+        with aside.open("xb") as file:
+            yield file
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

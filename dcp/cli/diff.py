@@ -1,0 +1,121 @@
+"""``dcp diff``: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp.cli.common import (
+    EXIT_FINDINGS,
+    Debug,
+    Json,
+    Options,
+    describe_bytes,
+    errors_as_lines,
+    print_json,
+    print_table,
+    printable,
+    storage_options,
+)
+from dcp.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from dcp.difference import Difference, TensorDifference, TensorFacts
+
+__all__ = ["command"]
+
+_HEADER = ("tensor", "what", "before", "after", "differ", "max abs", "relative L2")
+_RIGHT = ("differ", "max abs", "relative L2")
+_VALUE_CHARACTERS = 60
+
+
+def command(
+    a: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    b: Annotated[str, typer.Argument(help="Another one, of any format and sharding.")],
+    values: Annotated[
+        bool, typer.Option("--values/--no-values", help="Read what checksums do not tell. By default.")
+    ] = True,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option("--rename", metavar="REGEX=TEXT", help="Replace this in the names of A before."),
+    ] = None,
+    options: Options = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare checkpoint B with A. Equal tensors are told by checksums. Exits with 1 if anything differs."""
+    renames = dict(_rename(rule) for rule in rename or ())
+    with errors_as_lines(debug=debug), progress_bar(f"{a} {b}") as progress:
+        # here, because a usage message must not wait for numpy
+        from dcp.difference import diff
+
+        found = diff(
+            a,
+            b,
+            values=values,
+            only=only or None,
+            exclude=exclude or None,
+            rename=renames or None,
+            storage_options=storage_options(a, options if "://" in a else None),
+            options_of_b=storage_options(b, options if "://" in b else None) or {},
+            progress=progress,
+        )
+    if json:
+        print_json(found)
+    else:
+        _print(found)
+    if not found.is_empty:
+        raise typer.Exit(EXIT_FINDINGS)
+
+
+def _rename(rule: str) -> tuple[str, str]:
+    regex, separator, text = rule.partition("=")
+    if not separator:
+        raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=TEXT")
+    return regex, text
+
+
+def _print(found: Difference) -> None:
+    if found.tensors:
+        print_table(_HEADER, [_row(tensor) for tensor in found.tensors], right=_RIGHT)
+        print()
+    if found.objects:
+        rows = [(value.fqn, value.kind, _shown(value.before), _shown(value.after)) for value in found.objects]
+        print_table(("object", "what", "before", "after"), rows)
+        print()
+    verdict = "equal" if found.is_empty else f"{_counted(found)} differ"
+    same = f"{len(found.equal)} tensors and {found.equal_objects} objects are equal"
+    print(printable(f"{found.a} and {found.b}: {verdict} ({same}, {describe_bytes(found.bytes_read)} read)"))
+
+
+def _counted(found: Difference) -> str:
+    counts = (("tensor", len(found.tensors)), ("object", len(found.objects)))
+    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts if count)
+
+
+def _row(tensor: TensorDifference) -> tuple[str, ...]:
+    values = tensor.values
+    if values is None:
+        figures: tuple[str, ...] = ("", "", "")
+    else:
+        odd = f" ({values.nonfinite:,} nan or inf)" if values.nonfinite else ""
+        figures = (
+            f"{values.differing:,}{odd}",
+            "-" if values.max_abs is None else f"{values.max_abs:.4g}",
+            "-" if values.relative_l2 is None else f"{values.relative_l2:.4g}",
+        )
+    return tensor.fqn, tensor.kind, _type(tensor.before), _type(tensor.after), *figures
+
+
+def _type(facts: TensorFacts | None) -> str:
+    return "-" if facts is None else f"{facts.dtype} {'x'.join(map(str, facts.shape)) or 'scalar'}"
+
+
+def _shown(value: object) -> str:
+    text = "-" if value is None else repr(value)
+    return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."

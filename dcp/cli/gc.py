@@ -1,0 +1,112 @@
+"""``dcp gc``: what killed saves have left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from dcp.cli.common import (
+    Debug,
+    Json,
+    Options,
+    describe_bytes,
+    errors_as_lines,
+    print_error,
+    print_json,
+    printable,
+    storage_options,
+)
+from dcp.cli.rm import Yes
+
+if TYPE_CHECKING:
+    from dcp.manager.leftovers import Leftovers
+
+__all__ = ["command"]
+
+_WHAT: Final = {
+    "abandoned": "a save that never committed",
+    "removal": "a removal that was interrupted",
+    "strays": "files that the checkpoint does not refer to",
+    "uploads": "uploads that were not finished",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    url: str
+    kind: str
+    files: tuple[str, ...]
+    bytes: int
+    uploads: tuple[str, ...]
+    problem: str | None
+    removed: bool
+
+
+def command(
+    root: Annotated[str, typer.Argument(help="A folder of checkpoints, or a checkpoint: path or URL.")],
+    yes: Yes = False,
+    hours: Annotated[
+        float, typer.Option(min=0, help="What is younger stays: it may be of a save that still runs.")
+    ] = 24.0,
+    uploads: Annotated[
+        bool,
+        typer.Option(
+            "--uploads", help="End all unfinished uploads, too. A save that is at work on one fails."
+        ),
+    ] = False,
+    options: Options = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Remove what killed saves have left: files that no checkpoint refers to, a day old or more.
+
+    Lists them, unless --yes is given. Committed checkpoints, and files that are not named as saves name
+    theirs, are never touched.
+    """
+    with errors_as_lines(debug=debug):
+        # here, because a usage message must not wait for numpy
+        from dcp.manager.leftovers import find_leftovers, remove_leftovers
+        from dcp.storage.stores.opening import OpenWith
+
+        now_seconds, age = time.time(), hours * 3600
+        found = find_leftovers(
+            root,
+            now_seconds,
+            older_than_seconds=age,
+            open_store=OpenWith(storage_options(root, options)),
+        )
+        if yes:
+            for store, left in found:
+                if left.problem is None:
+                    remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
+    rows = [_row(left, removed=yes and left.problem is None) for _, left in found]
+    if json:
+        print_json(rows)
+    else:
+        _print(root, rows, yes=yes, uploads=uploads)
+
+
+def _row(left: Leftovers, *, removed: bool) -> _Row:
+    names = tuple(info.name for info in left.files)
+    return _Row(left.url, left.kind, names, left.size_bytes, left.uploads, left.problem, removed)
+
+
+def _print(root: str, rows: list[_Row], *, yes: bool, uploads: bool) -> None:
+    for row in rows:
+        if row.problem is not None:
+            print_error(f"{row.url} is left alone: {row.problem}")
+            continue
+        print(printable(f"{row.url}: {_WHAT[row.kind]}"))
+        for name in row.files:
+            print(printable(f"  {name}"))
+        for name in row.uploads:
+            fate = "" if uploads else "; stays, unless --uploads"
+            print(printable(f"  {name} (unfinished upload{fate})"))
+    files, size_bytes = sum(len(row.files) for row in rows), sum(row.bytes for row in rows)
+    verb = "removed" if yes else "would remove"
+    print(printable(f"{root}: {verb} {files} files, {describe_bytes(size_bytes)}"))
+    if files and not yes:
+        print_error("nothing was removed: --yes does it")
