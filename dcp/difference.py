@@ -267,15 +267,18 @@ def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[tuple[int, ...], in
 
 
 def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) -> bool | None:
+    """None where checksums do not tell."""
     blocks = a.index.block_crcs(chunk_a), b.index.block_crcs(chunk_b)
     if len(blocks[0]) and len(blocks[1]):
         return bool((blocks[0] == blocks[1]).all())
-    whole = _crc(a, chunk_a), _crc(b, chunk_b)
-    return None if None in whole else whole[0] == whole[1]
-
-
-def _crc(reader: TensorReader, chunk: int) -> int | None:
-    return reader.payload_crc(chunk) if reader.is_c_ordered(chunk) else None
+    layout = a.layout_of(chunk_a)
+    if layout != b.layout_of(chunk_b):
+        return None
+    whole = a.payload_crc(chunk_a), b.payload_crc(chunk_b)
+    if None in whole:
+        return None
+    # Of a payload in another order there may be bytes between the elements, which need not be the same.
+    return True if whole[0] == whole[1] else False if layout is None else None
 
 
 def _whole_crc(reader: TensorReader, row: int) -> int | None:
@@ -287,7 +290,8 @@ def _whole_crc(reader: TensorReader, row: int) -> int | None:
     total, position = 0, 0
     for chunk in chunks.values():
         box = Box(*index.box(chunk))
-        crc = _crc(reader, chunk) if contiguous_position(shape, box) == position else None
+        follows = contiguous_position(shape, box) == position and reader.is_c_ordered(chunk)
+        crc = reader.payload_crc(chunk) if follows else None
         if crc is None:
             return None
         total = crc32_combine(total, crc, int(index.payload_lengths[chunk]))

@@ -288,8 +288,14 @@ class TensorReader:
 
     def is_c_ordered(self, chunk: int) -> bool:
         """Whether a chunk's elements are stored in C order; may have to open its record."""
+        return self.layout_of(chunk) is None
+
+    def layout_of(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """None for C order; else dimensions from slowest to fastest, and the bytes from one element to the
+        next along each. May have to open the chunk's record."""
+        payloads = self._engine.payloads
         self._engine.resolve([chunk])
-        return chunk not in self.index.payload_strides and not self._engine.payloads.is_permuted(chunk)
+        return payloads.layout(chunk) if payloads.is_permuted(chunk) else None
 
     def payload_crc(self, chunk: int) -> int | None:
         """CRC-32 of a chunk's payload as it is stored, None where nobody noted it. No payload is read, but in
