@@ -23,8 +23,9 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import encode_manifest
 from dcp.storage.formats.merge import merge_rank_indexes
-from dcp.storage.formats.open import has_checkpoint, open_index
+from dcp.storage.formats.open import has_checkpoint, is_large_metadata_of, open_index
 from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
+from dcp.storage.stores.faults import FaultInjectingStore
 from dcp.storage.stores.posix import PosixStore
 from tests.storage.formats.index_cases import assert_same_index, int64, small_index
 
@@ -295,3 +296,94 @@ def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path) -> None:
     new = small_index(files=["__0_0.aaaaaaaa.distcp", "__1_0.aaaaaaaa.distcp"], user={"new": True})
     index = open_index(ReplacedWhileRead(tmp_path, new))
     assert (index.format, index.user) == ("dcp", {"new": True})
+
+
+# -- large ones ----------------------------------------------------------------------------------------------
+
+
+def large_index(**changes: Any) -> CheckpointIndex:
+    """So many chunks that `.metadata` has megabytes."""
+    chunks = 50_000
+    zeros = np.zeros(chunks, dtype=np.int64)
+    fields: dict[str, Any] = {
+        "format": "dcp",
+        "fqns": ["t"],
+        "dtype_codes": np.array([1], np.uint8),
+        "shape_start": int64([0, 1]),
+        "shape_values": int64([chunks]),
+        "requires_grad": np.zeros(1, np.uint8),
+        "chunk_start": int64([0, chunks]),
+        "chunk_offsets": np.arange(chunks),
+        "chunk_sizes": zeros + 1,
+        "chunk_files": zeros,
+        "record_offsets": np.arange(chunks) * 400,
+        "record_lengths": zeros + 400,
+        "payload_offsets": np.arange(chunks) * 400 + 100,
+        "payload_lengths": zeros + 4,
+        "crc_start": np.zeros(chunks + 1, np.int64),
+        "files": ["__0_0.3f9c2a1b.distcp"],
+        "file_sizes": int64([-1]),
+        "provenance": {"save_id": "3f9c2a1b"},
+    }
+    return CheckpointIndex(**(fields | changes))
+
+
+def test_a_large_metadata_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """It is not read to find out that it belongs to the manifest, nor if it is damaged further on; one of
+    another save, one that was cut, and none are told from it."""
+    index = publish(tmp_path, large_index())
+    whole = (tmp_path / ".metadata").read_bytes()
+    store = FaultInjectingStore(PosixStore(tmp_path))
+    assert_same_index(open_index(store), index)
+    assert [(step.op, step.name) for step in store.log] == [
+        ("read", "manifest.msgpack"),
+        ("open_read", ".metadata"),
+        ("preadv", ".metadata"),
+    ]
+    assert store.log[-1].size_bytes < 64
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    (tmp_path / ".metadata").write_bytes(damaged)
+    assert_same_index(open_index(PosixStore(tmp_path)), index)
+    others = encode_torch_metadata(index, checkpoint_id="here", save_id="3f9c2a1c")
+    for other in (others, whole[:-1], whole + b"x", whole[:5], b""):
+        (tmp_path / ".metadata").write_bytes(other)
+        assert not is_large_metadata_of(PosixStore(tmp_path), ".metadata", index)
+    (tmp_path / ".metadata").unlink()
+    assert not is_large_metadata_of(PosixStore(tmp_path), ".metadata", index)
+
+
+def test_stock_over_a_large_checkpoint_is_believed(tmp_path: Path) -> None:
+    """The first bytes are not ours, so all of it is read."""
+    publish(tmp_path, large_index())
+    stock_save(tmp_path, {"w": torch.ones(3)})
+    index = open_index(PosixStore(tmp_path))
+    assert (index.format, list(index.fqns)) == ("torch_dcp", ["w"])
+
+
+def test_a_small_metadata_is_read_by_one_request(tmp_path: Path) -> None:
+    """Looking at its first bytes would be another one."""
+    publish(tmp_path, small_index())
+    store = FaultInjectingStore(PosixStore(tmp_path))
+    open_index(store)
+    assert [step.op for step in store.log] == ["read", "read"]
+
+
+class PublishedBetween(PosixStore):
+    """A store in which the first save of ours happens after the manifest was looked for."""
+
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+        super().__init__(folder)
+        self._index: CheckpointIndex | None = index
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """As the real one; before `.metadata` is read for the first time, both files are there."""
+        if self._index is not None and name == ".metadata":
+            publish(Path(self.url), self._index)
+            self._index = None
+        return super().read(name, limit_bytes=limit_bytes)
+
+
+def test_a_first_save_during_opening_is_opened_by_its_manifest(tmp_path: Path) -> None:
+    """Its `.metadata` alone would do, but has no checksums."""
+    assert open_index(PublishedBetween(tmp_path, small_index())).format == "dcp"
