@@ -173,12 +173,13 @@ def open_executor(executor: str | Executor, workers: int | None) -> Iterator[tup
 @contextmanager
 def _dask(address: str) -> Iterator[tuple[Executor, int]]:
     try:
-        from distributed import Client
+        import distributed
     except ImportError as error:
         raise PlanError(
             "converting on Dask needs the package distributed: pip install 'dcphub[dask]'"
         ) from error
-    with Client(f"tcp://{address}", set_as_default=False) as client:
+    connect: Any = distributed.Client
+    with connect(f"tcp://{address}", set_as_default=False) as client:
         threads = sum(client.nthreads().values())
         if not threads:
             raise PlanError(f"the Dask cluster at {address} has no workers")

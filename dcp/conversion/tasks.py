@@ -7,7 +7,9 @@ bounded by a few buffers. What it returns, checksums of what it read and wrote, 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -25,7 +27,6 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = [
@@ -211,13 +212,19 @@ def source_box(
 
 # -- running them --------------------------------------------------------------------------------------------
 
-_open: dict[Job, tuple[Store, Gatherer]] = {}
-"""What this process has open, for the job at hand: tasks of one job come one after the other."""
+_idle: dict[Job, list[Gatherer]] = {}
+"""What this process has open for the job at hand, and no task is using."""
+
+_lock = threading.Lock()
 
 
 def run_task(job: Job, task: Task) -> bytes:
     """Carry ``task`` out; the encoded `TaskResult`. The range is on storage when it returns."""
-    gatherer = _gatherer(job)
+    with _gatherer(job) as gatherer:
+        return _run_task(job, task, gatherer).encode()
+
+
+def _run_task(job: Job, task: Task, gatherer: Gatherer) -> TaskResult:
     gatherer.begin(task.source_files)
     result = TaskResult(task.number)
     sink: Sink
@@ -231,22 +238,36 @@ def run_task(job: Job, task: Task) -> bytes:
     result.bytes_read, result.sources = gatherer.bytes_read, gatherer.sources
     result.targets += gatherer.targets
     result.bytes_written = task.end - task.begin
-    return result.encode()
+    return result
 
 
 def close_all() -> None:
     """Close what tasks have left open in this process."""
-    while _open:
-        _open.popitem()[1][1].close()
+    with _lock:
+        left = [gatherer for gatherers in _idle.values() for gatherer in gatherers]
+        _idle.clear()
+    for gatherer in left:
+        gatherer.close()
 
 
-def _gatherer(job: Job) -> Gatherer:
-    known = _open.get(job)
-    if known is None:
+@contextmanager
+def _gatherer(job: Job) -> Iterator[Gatherer]:
+    """One of the job, for this task alone: other threads may be at others."""
+    with _lock:
+        known = job in _idle
+        free = _idle.setdefault(job, [])
+        gatherer = free.pop() if free else None
+    if not known and len(_idle) > 1:  # a worker of a cluster goes from job to job
         close_all()
-        store = job.open_source(job.source_url)
-        known = _open[job] = store, Gatherer(store, verify=job.verify)
-    return known[1]
+    if gatherer is None:
+        gatherer = Gatherer(job.open_source(job.source_url), verify=job.verify)
+    try:
+        yield gatherer
+    except BaseException:
+        gatherer.close()
+        raise
+    with _lock:
+        _idle.setdefault(job, []).append(gatherer)
 
 
 class _Runner:

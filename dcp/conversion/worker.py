@@ -12,7 +12,7 @@ import sys
 import traceback
 from typing import IO, Any, Final
 
-__all__ = ["receive", "send", "serve"]
+__all__ = ["imported_modules", "receive", "send", "serve"]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -34,6 +34,11 @@ def receive(stream: IO[bytes]) -> object:
     if len(data) < length:
         raise EOFError
     return pickle.loads(data)
+
+
+def imported_modules() -> list[str]:
+    """What this process has imported: that no torch is among it can be asked of each."""
+    return list(sys.modules)
 
 
 def serve() -> None:

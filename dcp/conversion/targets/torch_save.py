@@ -8,7 +8,7 @@ containers and keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from dcp.conversion.entries import Entries, Value
@@ -34,39 +34,30 @@ def torch_layout(
 
     ``build`` makes the nested state dict of paths and values by name.
     """
-    keys: dict[int, str] = {}
-    refs = []
-    for entry in entries.tensors:
-        key = keys.setdefault(entry.tied_to, str(len(keys)))
-        sizes = entries.shape(entry)
-        refs.append(
-            TensorRef(
-                entry.dtype_code,
-                key,
-                math.prod(sizes),
-                sizes,
-                requires_grad=bool(entries.index.requires_grad[entry.tensor]),
-            )
-        )
-    contents: dict[str, Any] = {entry.fqn: ref for entry, ref in zip(entries.tensors, refs, strict=True)}
+    contents: dict[str, Any] = {
+        entry.fqn: _ref(entries, number, str(entry.tied_to)) for number, entry in enumerate(entries.tensors)
+    }
     contents |= {value.fqn: content for value, content in values}
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
+    # Storages are numbered as torch.load comes across them: it may compute their places from that.
+    keys: dict[int, str] = {}
+    for ref in _refs(build(paths, contents)):
+        keys.setdefault(int(ref.key), str(len(keys)))
+    for number, entry in enumerate(entries.tensors):
+        contents[entry.fqn] = _ref(entries, number, keys[entry.tied_to])
     archive = ZipLayout(_FOLDER)
     archive.add("data.pkl", encode_torch_pickle(build(paths, contents)))
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
-    copies, tensor_copies = CopyBuilder(), {}
-    for number, entry in enumerate(entries.tensors):
-        if entry.tied_to == number:
-            sizes = entries.shape(entry)
-            size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
-            copy = len(copies.tensors)
-            offset = archive.reserve(f"data/{keys[number]}", size, copy)
-            copies.add(entry.tensor, ((0,) * len(sizes), sizes), entry.dtype_code, 0, offset)
-            tensor_copies[entry.fqn] = copy
-        else:
-            tensor_copies[entry.fqn] = tensor_copies[entries.tensors[entry.tied_to].fqn]
+    copies = CopyBuilder()
+    for number, key in keys.items():
+        entry = entries.tensors[number]
+        sizes = entries.shape(entry)
+        size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
+        offset = archive.reserve(f"data/{key}", size, len(copies.tensors))
+        copies.add(entry.tensor, ((0,) * len(sizes), sizes), entry.dtype_code, 0, offset)
+    tensor_copies = {entry.fqn: int(keys[entry.tied_to]) for entry in entries.tensors}
     archive.add("version", b"3\n")
     archive.finish()
     return TargetLayout(
@@ -77,3 +68,22 @@ def torch_layout(
         holes=[Hole(key, 0, part.offset + at) for part in archive.parts for key, at in part.crc_holes],
         tensor_copies=tensor_copies,
     )
+
+
+def _ref(entries: Entries, number: int, key: str) -> TensorRef:
+    entry = entries.tensors[number]
+    sizes = entries.shape(entry)
+    grad = bool(entries.index.requires_grad[entry.tensor])
+    return TensorRef(entry.dtype_code, key, math.prod(sizes), sizes, requires_grad=grad)
+
+
+def _refs(value: Any) -> Iterator[TensorRef]:
+    """The tensors of a nested state dict in the order in which they are pickled."""
+    if isinstance(value, TensorRef):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _refs(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _refs(item)

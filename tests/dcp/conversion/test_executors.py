@@ -1,0 +1,145 @@
+"""Who carries the tasks out: processes of ours, a cluster of Dask, executors of others; and how they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.conversion.executors import LocalProcesses
+from dcp.conversion.run import convert
+from dcp.conversion.worker import imported_modules
+from dcp.progress import Progress
+from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanError
+from tests.support.conversion import folder_of
+
+_ELEMENTS = 36 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """144 MiB: three tasks."""
+    path = tmp_path_factory.mktemp("source") / "checkpoint"
+    dcp.save({"w": torch.arange(_ELEMENTS, dtype=torch.int32)}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _check(target: Path) -> None:
+    loaded = torch.load(target, weights_only=True, mmap=True)["w"]
+    assert torch.equal(loaded, torch.arange(_ELEMENTS, dtype=torch.int32))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``host:port`` of a Dask scheduler with two worker processes on the loopback interface."""
+    file = tmp_path_factory.mktemp("dask") / "scheduler.json"
+    options = ["--no-dashboard", "--scheduler-file", str(file)]
+    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", "--no-nanny", "--nthreads", "1"]
+    folder = ["--local-directory", str(file.parent), "--host", "127.0.0.1"]
+    commands = [[*scheduler, *options]] + [[*worker, *options, *folder]] * 2
+    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    try:
+        deadline = time.monotonic() + 120
+        while not file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        address = json.loads(file.read_text())["address"].removeprefix("tcp://")
+        import distributed
+
+        connect: Any = distributed.Client
+        with connect(f"tcp://{address}", set_as_default=False) as client:
+            client.wait_for_workers(2, timeout=120)
+        yield address
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait(30)
+
+
+def test_a_dask_cluster_converts(cluster: str, source: Path, tmp_path: Path) -> None:
+    """Both workers take tasks, and the result is what any executor makes."""
+    report = convert(source, tmp_path / "model.pt", to="torch", executor=f"dask://{cluster}")
+    _check(tmp_path / "model.pt")
+    assert (report.tasks, report.tasks_resumed) == (3, 0)
+    assert report.blocks_unverified == 0
+    assert folder_of(tmp_path / "model.pt") == ["model.pt"]
+
+
+def test_errors_come_back_from_dask(cluster: str, source: Path, tmp_path: Path) -> None:
+    """A file that is gone is the same typed error as here."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in source.iterdir():
+        if path.suffix != ".distcp":
+            (broken / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        convert(broken, tmp_path / "model.pt", to="torch", executor=f"dask://{cluster}")
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_processes_convert_and_tell_how_far_they_are(source: Path, tmp_path: Path) -> None:
+    """Progress counts bytes up to all of them."""
+    seen: list[Progress] = []
+    report = convert(source, tmp_path / "model.pt", to="torch", workers=2, progress=seen.append)
+    _check(tmp_path / "model.pt")
+    assert seen[-1].bytes_done == seen[-1].bytes_total == report.bytes_written
+    assert seen[-1].phase == "convert"
+
+
+def test_an_executor_of_the_callers(source: Path, tmp_path: Path) -> None:
+    """Its threads do the work, and it is not shut down."""
+    with ThreadPoolExecutor(2) as pool:
+        convert(source, tmp_path / "model.pt", to="torch", executor=pool)
+        assert pool.submit(lambda: 5).result() == 5
+    _check(tmp_path / "model.pt")
+
+
+def test_workers_import_no_torch() -> None:
+    """Nor the program of the caller: they start as modules of their own."""
+    pool = LocalProcesses(1)
+    try:
+        found = pool.submit(imported_modules).result(60)
+    finally:
+        pool.shutdown()
+    assert "dcp.conversion.worker" in found
+    assert not {"torch", "pytest"} & set(found)
+
+
+def test_a_worker_that_dies_is_an_error_and_is_replaced() -> None:
+    """Its task fails with what happened; the next one gets a new process."""
+    pool = LocalProcesses(1)
+    try:
+        with pytest.raises(CheckpointError, match="ended with exit code 7"):
+            pool.submit(os._exit, 7).result(60)
+        assert pool.submit(len, "abc").result(60) == 3
+    finally:
+        pool.shutdown()
+
+
+def test_threads_of_a_pool_end_with_it() -> None:
+    """Nothing is left running."""
+    before = threading.active_count()
+    pool = LocalProcesses(2)
+    assert pool.submit(len, "abc").result(60) == 3
+    pool.shutdown()
+    assert threading.active_count() == before
+
+
+def test_wrong_numbers_and_addresses(source: Path, tmp_path: Path) -> None:
+    """Told before anything is written."""
+    with pytest.raises(PlanError, match="workers must be positive"):
+        convert(source, tmp_path / "model.pt", to="torch", workers=0)
+    assert not (tmp_path / "model.pt").exists()

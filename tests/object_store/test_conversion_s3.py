@@ -1,0 +1,125 @@
+"""Conversions to and from a real S3 server: streamed, whole or not there, resumed by file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dcp
+from dcp.conversion.run import convert
+from dcp.demo.s3_server import S3Server
+from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
+from dcp.storage.stores.opening import OpenWith
+from dcp.verification import verify_store
+from tests.support.conversion import assert_same, training_state
+from tests.support.s3 import raw_s3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training state on the disk."""
+    path = tmp_path_factory.mktemp("source") / "checkpoint"
+    dcp.save(training_state(), checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The torch.save file of it."""
+    path = tmp_path_factory.mktemp("expected") / "model.pt"
+    convert(source, path, to="torch", executor="inline")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("dcp", "copy"), ("torch", "model.pt"), ("safetensors", "model.safetensors")]
+)
+def test_to_s3_and_back(
+    to: str, name: str, source: Path, expected: bytes, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Local to S3 in each format, S3 to S3, and back: the bytes are those of a local conversion."""
+    options = s3_server.storage_options
+    convert(source, f"{s3_root}/{name}", to=to, target_options=options, files=2)  # type: ignore[arg-type]
+    second = f"{s3_root}/second/model.pt"
+    convert(f"{s3_root}/{name}", second, to="torch", storage_options=options, target_options=options)
+    convert(f"{s3_root}/{name}", tmp_path / "model.pt", to="torch", storage_options=options)
+    assert (tmp_path / "model.pt").read_bytes() == expected
+    with raw_s3(s3_server) as raw:
+        assert raw.read(second) == expected
+        left = [key for key in raw.list(s3_root) if ".tmp-" in key]
+        assert not left
+        assert not raw.uploads(s3_root)
+
+
+def test_a_checkpoint_on_s3_verifies_and_is_replaced(source: Path, s3_server: S3Server, s3_root: str) -> None:
+    """It is committed as a save would commit it, and an existing one stays unless it is to go."""
+    options = s3_server.storage_options
+    url = f"{s3_root}/copy"
+    convert(source, url, to="dcp", target_options=options, only="model", executor="inline")
+    with pytest.raises(CheckpointConflictError, match="overwrite"):
+        convert(source, url, to="dcp", target_options=options, executor="inline")
+    made = convert(source, url, to="dcp", target_options=options, overwrite=True, executor="inline")
+    assert verify_store(OpenWith(options)(url)).findings == []
+    with raw_s3(s3_server) as raw:
+        assert set(raw.list(url)) == {*made.files, ".metadata", "manifest.msgpack"}
+
+
+def test_files_that_are_there_are_not_made_again(
+    source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Stopped after some shards, it goes on with the others."""
+    options = s3_server.storage_options
+    url = f"{s3_root}/model"
+    settings = {"only": "model", "shard_bytes": 100, "executor": "inline", "to": "safetensors"}
+    local = convert(source, tmp_path / "model", **settings)  # type: ignore[arg-type]
+    shards = [name for name in local.files if name.endswith(".safetensors")]
+    assert len(shards) > 3
+    stopped: list[str] = []
+
+    def stop(progress: object) -> None:
+        stopped.append("")
+        if len(stopped) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, url, target_options=options, progress=stop, **settings)  # type: ignore[arg-type]
+    with raw_s3(s3_server) as raw:
+        before = raw.list(url)
+    assert not any("index.json" in name for name in before)
+    report = convert(source, url, target_options=options, **settings)  # type: ignore[arg-type]
+    assert report.tasks_resumed >= 1
+    with raw_s3(s3_server) as raw:
+        assert sorted(raw.list(url)) == sorted(local.files)
+        for name in local.files:
+            assert raw.read(f"{url}/{name}") == (tmp_path / "model" / name).read_bytes()
+
+
+def test_damage_on_s3_is_found(source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
+    """One flipped bit in an object stops the conversion, and nothing appears."""
+    options = s3_server.storage_options
+    url = f"{s3_root}/copy"
+    report = convert(source, url, to="dcp", target_options=options, executor="inline")
+    with raw_s3(s3_server) as raw:
+        data = bytearray(raw.read(f"{url}/{report.files[0]}"))
+        data[len(data) // 2] ^= 1
+        raw.write(f"{url}/{report.files[0]}", bytes(data))
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        convert(url, tmp_path / "m.safetensors", to="safetensors", storage_options=options, executor="inline")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_a_store_in_memory(source: Path, expected: bytes, tmp_path: Path) -> None:
+    """Such a store is of this process: it converts here, whatever the executor."""
+    convert(source, "memory://conversion/copy", to="dcp", executor="processes")
+    convert("memory://conversion/copy", tmp_path / "model.pt", to="torch")
+    assert (tmp_path / "model.pt").read_bytes() == expected
+    convert(
+        "memory://conversion/copy", "memory://conversion/flat/m.safetensors", to="safetensors", only="model"
+    )
+    convert("memory://conversion/flat/m.safetensors", tmp_path / "m.safetensors", to="safetensors")
+    loaded = load_file(tmp_path / "m.safetensors")
+    assert {name.removeprefix("model.") for name in loaded} == set(training_state()["model"])
+    assert_same(torch.load(tmp_path / "model.pt", weights_only=True)["epoch"], 7)
