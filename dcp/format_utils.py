@@ -7,12 +7,10 @@
 import argparse
 from pathlib import Path
 
-from torch.distributed.checkpoint.format_utils import (
-    BroadcastingTorchSaveReader,
-    DynamicMetaLoadPlanner,
-    dcp_to_torch_save,
-    torch_save_to_dcp,
-)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from dcp.planners.dynamic_load_planner import DynamicMetaLoadPlanner
+from dcp.storage.foreign_readers import BroadcastingTorchSaveReader
 
 __all__ = [
     "BroadcastingTorchSaveReader",
