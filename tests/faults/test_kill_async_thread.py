@@ -26,7 +26,7 @@ from tests.support.values import leaves
 from tests.support.versions import listing, version_of, version_state
 
 OLD, NEW, NEXT = 1, 2, 3
-TIMEOUT_SECONDS = 200.0
+TIMEOUT_SECONDS = 60.0
 SURVIVAL_SECONDS = 150.0
 """Three of them are spent on waiting for the killed rank; the rest is room for a busy machine."""
 

@@ -27,7 +27,7 @@ from tests.support.versions import (
 
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
-TIMEOUT_SECONDS = 200.0
+TIMEOUT_SECONDS = 60.0
 SURVIVAL_SECONDS = 150.0
 
 pytestmark = pytest.mark.timeout(900)

@@ -25,7 +25,7 @@ from tests.support.versions import (
 
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
-TIMEOUT_SECONDS = 200.0
+TIMEOUT_SECONDS = 60.0
 SURVIVAL_SECONDS = 150.0
 """Three of them are spent on waiting for the killed rank; the rest is room for a busy machine."""
 
@@ -103,7 +103,7 @@ def lost(
 ) -> Iterator[tuple[int | str, list[Loss]]]:
     """What was there before, and every loss of a rank in the save over it."""
     root = tmp_path_factory.mktemp("lost")
-    yield request.param, in_lab(every_loss, root, request.param, 20, timeout_seconds=800)
+    yield request.param, in_lab(every_loss, root, request.param, 12, timeout_seconds=800)
 
 
 def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(lost: tuple[int | str, list[Loss]]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankRaised, forkserver_context
+from tests.support.ranks import RankRaised, all_are_here, forkserver_context
 
 __all__ = ["Child", "Ending", "Group", "in_lab", "kill_rank", "run_groups", "wait_for_end"]
 
@@ -186,6 +186,7 @@ def _member(rank: int, path: str, group: Group) -> Any:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=group.world_size, timeout=timedelta(seconds=240)
     )
+    all_are_here(store, rank, group.world_size)
     return group.function(rank, group.world_size, *group.args)
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RankDied", "RankRaised", "Ranks", "forkserver_context", "run_ranks"]
+__all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "forkserver_context", "run_ranks"]
 
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once and has no threads, so a fresh pool after a killed rank costs milliseconds.
@@ -55,6 +55,12 @@ class RankDied:
     exit_code: int | None
 
 
+def all_are_here(store: Any, rank: int, world_size: int) -> None:
+    """Return when all ranks have connected: one that ended before would keep others from doing so."""
+    store.set(f"here/{rank}", "1")
+    store.wait([f"here/{other}" for other in range(world_size)], timedelta(seconds=240))
+
+
 def _serve(connection: Connection, number: int) -> None:
     import torch
     import torch.distributed as dist
@@ -79,6 +85,7 @@ def _serve(connection: Connection, number: int) -> None:
                     world_size=world_size,
                     timeout=timedelta(seconds=timeout_seconds),
                 )
+                all_are_here(store, rank, world_size)
             connection.send(function(rank, world_size, *args))
         except BaseException as error:  # noqa: BLE001 - reported to the test, which decides
             facts = {
@@ -114,6 +121,8 @@ class Ranks:
         timeout_seconds: float,
     ) -> list[Any]:
         """Results by rank; RankDied and RankRaised stand for what they say. AssertionError on a hang."""
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.close()  # one has ended between two jobs
         self._grow(world_size)
         with tempfile.TemporaryDirectory(prefix="dcp-ranks-") as folder:
             path = os.path.join(folder, "store")  # noqa: PTH118 - FileStore wants a str
