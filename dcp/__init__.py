@@ -128,6 +128,7 @@ _SUBMODULES = frozenset(
         "api",
         "cli",
         "default_planner",
+        "difference",
         "errors",
         "filesystem",
         "format_utils",
@@ -145,7 +146,9 @@ _SUBMODULES = frozenset(
         "state_dict_loader",
         "state_dict_saver",
         "stateful",
+        "statistics",
         "storage",
+        "tensor_reading",
         "verification",
     }
 )

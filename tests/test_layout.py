@@ -82,8 +82,10 @@ TORCH_FREE = (
     "dcp",
     "dcp.errors",
     "dcp.cli",
+    "dcp.difference",
     "dcp.inspection",
     "dcp.server",
+    "dcp.statistics",
     "dcp.storage",
     "dcp.verification",
     *(

@@ -30,6 +30,7 @@ _WHAT: Final = {
     "abandoned": "a save that never committed",
     "removal": "a removal that was interrupted",
     "strays": "files that the checkpoint does not refer to",
+    "conversion": "a conversion that was killed, and can still be resumed",
     "uploads": "uploads that were not finished",
 }
 
@@ -78,11 +79,12 @@ def command(
             older_than_seconds=age,
             open_store=OpenWith(storage_options(root, options)),
         )
-        if yes:
-            for store, left in found:
-                if left.problem is None:
-                    remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
-    rows = [_row(left, removed=yes and left.problem is None) for _, left in found]
+        rows = []
+        for store, left in found:
+            gone = 0
+            if yes and left.problem is None:
+                gone, _ = remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
+            rows.append(_row(left, removed=gone > 0))
     if json:
         print_json(rows)
     else:
@@ -99,13 +101,15 @@ def _print(root: str, rows: list[_Row], *, yes: bool, uploads: bool) -> None:
         if row.problem is not None:
             print_error(f"{row.url} is left alone: {row.problem}")
             continue
-        print(printable(f"{row.url}: {_WHAT[row.kind]}"))
+        stays = "; in use now, it stays" if yes and row.files and not row.removed else ""
+        print(printable(f"{row.url}: {_WHAT[row.kind]}{stays}"))
         for name in row.files:
             print(printable(f"  {name}"))
         for name in row.uploads:
             fate = "" if uploads else "; stays, unless --uploads"
             print(printable(f"  {name} (unfinished upload{fate})"))
-    files, size_bytes = sum(len(row.files) for row in rows), sum(row.bytes for row in rows)
+    counted = [row for row in rows if row.removed or not yes]
+    files, size_bytes = sum(len(row.files) for row in counted), sum(row.bytes for row in counted)
     verb = "removed" if yes else "would remove"
     print(printable(f"{root}: {verb} {files} files, {describe_bytes(size_bytes)}"))
     if files and not yes:

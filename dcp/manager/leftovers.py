@@ -1,7 +1,8 @@
 """What killed saves leave in and below a folder, for a clean-up that nobody has to be asked for.
 
-Four things: folders in which nothing was ever committed; files beside a checkpoint that it does not refer to,
-named as only saves name theirs; removals that were interrupted; and unfinished uploads. What is younger than
+Folders in which nothing was ever committed; files beside a checkpoint that it does not refer to, named as
+only saves name theirs; removals that were interrupted; the work folders of conversions that were not resumed;
+and unfinished uploads. What is younger than
 a given age may be of a save that still runs, and stays. So do uploads, of which no age is known, unless they
 are of a save that left files which are old enough. Torch-free.
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
+from dcp.conversion.ledger import LEDGER_NAME, LocalLedger
 from dcp.manager.notes import read_notes
 from dcp.manager.removal import (
+    Removed,
     files_to_remove,
     finish_removal,
     is_abandoned,
@@ -23,11 +27,17 @@ from dcp.manager.removal import (
     remove_strays,
 )
 from dcp.storage.commit import abort_uploads, unfinished_uploads
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from dcp.storage.formats.open import is_commit_object, open_index
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+from dcp.storage.stores.folders import PosixRoot, open_root
+from dcp.storage.stores.posix import PosixStore
 
 __all__ = ["OLD_SECONDS", "Leftovers", "find_leftovers", "leftovers_of", "remove_leftovers"]
 
@@ -36,7 +46,7 @@ OLD_SECONDS: Final = 86_400.0
 
 _LOCK_TIMEOUT_SECONDS: Final = 60.0
 
-Kind = Literal["abandoned", "removal", "strays", "uploads"]
+Kind = Literal["abandoned", "removal", "strays", "conversion", "uploads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +54,9 @@ class Leftovers:
     """What is left in one folder.
 
     ``kind``: "abandoned" (nothing was committed), "removal" (one was interrupted), "strays" (files beside a
-    checkpoint), "uploads" (nothing else). ``files`` can go. ``uploads`` are names of unfinished ones, of
-    saves that may be running. ``problem`` says why the folder was not looked into any further.
+    checkpoint), "conversion" (one that was killed), "uploads" (nothing else). ``files`` can go. ``uploads``
+    are names of unfinished ones, of saves that may be running. ``problem`` says why the folder was not looked
+    into any further.
     """
 
     url: str
@@ -81,7 +92,31 @@ def find_leftovers(
             left = Leftovers(store.url, "strays", problem=str(error))
         if left is not None:
             found.append((store, left))
+    place = open_root(root, open_store=open_store)
+    if isinstance(place, PosixRoot):
+        found += _conversions(Path(place.url), now_seconds - older_than_seconds)
     return found
+
+
+def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Leftovers]]:
+    """Folders in which conversions to something in ``root`` were at work, and have noted nothing since."""
+    for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        stats = {str(path.relative_to(folder)): path.stat() for path in paths}
+        files = [FileInfo(name, stat.st_size, stat.st_mtime) for name, stat in sorted(stats.items())]
+        if LEDGER_NAME in stats and max(info.modified_seconds for info in files) < before_seconds:
+            yield PosixStore(folder), Leftovers(str(folder), "conversion", tuple(files))
+
+
+def _remove_conversion(left: Leftovers) -> Removed:
+    """Under the ledger's own lock: one that goes on just now stays."""
+    ledger = LocalLedger(Path(left.url))
+    try:
+        ledger.open("", "")
+    except CheckpointConflictError:
+        return Removed("replaced")
+    ledger.remove()
+    return Removed("deleted", len(left.files), left.size_bytes)
 
 
 def _folders(root: str | os.PathLike[str], open_store: OpenStore) -> Iterator[Store]:
@@ -146,6 +181,8 @@ def remove_leftovers(
     """
     if left.kind == "removal":
         removed = finish_removal(store, now_seconds)
+    elif left.kind == "conversion":
+        removed = _remove_conversion(left)
     elif left.kind == "abandoned":
         removed = remove_abandoned(store, older_than_seconds, now_seconds)
     else:

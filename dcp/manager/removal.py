@@ -47,8 +47,10 @@ Outcome = Literal["deleted", "pinned", "replaced", "absent"]
 
 _LOCK_TIMEOUT_SECONDS: Final = 60.0
 _DATA: Final = re.compile(r"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?\.distcp")
-_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}|(?:__[0-9]+)?\.metadata\.tmp")
-"""What killed publishes leave: ours, and stock torch's."""
+_ASIDE: Final = re.compile(
+    rf"{re.escape(TEMPORARY_PREFIX)}(?:[0-9a-f]{{32}}|convert-[0-9a-f]{{16}})|(?:__[0-9]+)?\.metadata\.tmp"
+)
+"""What killed publishes leave: ours, and stock torch's; and the ledgers of conversions to object stores."""
 _STOCK_OWNER: Final = ""
 """Stock's data files have no save id in their names."""
 

@@ -1,5 +1,6 @@
 """``dcp rm`` and ``dcp gc``: nothing goes without --yes, nothing of use goes with it."""
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -152,6 +153,28 @@ def test_gc_finishes_a_removal(tmp_path: Path) -> None:
     assert found[1].kind == "removal"
     assert "removed 2 files" in run("gc", tmp_path, "--yes").out
     assert not folder.exists()
+
+
+def test_gc_removes_conversions_that_nobody_resumed(tmp_path: Path) -> None:
+    """The work folder of a killed conversion goes when it is old, and not while a process is at it."""
+    work = tmp_path / ".tmp-convert-0123456789abcdef"
+    (work / "output").mkdir(parents=True)
+    (work / "output" / "model.pt").write_bytes(b"half")
+    (work / "ledger").write_bytes(b"")
+    for path in (work / "output" / "model.pt", work / "ledger"):
+        age(path, 3600)
+    assert "would remove 0 files" in run("gc", tmp_path).out
+    with (work / "ledger").open("r+b") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        held = run("gc", tmp_path, "--hours", "0.5", "--yes")
+        assert (held.status, held.err) == (0, "")
+        assert "in use now, it stays" in held.out
+        assert "removed 0 files" in held.out
+        assert (work / "output" / "model.pt").read_bytes() == b"half"
+    done = run("gc", tmp_path, "--hours", "0.5", "--yes")
+    assert (done.status, done.err) == (0, "")
+    assert "  output/model.pt\n" in done.out
+    assert not work.exists()
 
 
 def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
