@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import cat, demo, diff, gc, ls, rm, show, stats, verify
+from dcp.cli import cat, convert, demo, diff, gc, ls, rm, show, stats, verify
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="dcp",
-    help="Look at checkpoints, compare, verify and remove them: sharded ones, torch.save and safetensors.",
+    help="Look at checkpoints, compare, verify, convert, remove them: sharded ones, torch.save, safetensors.",
     no_args_is_help=True,
     # plain messages: a usage error is a line, not a box
     rich_markup_mode=None,
@@ -26,6 +26,7 @@ app.command("cat")(cat.command)
 app.command("stats")(stats.command)
 app.command("diff")(diff.command)
 app.command("verify")(verify.command)
+app.command("convert")(convert.command)
 app.command("rm")(rm.command)
 app.command("gc")(gc.command)
 app.command("demo")(demo.command)

@@ -1,0 +1,184 @@
+"""``dcp convert``: a checkpoint of any format in another one."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp.cli.common import (
+    Debug,
+    Json,
+    Options,
+    describe_bytes,
+    errors_as_lines,
+    print_json,
+    printable,
+    storage_options,
+)
+from dcp.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from dcp.conversion.report import ConversionReport
+    from dcp.progress import Progress
+
+__all__ = ["Format", "command"]
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_MAX_LISTED = 5
+
+
+class Format(StrEnum):
+    """What can be written."""
+
+    DCP = "dcp"
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+
+
+class Chunks(StrEnum):
+    """How tensors of a dcp target are cut."""
+
+    KEEP = "keep"
+    SPLIT = "split"
+
+
+def _size(text: str | None) -> int | None:
+    """Bytes of ``5GB``, ``4GiB`` or a plain number."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write 5GB, 500MiB or a number of bytes")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _pairs(values: list[str] | None, separator: str, what: str) -> dict[str, str]:
+    """``left<separator>right`` of each value."""
+    found = {}
+    for value in values or ():
+        left, separated, right = value.partition(separator)
+        if not separated or not left:
+            raise typer.BadParameter(f"{value!r} is not {what}")
+        found[left] = right
+    return found
+
+
+def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
+    """One dtype for all, or dtypes by glob."""
+    if not values:
+        return None
+    if len(values) == 1 and "=" not in values[0]:
+        return values[0]
+    return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    target: Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")],
+    to: Annotated[Format, typer.Option("--to", help="The format to write.")],
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rename", metavar="REGEX=>NEW", help=r"Rename, such as '^module\.=>'; one after the other."
+        ),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype", metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."
+        ),
+    ] = None,
+    files: Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")] = 1,
+    chunks: Annotated[
+        Chunks, typer.Option(help="keep: chunks as in the source; split: one a file, for dcp.")
+    ] = Chunks.KEEP,
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB.")
+    ] = None,
+    drop_objects: Annotated[
+        bool, typer.Option("--drop-objects", help="Leave out values that the format cannot hold.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    executor: Annotated[
+        str, typer.Option(metavar="WHERE", help="processes, inline, or dask://HOST:PORT.")
+    ] = "processes",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes at a time.")] = None,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not compare the source's checksums.")
+    ] = False,
+    options: Options = None,
+    target_options: Annotated[
+        str | None,
+        typer.Option("--target-options", metavar="JSON", help="As --storage-options, for the target's URL."),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Convert between dcp, torch.save and safetensors, in constant memory, without running pickles.
+
+    A conversion that was killed goes on where it was when the same command is given again.
+    """
+    shard_bytes, dtypes = _size(shard_size), _dtypes(dtype)
+    renamed = _pairs(rename, "=>", "REGEX=>NEW")
+    with errors_as_lines(debug=debug), progress_bar(target) as show:
+        # here, because a usage message must not wait for numpy
+        from dcp.conversion.run import convert
+
+        def progress(done: Progress) -> None:
+            if show is not None:
+                show(done.bytes_done, done.bytes_total)
+
+        report = convert(
+            source,
+            target,
+            to=to.value,
+            only=only or None,
+            exclude=exclude or None,
+            rename=renamed or None,
+            dtype=dtypes,
+            shard_bytes=shard_bytes,
+            files=files,
+            chunks=chunks.value,
+            drop_objects=drop_objects,
+            overwrite=overwrite,
+            executor=executor,
+            workers=workers,
+            storage_options=storage_options(source, options),
+            target_options=storage_options(target, target_options),
+            verify="none" if no_verify else "blocks",
+            progress=progress,
+        )
+    if json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _print(report: ConversionReport) -> None:
+    seconds = report.seconds.get("total", 0.0)
+    rate = f", {describe_bytes(int(report.bytes_written / seconds))}/s" if seconds > 0 else ""
+    resumed = (
+        f", {report.tasks_resumed} of {report.tasks} parts had been done before"
+        if report.tasks_resumed
+        else ""
+    )
+    print(
+        printable(
+            f"{report.target}: {report.tensor_count} tensors in {len(report.files)} files, "
+            f"{describe_bytes(report.bytes_written)} in {seconds:.1f} s{rate}{resumed}"
+        )
+    )
+    if report.blocks_unverified:
+        print(f"{report.blocks_unverified} of the source's blocks have no checksum to compare with")
+    if report.dropped_objects:
+        names = ", ".join(report.dropped_objects[:_MAX_LISTED])
+        more = len(report.dropped_objects) - _MAX_LISTED
+        print(printable(f"left out: {names}{f' and {more} more' if more > 0 else ''}"))
