@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from benchmarks.processes import BenchmarkError, Progress, run_ranks
 
-_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "plan", "device", "s3")
+_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "plan", "device", "s3", "convert")
 _BY_NAME_ONLY = ("async-W1-opt", "async-W2")
 _MEMORY_WORKLOADS = ("W1", "W2", "W3")
 _OBJECT_WORKLOADS = ("W1", "W2")
@@ -76,6 +76,8 @@ class _Suite:
                 self._stage_from_device()
             elif workload == "s3":
                 self._object_store()
+            elif workload == "convert":
+                self._convert()
             else:
                 self._save_and_load(workload)
             self._write(partial=workload != self._options.only[-1])
@@ -238,6 +240,25 @@ class _Suite:
         self.measured += results
         self.rows += [device_row(result) for result in results]
 
+    def _convert(self) -> None:
+        from benchmarks.conversion import (
+            CASES,
+            SAVING_RANKS,
+            conversion_rows,
+            measure_conversion,
+            save_for_conversion,
+        )
+
+        options = self._options
+        with self._own_folder() as name:
+            arguments = (options.scale, Path(name))
+            say = self._say("convert")
+            run_ranks(SAVING_RANKS, save_for_conversion, *arguments, progress=say, folder=self._folder)
+            for case in CASES:
+                measured, peaks = measure_conversion(case, Path(name), options.rounds, say)
+                self.measured.append(measured)
+                self.rows += conversion_rows(measured, peaks)
+
     def _object_store(self) -> None:
         from benchmarks.object_service import Service
         from benchmarks.object_store import not_installed
@@ -301,6 +322,8 @@ def _needed_bytes(options: argparse.Namespace) -> int:
     def needed(workload: str) -> float:
         if workload == "s3":
             return _OBJECT_SAVES * STATE_BYTES["W1"]
+        if workload == "convert":
+            return 8.5 * STATE_BYTES["W1"]
         return 3.2 * STATE_BYTES.get(workload.removeprefix("async-"), STATE_BYTES["W3"])
 
     return int(max(map(needed, options.only)) * options.scale) + (64 << 20)

@@ -33,6 +33,7 @@ _context.set_forkserver_preload(
         "benchmarks.memory",
         "benchmarks.async_saving",
         "benchmarks.object_store",
+        "benchmarks.conversion",
     ]
 )
 

@@ -1,0 +1,98 @@
+"""One conversion in a process of its own, which imports no more than it needs: `benchmarks.conversion` runs
+it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import page_cache
+
+_PIECE_BYTES = 16 << 20
+
+
+def _sync(path: Path) -> None:
+    for file in [path] if path.is_file() else page_cache.data_files(path):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _ours(source: Path, target: Path, to: str) -> Callable[[], None]:
+    from dcp.conversion.run import convert
+
+    return lambda: print(
+        convert(source, target, to=to, files=4 if to == "dcp" else 1).seconds, file=sys.stderr
+    )  # type: ignore[arg-type]
+
+
+def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
+    if name == "consolidate_safetensors_files":
+        from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+        target.mkdir()
+        shards = source.parent / "shards"
+        names: dict[str, int] = {}
+        for file in shards.glob("*.safetensors"):
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            names |= dict.fromkeys(header.keys() - {"__metadata__"}, 1)
+
+        def consolidate() -> None:
+            consolidate_safetensors_files(str(shards), str(target), fqn_to_index_mapping=names, num_threads=2)
+            _sync(target)
+
+        return consolidate
+    from torch.distributed.checkpoint import format_utils
+
+    function = getattr(format_utils, name)
+
+    def convert() -> None:
+        function(source, target)
+        _sync(target)
+
+    return convert
+
+
+def _loop(source: Path, target: Path) -> Callable[[], None]:
+    files = (
+        [source] if source.is_file() else [f for f in page_cache.data_files(source) if f.suffix == ".distcp"]
+    )
+
+    def copy() -> None:
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        with target.open("wb", buffering=0) as out:
+            for path in files:
+                with path.open("rb", buffering=0) as file:
+                    while count := file.readinto(buffer):
+                        out.write(buffer[:count])
+            os.fsync(out.fileno())
+
+    return copy
+
+
+def _main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("contender")
+    parser.add_argument("to")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    options = parser.parse_args(arguments)
+    if options.contender == "ours":
+        call = _ours(options.source, options.target, options.to)
+    elif options.contender == "loop":
+        call = _loop(options.source, options.target)
+    else:
+        call = _stock(options.contender, options.source, options.target)
+    begun = time.perf_counter()
+    call()
+    print(json.dumps({"seconds": time.perf_counter() - begun}))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
