@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -19,10 +20,16 @@ from dcp.storage.formats.index import MAX_DIMENSIONS
 
 __all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header", "parse_json"]
 
-MAX_HEADER_BYTES: Final = 100_000_000
-"""The specification's own cap, against headers that exhaust the reader's memory."""
+MAX_HEADER_BYTES: Final = 32 << 20
+"""Against headers that exhaust the reader's memory. The specification's own cap is 100 MB, of which JSON
+makes more than half a gigabyte here; 200,000 tensors take 26 MB."""
+
+_MAX_OTHER_OBJECTS: Final = 1000
+"""JSON objects that describe no tensor: the whole header and its metadata, and those that an error is
+about."""
 
 LENGTH_BYTES: Final = 8
+_FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 METADATA_KEY: Final = "__metadata__"
 
 _CACHED_HEADER_BYTES: Final = 1 << 20
@@ -84,11 +91,14 @@ def _exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> byt
 def _parse(text: bytes) -> SafetensorsHeader:
     if not text.startswith(b"{"):
         raise CheckpointFormatError("the safetensors header does not begin with '{'")
-    document = parse_json(text, "the safetensors header")
+    document = parse_json(text, "the safetensors header", _Compact().convert)
     metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointFormatError("the safetensors header's __metadata__ does not map strings to strings")
-    entries = {name: _entry(name, fields) for name, fields in document.items()}
+    entries = {
+        name: fields if isinstance(fields, SafetensorsEntry) else _entry(name, fields)
+        for name, fields in document.items()
+    }
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
@@ -107,12 +117,34 @@ def _parse_cached(text: bytes) -> SafetensorsHeader:
     return _parse(text)
 
 
-def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice."""
+class _Compact:
+    """Makes entries of JSON objects as soon as they are parsed: dicts and lists take five times the
+    memory."""
+
+    def __init__(self) -> None:
+        self._others = 0
+
+    def convert(self, fields: dict[str, Any]) -> Any:
+        if fields.keys() >= _FIELDS:
+            with suppress(CheckpointFormatError):  # told later, when its name is known
+                return _entry("", fields)
+        self._others += 1
+        if self._others > _MAX_OTHER_OBJECTS:
+            raise CheckpointFormatError("the safetensors header is full of what describes no tensor")
+        return fields
+
+
+def parse_json(
+    text: bytes, what: str, convert: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
+    """A JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice.
+
+    ``convert`` may put something else in the place of an object.
+    """
     try:
         document = json.loads(
             text.decode("utf-8"),
-            object_pairs_hook=partial(_unique, what),
+            object_pairs_hook=partial(_unique, what, convert),
             parse_constant=partial(_no_constant, what),
         )
     except CheckpointFormatError:
@@ -124,14 +156,14 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     return document
 
 
-def _unique(what: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(what: str, convert: Callable[[dict[str, Any]], Any] | None, pairs: list[tuple[str, Any]]) -> Any:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise CheckpointFormatError(f"{what} has one key twice")
     for key in result:
         if not key.isascii() and any("\ud800" <= char <= "\udfff" for char in key):
             raise CheckpointFormatError(f"a key of {what} is not Unicode text")
-    return result
+    return result if convert is None else convert(result)
 
 
 def _no_constant(what: str, name: str) -> Any:
@@ -139,7 +171,7 @@ def _no_constant(what: str, name: str) -> Any:
 
 
 def _entry(name: str, fields: Any) -> SafetensorsEntry:
-    if not isinstance(fields, dict) or not fields.keys() >= {"dtype", "shape", "data_offsets"}:
+    if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
         raise CheckpointFormatError(
             f"tensor {name!r} of the safetensors header needs dtype, shape and data_offsets", fqn=name
         )

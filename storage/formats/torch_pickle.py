@@ -23,15 +23,18 @@ from dcp.storage.formats.tensor_pickle import (
 
 __all__ = ["COUNTER", "MAX_FILE_PICKLE_BYTES", "ORDERED_DICT", "SIZE", "SizePickle", "decode_torch_pickle"]
 
-MAX_FILE_PICKLE_BYTES: Final = 128 << 20
+MAX_FILE_PICKLE_BYTES: Final = 64 << 20
 """200,000 tensors take some 25 MB."""
 
 ORDERED_DICT: Final = "collections.OrderedDict"
 COUNTER: Final = "collections.Counter"
 SIZE: Final = "torch.Size"
 
-_CONTAINERS_PER_BYTE: Final = 0.125
-"""A tensor of 100 bytes needs seven. A file of a few megabytes must not make a gigabyte of objects."""
+_CONTAINERS_PER_BYTE: Final = 0.25
+"""A view with a name of one letter takes 50 bytes and needs seven."""
+
+_MAX_CONTAINERS: Final = 3_000_000
+"""Enough for 400,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
 
 _MAX_FOREIGN_NAMES: Final = 1000
 _MAX_NAME_CHARACTERS: Final = 200
@@ -53,7 +56,8 @@ def decode_torch_pickle(data: bytes) -> Any:
     Raises UnsafeObjectError and UnsupportedFormatError for opcodes and persistent ids that no state dict
     needs, CheckpointFormatError for what no pickler writes and for tensors that reach outside their storages.
     """
-    limits = Limits(data_bytes=MAX_FILE_PICKLE_BYTES, containers_per_byte=_CONTAINERS_PER_BYTE)
+    per_byte = min(_CONTAINERS_PER_BYTE, _MAX_CONTAINERS / max(1, len(data)))
+    limits = Limits(data_bytes=MAX_FILE_PICKLE_BYTES, containers_per_byte=per_byte)
     return decode_pickle(data, find=_Names().find, persistent_load=load_storage, limits=limits)
 
 

@@ -4,7 +4,7 @@ Names are those that flattening gives a state dict (`dcp.planners.flatten`): map
 level, lists where they hold a tensor, a mapping or such a list. Tuples are opened like lists where a tensor
 or an OrderedDict is in them; saving through `dcp.save` would keep such a tuple as one pickled object. A file
 that holds a bare tensor has one entry named ``tensor``, one that holds another single value has one named
-``value``; a list or tuple at the root is opened whatever it holds.
+``value``: a plain list, too.
 
 What names and paths do not tell is noted in ``provenance["structure"]``, which is plain data::
 
@@ -35,10 +35,12 @@ from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
 from dcp.storage.formats.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch_pickle import COUNTER, ORDERED_DICT, SIZE, SizePickle
 
-__all__ = ["MAX_NESTING", "FlatFile", "flatten_torch", "restore_structure"]
+__all__ = ["MAX_ENTRIES", "MAX_NESTING", "FlatFile", "flatten_torch", "restore_structure"]
 
 MAX_NESTING: Final = 64
 """Levels of containers; deeper ones are hostile, or contain themselves."""
+
+MAX_ENTRIES: Final = 400_000
 
 _KINDS: Final = {ORDERED_DICT: "OrderedDict", COUNTER: "Counter"}
 _ENTRIES_PER_BYTE: Final = 2
@@ -90,11 +92,11 @@ class _Flattener:
         self._containers: list[dict[str, Any]] = []
         self._kinds: dict[str, str] = {}
         self._empty: dict[int, bool] = {}
-        self._entries_left = _ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES
+        self._entries_left = min(_ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES, MAX_ENTRIES)
         self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
 
     def run(self, root: Any) -> FlatFile:
-        if isinstance(root, dict) or type(root) in (list, tuple):
+        if isinstance(root, dict) or (type(root) in (list, tuple) and self.facts(root, 0).opens):
             self._open("", (), root, 0)
         else:
             name = "tensor" if isinstance(root, TensorPickle) else "value"
@@ -150,7 +152,9 @@ class _Flattener:
     def _visit(self, fqn: str, path: Path, value: Any, depth: int) -> None:
         self._entries_left -= 1
         if self._entries_left < 0:
-            raise CheckpointFormatError("the pickle repeats its parts to many times its own length")
+            raise CheckpointFormatError(
+                f"the pickle has more than {MAX_ENTRIES} entries, or repeats its parts many times over"
+            )
         if isinstance(value, TensorPickle):
             self._name(fqn, path)
             self.result.tensors[fqn] = value

@@ -17,7 +17,7 @@ _TENSORS = 3000
 
 
 def test_files_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """3,000 tensors of 256 bytes: a torch.save file loads by some ten requests, safetensors by half of them."""
+    """3,000 tensors of 256 bytes: a torch.save file loads by some ten requests, safetensors by fewer."""
     block = torch.randn(_TENSORS, 64, generator=torch.Generator().manual_seed(3))
     state = {f"layers.{number}.w": block[number].clone() for number in range(_TENSORS)}
     buffer = io.BytesIO()

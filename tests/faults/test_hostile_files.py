@@ -1,0 +1,424 @@
+"""Files of torch.save and safetensors made to do harm: typed errors, nothing run, little spent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
+from dcp.storage.formats import torch_structure
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.safetensors import MAX_HEADER_BYTES
+from dcp.storage.formats.safetensors_folder import index_of_safetensors_file
+from dcp.storage.formats.sources import open_source
+from dcp.storage.formats.torch_archive import MAX_FILE_ENTRIES
+from dcp.storage.stores import PosixStore
+from tests.support.hostile_files import CENTRAL, END, STORAGE, archive, directory_of, tensor_pickle
+from tests.support.torch_files import index_of, reader, saved
+
+_MEMORY_BYTES = 200 << 20
+
+
+class _Runs:
+    """Runs a command when it is unpickled the usual way."""
+
+    def __init__(self, marker: Path) -> None:
+        self.command = f"touch {marker}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def _opcodes(value: object) -> bytes:
+    """Those that make ``value``, without the pickle's head and end."""
+    return pickle.dumps(value, protocol=2)[2:-1]
+
+
+def _item(key: bytes, value: bytes) -> bytes:
+    """A dict with a good tensor "a", and then this item."""
+    good = tensor_pickle((2,), (1,))[2:-2].replace(b"x", b"a", 1)  # without SETITEM and STOP
+    return b"\x80\x02" + good + b"s" + key + value + b"s."
+
+
+PLACES: dict[str, Callable[[bytes], bytes]] = {
+    "value": lambda evil: _item(_opcodes("k"), evil),
+    "in a list": lambda evil: _item(_opcodes("k"), b"](" + evil + b"K\x01e"),
+    "in a tuple": lambda evil: _item(_opcodes("k"), evil + b"\x85"),
+    "key": lambda evil: _item(evil, b"K\x01"),
+    "part of a key": lambda evil: _item(evil + b"\x85", b"K\x01"),
+    "root": lambda evil: b"\x80\x02" + evil + b".",
+    "state": lambda evil: _item(_opcodes("k"), b"ccollections\nOrderedDict\n)R" + evil + b"b"),
+    "built": lambda evil: _item(_opcodes("k"), evil + b"}X\x01\0\0\0aK\x01sb"),
+    "appended to": lambda evil: _item(_opcodes("k"), evil + b"(K\x01K\x02e"),
+    "set into": lambda evil: _item(_opcodes("k"), evil + b"(K\x01K\x02u"),
+    "called": lambda evil: _item(_opcodes("k"), evil + b")R"),
+    "new object": lambda evil: _item(_opcodes("k"), evil + b")\x81"),
+    "arguments": lambda evil: _item(_opcodes("k"), b"ccollections\nOrderedDict\n" + evil + b"\x85R"),
+    "persistent id": lambda evil: _item(_opcodes("k"), evil + b"Q"),
+    "storage class": lambda evil: tensor_pickle(
+        (2,), (1,), storage=b"(X\x07\x00\x00\x00storage" + evil + b"X\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ"
+    ),
+    "storage": lambda evil: tensor_pickle((2,), (1,), storage=evil),
+    "size": lambda evil: tensor_pickle((2,), (1,)).replace(b"(K\x02t", b"(" + evil + b"t", 1),
+    "subclass": lambda evil: _item(
+        _opcodes("k"), b"ctorch._tensor\n_rebuild_from_type_v2\n(" + evil + evil + b")}tR"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["reduce", "newobj", "global", "inst", "protocol 4"])
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_is_run_wherever_it_stands(tmp_path: Path, place: str, how: str) -> None:
+    """os.system at any place of the pickle: a typed error, or its entry alone is refused."""
+    marker = tmp_path / "run"
+    command = f"touch {marker}".encode()
+    evil = {
+        "reduce": _opcodes(_Runs(marker)),
+        "newobj": b"cos\nsystem\nX" + struct.pack("<I", len(command)) + command + b"\x85\x81",
+        "global": b"cos\nsystem\n",
+        "inst": b"(S'" + command + b"'\nios\nsystem\n",
+        "protocol 4": pickle.dumps(_Runs(marker), protocol=4)[11:-1],
+    }[how]
+    try:
+        index = index_of(archive(PLACES[place](evil)))
+    except CheckpointFormatError:
+        pass
+    else:
+        assert list(index.fqns) in (["a"], [])
+        assert index.provenance.get("refused_objects") or place == "state"
+    assert not marker.exists()
+
+
+def _memo(number: int) -> bytes:
+    return b"r" + struct.pack("<I", number)
+
+
+def _get(number: int) -> bytes:
+    return b"j" + struct.pack("<I", number)
+
+
+def _laughs(first: bytes, level: Callable[[int], bytes]) -> bytes:
+    """Each level has the one below ten times."""
+    levels = b"".join(level(n) + _memo(n + 1) + b"0" for n in range(40))
+    return b"\x80\x02" + first + _memo(0) + b"0" + levels + b"}X\x01\0\0\0a" + _get(40) + b"s."
+
+
+_LARGE = b"X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20)
+
+BOMBS: dict[str, bytes] = {
+    "deep lists": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
+    "deep tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
+    "deep dicts": b"\x80\x02" + b"}X\x01\0\0\0a" * 50_000 + b"}" + b"s" * 50_000 + b".",
+    "deep marks": b"\x80\x02" + b"(" * 100_000,
+    "laughing lists": _laughs(b"]", lambda n: b"](" + _get(n) * 10 + b"e"),
+    "laughing tuples": _laughs(b")", lambda n: b"(" + _get(n) * 10 + b"t"),
+    "laughing dicts": _laughs(
+        b"}", lambda n: b"}(" + b"".join(_opcodes(k)[:6] + _get(n) for k in "abcdefghij") + b"u"
+    ),
+    "list in itself": b"\x80\x02}X\x01\0\0\0a]" + _memo(0) + _get(0) + b"as.",
+    "dict in itself": b"\x80\x02}" + _memo(0) + b"X\x01\0\0\0a" + _get(0) + b"s.",
+    "tuple in itself": b"\x80\x02]" + _memo(0) + _get(0) + b"\x85a.",
+    "metadata in itself": b"\x80\x02ccollections\nOrderedDict\n)R"
+    + _memo(0)
+    + b"}X\x09\0\0\0_metadata"
+    + _get(0)
+    + b"sb.",
+    "a string many times": b"\x80\x02"
+    + _LARGE
+    + _memo(0)
+    + b"0}("
+    + b"".join(b"X\x06\0\0\0" + b"%06d" % n + b"]" + _get(0) + b"a" for n in range(5000))
+    + b"u.",
+    "many names": b"\x80\x02](" + b"".join(b"cm\nf%d\n" % n for n in range(20_000)) + b"e.",
+    "huge integer": b"\x80\x02}\x8b" + struct.pack("<i", 1 << 20) + b"\x01" * (1 << 20) + b"Ns.",
+    "huge size": b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 100_000 + b"t\x85R.",
+}
+
+
+_HARMLESS = ("laughing lists", "laughing tuples", "metadata in itself")
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(name: str) -> None:
+    """Pickles that are small and make a lot of themselves are refused in bounded memory."""
+    data = archive(BOMBS[name])
+    tracemalloc.start()
+    try:
+        if name in _HARMLESS:  # a value that is too large, and one that is dropped, spoil nothing else
+            assert index_of(data).tensor_count == 0
+        else:
+            with pytest.raises(CheckpointFormatError):
+                index_of(data)
+        assert tracemalloc.get_traced_memory()[1] < _MEMORY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_too_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare value of one byte would become an entry of some hundreds."""
+    monkeypatch.setattr(torch_structure, "MAX_ENTRIES", 1000)
+    many = b"\x80\x02}X\x01\0\0\0a](}" + b"N" * 1100 + b"es."
+    with pytest.raises(CheckpointFormatError, match="more than 1000 entries"):
+        index_of(archive(many))
+    assert len(index_of(archive(many.replace(b"N" * 200, b"", 1))).objects) == 900
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "offset"),
+    [
+        ((5,), (1,), 0),
+        ((4,), (1,), 1),
+        ((2, 2), (3, 1), 0),
+        ((2,), (1 << 40,), 0),
+        ((1,), (1,), 1 << 61),
+        ((2,), (-1,), 1),
+        ((-2,), (1,), 0),
+        ((1 << 31, 1 << 31, 4), (0, 0, 0), 0),
+        ((1 << 70,), (0,), 0),
+        ((1,) * 65, (1,) * 65, 0),
+        ((2, 2), (1,), 0),
+    ],
+)
+def test_lying_shapes(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
+    """Shapes, strides and offsets that reach outside the storage never become an index."""
+    with pytest.raises(CheckpointFormatError):
+        index_of(archive(tensor_pickle(sizes, strides, offset)))
+
+
+def test_storages_that_are_not_there_or_of_another_size() -> None:
+    """What the pickle says of a storage must be so."""
+    for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
+        with pytest.raises(CheckpointFormatError, match="storage"):
+            index_of(archive(tensor_pickle((4,), (1,)), storages))
+
+
+def _patched(change: Callable[[list[Any]], None], entry: int = 2) -> bytes:
+    """A good file with one entry of its directory changed."""
+    data = bytearray(archive(tensor_pickle((4,), (1,))))
+    at = directory_of(bytes(data))
+    for _ in range(entry):
+        fields = CENTRAL.unpack_from(data, at)
+        at += CENTRAL.size + sum(fields[10:13])
+    changed = list(CENTRAL.unpack_from(data, at))
+    change(changed)
+    CENTRAL.pack_into(data, at, *changed)
+    return bytes(data)
+
+
+def _set(**values: int) -> Callable[[list[Any]], None]:
+    places = {"method": 4, "packed": 8, "size": 9, "flags": 3, "header_at": 16}
+
+    def change(fields: list[Any]) -> None:
+        for name, value in values.items():
+            fields[places[name]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set(method=8),
+        _set(flags=1),
+        _set(packed=1 << 31, size=1 << 31),
+        _set(packed=100_000, size=100_000),
+        _set(packed=15),
+        _set(packed=17, size=17),
+        _set(header_at=0),
+        _set(header_at=1),
+        _set(header_at=1 << 31),
+        _set(packed=0xFFFFFFFF, size=0xFFFFFFFF),
+    ],
+)
+def test_zips_with_lying_directories(change: Callable[[list[Any]], None]) -> None:
+    """Compressed, encrypted, overlapping, huge and displaced entries are refused."""
+    assert index_of(_patched(lambda fields: None)).tensor_count == 1
+    with pytest.raises(CheckpointFormatError):
+        index_of(_patched(change))
+
+
+def test_zips_with_lying_ends() -> None:
+    """The number of entries and the directory's size are checked before anything is made of them."""
+    data = archive(tensor_pickle((4,), (1,)))
+    count, directory_bytes, directory_at = END.unpack(data[-END.size :])[4:7]
+    for fields in (
+        (0xFFFE, 0xFFFE, directory_bytes, directory_at),
+        (count, count, 1 << 30, directory_at),
+        (count, count, directory_bytes, 1 << 31),
+        (count + 1, count + 1, directory_bytes, directory_at),
+        (0, 0, 0, directory_at),
+        (count, count - 1, directory_bytes, directory_at),
+    ):
+        end = END.pack(b"PK\5\6", 0, 0, fields[0], fields[1], fields[2], fields[3], 0)
+        with pytest.raises(CheckpointFormatError):
+            index_of(data[: -END.size] + end)
+    end64 = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, *[MAX_FILE_ENTRIES + 1] * 2, 1 << 24, 0)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(data), 1)
+    end = END.pack(b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    with pytest.raises(CheckpointFormatError):
+        index_of(data + end64 + locator + end)
+
+
+def test_names_in_zips() -> None:
+    """Names that reach elsewhere, stand twice, or are of two folders are no file of torch.save."""
+    for names in (["../data.pkl"], ["m/data.pkl", "n/data/0"], ["data.pkl"], ["m/data.pkl", "m/data.pkl"]):
+        buffer = BytesIO()
+        with zipfile.ZipFile(buffer, "w") as target:
+            for name in names:
+                target.writestr(name, b"\x80\x02}.")
+        if names == ["../data.pkl"]:  # a folder like any other: nothing is ever written by its name
+            assert index_of(buffer.getvalue()).tensor_count == 0
+            continue
+        with pytest.raises(CheckpointFormatError):
+            index_of(buffer.getvalue())
+
+
+def _safetensors(header: Any, data: bytes = bytes(16)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def _entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<Q", MAX_HEADER_BYTES) + b"{" * 100,
+        struct.pack("<Q", 1 << 63) + b"{}",
+        _safetensors({"a": _entry([4], 0, 16), "b": _entry([1], 8, 12)}),
+        _safetensors({"a": _entry([2], 0, 8), "b": _entry([1], 12, 16)}),
+        _safetensors({"a": _entry([3], 0, 12)}),
+        _safetensors({"a": _entry([5], 0, 20)}),
+        _safetensors({"a": _entry([4], 16, 0)}),
+        _safetensors({"a": _entry([1 << 62, 4], 0, 16)}),
+        _safetensors({"a": _entry([-4], 0, 16)}),
+        _safetensors({"a": _entry([4], 0, 16, "F33")}),
+        _safetensors(b'{"a":' * 50_000),
+        _safetensors(b'{"a": {"dtype":"F32","shape":[4],"data_offsets":[0,16]}, "a": 1}'),
+        _safetensors({"a": _entry([1] * 65, 0, 4)}, bytes(4)),
+    ],
+)
+def test_lying_safetensors_headers(data: bytes) -> None:
+    """Headers that are too long, overlap, leave holes or lie about sizes never become an index."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointFormatError):
+            index_of_safetensors_file(reader(data), len(data), "m.safetensors")
+        assert tracemalloc.get_traced_memory()[1] < _MEMORY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def _mutated(data: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, cut out or repeated."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(changed))
+        kind = rng.randrange(6)
+        if kind < 4:
+            changed[at] = rng.choice(
+                [0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256), changed[at] ^ (1 << rng.randrange(8))]
+            )
+        elif kind == 4:
+            del changed[at : at + rng.randint(1, 9)]
+        else:
+            changed[at:at] = changed[at : at + rng.randint(1, 9)]
+        if not changed:
+            break
+    return bytes(changed)
+
+
+def _check_readable(index: CheckpointIndex, data: bytes) -> None:
+    """What an index says must be readable, whatever it is: every payload lies in the file."""
+    index.check()
+    assert (index.payload_offsets + index.payload_lengths <= len(data)).all()
+
+
+def test_fuzzed_torch_files() -> None:
+    """Seeded mutations of small files: an index that is consistent, or a typed error."""
+    state = {
+        "a": torch.arange(6.0).view(2, 3).t(),
+        "n": {0: [torch.ones(2, dtype=torch.int64), 1.5, "x"], "s": torch.Size([1])},
+        "p": torch.nn.Parameter(torch.ones(1)),
+        "o": torch.nn.Linear(1, 1).state_dict(),
+    }
+    original = saved(state)
+    packed = archive(zipfile.ZipFile(BytesIO(saved({"a": torch.arange(4.0)}))).read("archive/data.pkl"))
+    # no checksum of the pickle, so that mutations of it get through to the decoder
+    torch.serialization.set_crc32_options(False)
+    try:
+        unchecked = saved(state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    rng = random.Random(20261121)
+    good = 0
+    for number in range(900):
+        data = _mutated((original, packed, unchecked)[number % 3], rng)
+        try:
+            index = index_of(data)
+        except CheckpointError:
+            continue
+        _check_readable(index, data)
+        good += 1
+    assert good > 50
+
+
+def test_fuzzed_pickles() -> None:
+    """Mutations of the pickle alone, with its checksum right."""
+    state = {"a": torch.arange(4.0), "b": {1: [1, (2, None)], "c": torch.Size([3])}}
+    pickled = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")
+    rng = random.Random(5)
+    good = 0
+    for _ in range(600):
+        data = archive(_mutated(pickled, rng))
+        try:
+            _check_readable(index_of(data), data)
+            good += 1
+        except CheckpointError:
+            pass
+    assert good > 20
+
+
+def test_fuzzed_safetensors_files(tmp_path: Path) -> None:
+    """Mutations of safetensors files and of a folder's map."""
+    original = save({"a": torch.ones(2, 3), "b": torch.zeros(1)}, metadata={"format": "pt"})
+    document = {"metadata": {}, "weight_map": {"a": "m.safetensors", "b": "m.safetensors"}}
+    (tmp_path / "m.safetensors").write_bytes(original)
+    rng = random.Random(7)
+    for _ in range(400):
+        data = _mutated(original, rng)
+        with suppress(CheckpointError):
+            _check_readable(index_of_safetensors_file(reader(data), len(data), "m"), data)
+    for _ in range(100):
+        (tmp_path / "model.safetensors.index.json").write_bytes(_mutated(json.dumps(document).encode(), rng))
+        with suppress(CheckpointError):
+            open_source(tmp_path)
+
+
+def test_a_whole_model_is_told_what_to_do(tmp_path: Path) -> None:
+    """The error of a hostile or foreign root names what it wanted, and the file."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(archive(b"\x80\x02" + _opcodes(_Runs(tmp_path / "run")) + b"."))
+    with pytest.raises(UnsafeObjectError, match=r"model\.pt.*posix\.system"):
+        open_source(path)
+    good = archive(tensor_pickle((4,), (1,), storage=STORAGE))
+    path.write_bytes(good)
+    with ReadEngine(PosixStore(tmp_path), open_source(path).index) as engine:
+        assert engine.handle(0).size_bytes == len(good)

@@ -1,0 +1,54 @@
+"""torch.save files as nobody's torch writes them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+
+__all__ = ["END", "STORAGE", "archive", "directory_of", "tensor_pickle"]
+
+END = struct.Struct("<4sHHHHIIH")
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+"""A storage "0" of four floats."""
+
+
+def archive(pickled: bytes, storages: Mapping[str, bytes] | None = None, **entries: bytes) -> bytes:
+    """A zip as torch.save lays it out, with this `data.pkl`."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as target:
+        target.writestr("m/data.pkl", pickled)
+        target.writestr("m/byteorder", b"little")
+        for name, data in (storages or {"0": bytes(16)}).items():
+            target.writestr(f"m/data/{name}", data)
+        for name, data in entries.items():
+            target.writestr(f"m/{name}", data)
+        target.writestr("m/version", b"3\n")
+    return buffer.getvalue()
+
+
+def _number(value: int) -> bytes:
+    return pickle.dumps(value, protocol=2)[2:-1]
+
+
+def _tuple(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_number, values)) + b"t"
+
+
+def tensor_pickle(
+    sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, storage: bytes = STORAGE
+) -> bytes:
+    """The opcodes that make a tensor, in a dict under "x"."""
+    tensor = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(offset) + _tuple(sizes) + _tuple(strides)
+    )
+    return b"\x80\x02}X\x01\x00\x00\x00x" + tensor + b"\x89ccollections\nOrderedDict\n)RtRs."
+
+
+def directory_of(data: bytes) -> int:
+    """Where the zip's directory begins."""
+    return int(END.unpack(data[-END.size :])[6])
