@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.commit import Names, Previous, commit, discard, previous_state
@@ -317,7 +317,7 @@ def by_draws(draw: Callable[[st.SearchStrategy[int]], int]) -> Callable[[list[in
 
 
 @pytest.mark.parametrize("name", THREE)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
     """As two do."""
@@ -326,7 +326,7 @@ def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["create, create bare", "overwrite, overwrite", "overwrite stock"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_writer_is_killed_beside_another(name: str, data: st.DataObject) -> None:
     """Readers see whole checkpoints all the time, and the next save commits and clears all away."""
