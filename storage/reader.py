@@ -32,6 +32,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import encode_manifest
+from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, decode_plain
 from dcp.storage.formats.sources import Place, index_at, locate
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
@@ -228,20 +229,27 @@ class FileSystemReader(StorageReader):
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
         """The stored torch.save bytes of non-tensor values, in order and checked.
 
-        Neighbours in a file are read together, some 64 MiB at a time.
+        Neighbours in a file are read together, some 64 MiB at a time. Plain values that have no record of
+        their own, as in a torch.save file, are encoded.
         """
         objects = engine.index.objects
         rows = [self._object_row(engine.index, fqn) for fqn in fqns]
         for batch in _batches(rows, lambda row: int(objects.lengths[row]), _OBJECTS_BYTES):
+            stored = [row for row in batch if objects.files[row] >= 0]
             columns = (objects.files, objects.offsets, objects.lengths)
-            places = zip(*(column[batch].tolist() for column in columns), strict=True)
-            for row, blob in zip(batch, engine.read_blobs([*places]), strict=True):
+            places = zip(*(column[stored].tolist() for column in columns), strict=True)
+            blobs = iter(engine.read_blobs([*places]))
+            for row in batch:
+                if objects.files[row] < 0:
+                    yield _encoded(objects.values[int(objects.plain[row])])
+                    continue
+                blob = next(blobs)
                 self._check_object(engine.index, row, blob)
                 yield blob
 
     def _object_row(self, index: CheckpointIndex, fqn: str) -> int:
         row = index.objects.position.get(fqn)
-        if row is None or index.objects.files[row] < 0:
+        if row is None:
             raise PlanError(f"{self.store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
         return row
 
@@ -298,6 +306,13 @@ def _blob_fault(blob: bytes, expected: int) -> str | None:
     elif crc32(blob) != expected:
         return f"CRC-32 {crc32(blob):08x}, committed was {expected:08x}"
     return None
+
+
+def _encoded(plain: bytes) -> bytes:
+    """The torch.save bytes of a plain value."""
+    buffer = io.BytesIO()
+    torch.save(decode_plain(plain, limit_bytes=MAX_FOREIGN_PLAIN_BYTES), buffer)
+    return buffer.getvalue()
 
 
 def _default_threads() -> int:

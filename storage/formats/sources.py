@@ -93,8 +93,22 @@ def index_at(place: Place, *, rank: int | None = None, own_rank: int | None = No
     except CheckpointNotFoundError:
         index = index_of_folder(place.store)
         if index is None:
+            _explain_links(place)
             raise
         return index
+
+
+def _explain_links(place: Place) -> None:
+    """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow."""
+    folder = Path(place.store.url)
+    links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []
+    if any(name.endswith(FILE_SUFFIXES) for name in links):
+        raise CheckpointNotFoundError(
+            f"{folder}: its weights are symbolic links, as in the cache of a model hub, and could point at "
+            "any file of yours. If you trust the folder: dcp.load(..., storage_reader=dcp.FileSystemReader("
+            "folder, open_store=functools.partial(dcp.storage.stores.PosixStore, follow_links=True)))",
+            path=str(folder),
+        )
 
 
 def open_source(

@@ -80,6 +80,21 @@ def test_every_value_of_a_torch_file(tmp_path: Path) -> None:
     assert report.missing == [] and report.unexpected == []
 
 
+def test_torchs_own_load_reads_the_file_through_our_reader(tmp_path: Path) -> None:
+    """The reader's other side: torch's planner gets metadata and bytes of values, as from a checkpoint."""
+    import torch.distributed.checkpoint as stock
+
+    base = torch.arange(12.0)
+    state = {
+        "t": base.view(3, 4).t(),
+        "n": {"lr": 0.5, "words": ["a", "b"], "e": base[:3, None].expand(3, 2)},
+    }
+    torch.save(state, tmp_path / "model.pt")
+    target = {"t": torch.zeros(4, 3), "n": {"lr": 0.0, "words": [], "e": torch.zeros(3, 2)}}
+    stock.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "model.pt"), no_dist=True)
+    assert_same(target, state)
+
+
 def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
     """The rest of the file loads; the entry itself is an UnsafeObjectError, not a missing key."""
     state = {"w": torch.arange(3.0), "args": Path("/x"), "sparse": torch.eye(2).to_sparse()}

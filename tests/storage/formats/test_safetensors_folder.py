@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file, save_file
 
-from dcp.storage.errors import CheckpointError, CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.safetensors_folder import index_of_file, index_of_folder
 from dcp.storage.formats.sources import index_at, locate, open_source
@@ -266,6 +272,19 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / ".tmp-x.safetensors").write_bytes(b"")
     assert index_of_folder(PosixStore(tmp_path)) is None
+
+
+def test_links_are_followed_only_if_asked(tmp_path: Path) -> None:
+    """The cache of a model hub is a folder of links; the error tells how to read it."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    weights = _weights()
+    save_file(weights, tmp_path / "blobs" / "0a1b")
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blobs" / "0a1b")
+    with pytest.raises(CheckpointNotFoundError, match="follow_links"):
+        open_source(tmp_path / "snapshot")
+    followed = open_source(tmp_path / "snapshot", open_store=partial(PosixStore, follow_links=True))
+    _assert_holds(followed.index, tmp_path / "snapshot", weights)
 
 
 def test_many_tensors(tmp_path: Path) -> None:

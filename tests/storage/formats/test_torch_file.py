@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import pytest
@@ -224,6 +225,51 @@ def test_many_tensors_cost_few_reads() -> None:
     assert len(log) <= 10
     for row in (0, 1, 9_999, 19_999):
         assert tensor_at(index, data, row).tolist() == [float(row)] * 5
+
+
+class _SparseFile(io.RawIOBase):
+    """Leaves out large pieces, which are zeros here."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def write(self, data: Any) -> int:
+        """As a file does."""
+        view = memoryview(data).cast("B")
+        if len(view) > 1 << 20:
+            self._file.seek(len(view), 1)
+        else:
+            self._file.write(view)
+        return len(view)
+
+    def close(self) -> None:
+        """As a file does."""
+        self._file.close()
+
+
+def test_files_beyond_4_gib(tmp_path: Path) -> None:
+    """torch's own zip64: entries of more than 4 GiB, and behind them, are found without more reads."""
+    path, large = tmp_path / "large.pt", torch.empty((1 << 32) + 100, dtype=torch.uint8)
+    torch.serialization.set_crc32_options(False)  # which would read four gigabytes
+    try:
+        file = _SparseFile(path)
+        torch.save({"a": torch.arange(5.0), "large": large, "b": torch.arange(7.0)}, cast(IO[bytes], file))
+        file.close()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    log: list[tuple[int, int]] = []
+    with path.open("rb") as stream:
+
+        def read(offset: int, length: int) -> bytes:
+            log.append((offset, length))
+            return os.pread(stream.fileno(), length, offset)
+
+        index = index_of_torch_file(read, path.stat().st_size, "large.pt")
+        row = index.position["b"]
+        stored = os.pread(stream.fileno(), int(index.payload_lengths[row]), int(index.payload_offsets[row]))
+    assert index.payload_offsets[row] > 1 << 32 and index.payload_lengths[index.position["large"]] > 1 << 32
+    assert stored == as_bytes(torch.arange(7.0))
+    assert len(log) <= 8 and sum(length for _, length in log) < 1 << 20
 
 
 @pytest.mark.parametrize("alignment", [1, 64, 4096])
