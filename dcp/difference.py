@@ -119,8 +119,12 @@ def diff(
     Raises `PlanError` if nothing is selected or two names become one, and what reading raises.
     """
     with (
-        open_tensors(a, storage_options=storage_options) as first,
-        open_tensors(b, storage_options=storage_options if options_of_b is None else options_of_b) as second,
+        open_tensors(a, storage_options=storage_options, verify="full") as first,
+        open_tensors(
+            b,
+            storage_options=storage_options if options_of_b is None else options_of_b,
+            verify="full",
+        ) as second,
     ):
         return diff_readers(
             first, second, values=values, only=only, exclude=exclude, rename=rename, progress=progress

@@ -70,7 +70,7 @@ def statistics(
     each histogram, at most. Each name counts, also of tied tensors, whose bytes are read once. Memory is
     bounded by some 64 MiB. Raises `PlanError` if nothing is selected, and what reading raises.
     """
-    with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
+    with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
         return statistics_of(reader, only=only, exclude=exclude, bins=bins, progress=progress)
 
 

@@ -211,7 +211,8 @@ class TensorReader:
     # -- parts of tensors ------------------------------------------------------------------------------------
 
     def read(self, tensor_row: int, slices: Slices | None = None) -> Array:
-        """A tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are read.
+        """A tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are read,
+        and blocks that are not read whole are not checked, unless the reader has ``verify="full"``.
 
         Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
         Raises `PlanError` for what numpy would not take either.
@@ -240,9 +241,9 @@ class TensorReader:
 
     def _read(self, tensor_row: int, lattice: Lattice) -> Array:
         index = self.index
+        parts = self.parts(tensor_row)  # first, because no memory is taken on the word of a shape alone
         result = np.empty(lattice.counts, stored_dtype(index.dtype(tensor_row)))
         if result.size:
-            parts = self.parts(tensor_row)
             self._engine.resolve([part.chunk for part in parts])
             if max(lattice.steps, default=1) == 1:
                 self._read_direct(parts, lattice, result)

@@ -66,7 +66,8 @@ def command(
         # here, because a usage message must not wait for numpy
         from dcp.tensor_reading import open_tensors
 
-        with open_tensors(uri, storage_options=storage_options(uri, options)) as reader:
+        given = storage_options(uri, options)
+        with open_tensors(uri, storage_options=given, verify="full") as reader:
             row = reader.index.position.get(fqn)
             if row is None:
                 _cat_value(reader, fqn, is_tensor=slices is not None or npy is not None, json=json)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,37 @@ def test_cat_of_a_large_tensor_reads_its_edges_only(tmp_path: Path) -> None:
     assert run("cat", folder, "w").out == f"{expected}\nuint8 100000x100\n"
     flip(data_file(folder), 1_000)
     assert "damaged" in run("cat", folder, "w").err
+
+
+def test_no_damaged_number_is_shown(tmp_path: Path) -> None:
+    """Of a slice the blocks that it is in are read whole and checked, wherever in them the damage is."""
+    folder = save_ours(tmp_path / "x", {"w": torch.arange(100_000)})
+    assert run("cat", folder, "w", "--slice", "7").out == "7\nint64 scalar\n"
+    flip(data_file(folder), 500_000)
+    damaged = run("cat", folder, "w", "--slice", "7")
+    assert (damaged.status, damaged.out) == (3, "")
+    assert "'w' is damaged" in damaged.err
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path) -> None:
+    """Rate and time left are for people who watch: nothing of it is in a script's output."""
+    folder = save_ours(tmp_path / "x", {"w": torch.zeros(5_000_000)})
+    command = [sys.executable, "-m", "dcp", "stats", str(folder)]
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (piped.returncode, piped.stderr) == (0, "")
+    controller, terminal = os.openpty()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        drawn = b""
+        try:
+            while piece := os.read(controller, 4096):
+                drawn += piece
+        except OSError:  # how Linux says that the other end of the terminal is closed
+            pass
+        out, _ = process.communicate()
+    os.close(controller)
+    assert out == piped.stdout
+    assert folder.name.encode() in drawn
 
 
 def test_cat_prints_other_values(ours: Path, stock: Path) -> None:

@@ -103,6 +103,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("save", [save_ours, save_stock])
 def test_statistics_are_torchs(tmp_path: Path, save: Callable[[Path, dict[str, Any]], Path]) -> None:
     """Every dtype, NaN and infinities apart, zeros of both signs, subnormal numbers, a mean that is large."""
@@ -199,6 +200,7 @@ def counts_by_numpy(values: np.ndarray, histogram: Histogram) -> list[int]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("bins", [3, 4, 9, 32, 100])
 @pytest.mark.parametrize("name", ["float32", "float64", "bfloat16", "int64", "uint8", "int8", "one", "zeros"])
 def test_histograms_count_what_is_between_their_edges(bins: int, name: str) -> None:

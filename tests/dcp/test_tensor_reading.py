@@ -331,6 +331,7 @@ def test_pairs_of_four_bits_are_decoded_low_bits_first() -> None:
     assert found.tolist() == [values[:4], [*values[4:6], -4.0, -6.0]]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_complex32_is_decoded_as_torch_does() -> None:
     """Two halves become one complex64."""
     tensor = torch.randn(5, 3, dtype=torch.complex64).to(torch.complex32)
