@@ -58,7 +58,8 @@ class Statistics:
 
     ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and the histogram are of the finite elements, and None
     where there are none. ``std`` has Bessel's correction, as torch's; None for a single element. Bools are 0
-    and 1. ``min`` and ``max`` of integers are exact. A complex number with a part that is NaN is NaN.
+    and 1. ``min`` and ``max`` of integers are exact. What float64 cannot hold is infinite. A complex
+    number with a part that is NaN is NaN.
     """
 
     count: int
@@ -193,8 +194,8 @@ class Summary:
             self.min,
             self.max,
             self._mean if known else None,
-            math.sqrt(self._squares / (self.finite - 1)) if self.finite > 1 else None,
-            math.sqrt(self._squares + self.finite * self._mean * self._mean) if known else None,
+            _root(self._squares / (self.finite - 1)) if self.finite > 1 else None,
+            _root(self._squares + self.finite * self._mean * self._mean) if known else None,
             self._histogram(bins) if known else None,
         )
 
@@ -235,6 +236,10 @@ def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:
     while around > bottom and needed(around - 1, width) <= bins:
         around -= 1
     return around, width
+
+
+def _root(square: float) -> float:
+    return math.inf if math.isnan(square) else math.sqrt(square)
 
 
 def _power(exponent: int) -> float:

@@ -229,6 +229,15 @@ def test_a_histogram_shows_sign_and_size() -> None:
     assert only_positive.result(32).histogram == Histogram((0.0, 1.0, 2.0, 4.0, 8.0), (0, 1, 1, 2))
 
 
+def test_sums_that_float64_cannot_hold_are_infinite() -> None:
+    """Doubles near the limit have no finite norm; their bounds and counts are right all the same."""
+    summary = Summary()
+    summary.add(np.array([1e308, -1e308, 1e308]))
+    found = summary.result(32)
+    assert (found.min, found.max, found.std, found.norm) == (-1e308, 1e308, math.inf, math.inf)
+    assert found.histogram == Histogram((-math.inf, -(2.0**1023), 2.0**1023, math.inf), (1, 0, 2))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     parts=st.lists(st.lists(st.floats(width=32, allow_nan=True), max_size=20), max_size=6),
