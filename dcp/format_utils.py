@@ -1,14 +1,14 @@
-"""What ``torch.distributed.checkpoint.format_utils`` has: torch's own for now.
+"""What ``torch.distributed.checkpoint.format_utils`` has, on our conversion engine.
 
 ``python -m dcp.format_utils MODE SRC DST`` takes torch's arguments. A source that is not there is an error
 (exit status 2); torch's prints a line and reports success.
 """
 
 import argparse
+import os
 from pathlib import Path
 
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-
+from dcp.conversion.run import convert
 from dcp.planners.dynamic_load_planner import DynamicMetaLoadPlanner
 from dcp.storage.foreign_readers import BroadcastingTorchSaveReader
 
@@ -18,6 +18,29 @@ __all__ = [
     "dcp_to_torch_save",
     "torch_save_to_dcp",
 ]
+
+
+def dcp_to_torch_save(
+    dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]
+) -> None:
+    """Write a sharded checkpoint as one file for `torch.load`, in memory of a few buffers.
+
+    As torch's, it replaces a file that is there, and restores the nesting that the checkpoint tells of. Other
+    than torch's it unpickles nothing: values that are no plain data are a PlanError which names them
+    (`dcp.convert` can leave them out). Errors are those of `dcp.convert`.
+    """
+    convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
+
+
+def torch_save_to_dcp(
+    torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]
+) -> None:
+    """Write a torch.save file as a checkpoint that torch's and our `load` read, in memory of a few buffers.
+
+    As torch's, it replaces a checkpoint that is there (in one step). Other than torch's it unpickles nothing,
+    as `dcp_to_torch_save`.
+    """
+    convert(torch_save_path, dcp_checkpoint_dir, to="dcp", overwrite=True)
 
 
 def _main() -> None:

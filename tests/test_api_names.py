@@ -65,8 +65,13 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "format_utils": (
-        ("BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner"),
-        ("dcp_to_torch_save", "torch_save_to_dcp"),
+        (
+            "BroadcastingTorchSaveReader",
+            "DynamicMetaLoadPlanner",
+            "dcp_to_torch_save",
+            "torch_save_to_dcp",
+        ),
+        (),
     ),
     "metadata": (
         (),
