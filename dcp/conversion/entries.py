@@ -47,12 +47,16 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What is converted, in the order of the source's state dict. ``source_names`` gives the names there."""
+    """What is converted, in the order of the source's state dict. ``source_names`` gives the names there.
+
+    ``refused`` are values that the source has and that nobody may decode, by new name, with what they need.
+    """
 
     index: CheckpointIndex
     tensors: Sequence[Entry]
     values: Sequence[Value]
     source_names: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def shape(self, entry: Entry) -> tuple[int, ...]:
         """Shape of an entry's tensor."""
@@ -86,7 +90,9 @@ def choose_entries(
 ) -> Entries:
     """Apply the options of a conversion; PlanError for patterns that match nothing, for two entries of one
     new name, and for casts that do not exist."""
-    names = [*index.fqns, *index.objects.fqns]
+    unread = index.provenance.get("refused_objects")
+    unread = unread if isinstance(unread, dict) else {}
+    names = [*index.fqns, *index.objects.fqns, *unread]
     selection, renaming = Selection.of(only, exclude), renamer(rename)
     if selection is not None:
         _check_patterns(selection, names)
@@ -110,7 +116,8 @@ def choose_entries(
         if name in new_names
     ]
     cast.check_used()
-    return Entries(index, tensors, values, {new: old for old, new in new_names.items()})
+    refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
+    return Entries(index, tensors, values, {new: old for old, new in new_names.items()}, refused)
 
 
 def _check_patterns(selection: Selection, names: Sequence[str]) -> None:

@@ -64,11 +64,11 @@ def plan_layout(
 ) -> Planned:
     """The target's layout. PlanError, with names, for values that it cannot hold and must not drop."""
     values = SourceValues(engine)
-    refused = _refused_by_source(entries)
+    refused = entries.refused
     if options.to == "dcp":
         return _plan_dcp(entries, values, refused, options, save_id, engine.store.url)
     contents, more = _known_values(entries, values, is_plain_only=options.to == "safetensors")
-    kept, dropped = _drop_or_refuse(entries, refused | more, options)
+    kept, dropped = _drop_or_refuse(entries, {**refused, **more}, options)
     if options.to == "torch":
         pairs = [(value, contents[value.fqn]) for value in kept]
         name = place.file_name or ""
@@ -116,14 +116,6 @@ def _plan_dcp(
         user=index.user,
     )
     return Planned(layout, dropped)
-
-
-def _refused_by_source(entries: Entries) -> dict[str, str]:
-    """Values that the source has and nobody may decode, by name, and what they need."""
-    refused = entries.index.provenance.get("refused_objects")
-    if not isinstance(refused, dict):
-        return {}
-    return {str(fqn): f"needs {need}" for fqn, need in refused.items()}
 
 
 def _known_values(

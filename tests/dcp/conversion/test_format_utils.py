@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import format_utils as stock
 
 from dcp import format_utils
+from dcp.conversion.run import convert
 from dcp.storage.errors import CheckpointNotFoundError, PlanError
 from tests.support.conversion import assert_same, training_state
 
@@ -62,6 +63,9 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "custom": Custom()}, tmp_path / "model.pt")
     with pytest.raises(PlanError, match="'custom'"):
         format_utils.torch_save_to_dcp(tmp_path / "model.pt", tmp_path / "folder")
+    convert(tmp_path / "model.pt", tmp_path / "rest", to="dcp", exclude="custom", executor="inline")
+    report = convert(tmp_path / "model.pt", tmp_path / "rest.pt", to="torch", drop_objects=True)
+    assert report.dropped_objects == ("custom",)
     with pytest.raises(CheckpointNotFoundError):
         format_utils.dcp_to_torch_save(tmp_path / "nothing", tmp_path / "back.pt")
     assert not (tmp_path / "folder").exists()

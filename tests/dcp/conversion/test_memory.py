@@ -1,0 +1,87 @@
+"""Peak memory of conversions: a few buffers, whatever the size, measured in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp
+from dcp.storage.formats.torch_zip_writer import ZipLayout
+
+_PROGRAM = """
+import resource, sys
+from dcp.conversion.run import convert
+source, target, to, source_bytes = sys.argv[1:5]
+report = convert(source, target, to=to, executor="processes", workers=2)
+assert report.bytes_read >= int(source_bytes)
+# Not ru_maxrss, which begins with what the process had from which this one was forked.
+lines = open("/proc/self/status").read().splitlines()
+own = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+# The larger of the two workers counts for both.
+print(own + 2 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def _peak_mebibytes(source: Path, target: Path, to: str, source_bytes: int) -> float:
+    command = [sys.executable, "-c", _PROGRAM, str(source), str(target), to, str(source_bytes)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout) / 1024
+
+
+def _save_strided(path: Path, mebibytes: int) -> int:
+    """Two tensors, one of them a transposed view in a torch.save file: read in strides."""
+    rows = mebibytes << 20 >> 13
+    state = {"w": torch.zeros(rows, 1024), "t": torch.zeros(1024, rows).t()}
+    torch.save(state, path)
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_peak_memory_is_a_few_buffers(to: str, tmp_path: Path) -> None:
+    """192 MiB through two workers, half of it by strides: all processes together stay below 300 MiB."""
+    size = _save_strided(tmp_path / "model.pt", 192)
+    assert _peak_mebibytes(tmp_path / "model.pt", tmp_path / "copy", to, size) < 300
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_peak_memory_does_not_grow_with_the_model(to: str, tmp_path: Path) -> None:
+    """2 GiB take no more than 300 MiB."""
+    count = 4
+    state = {f"t{n}": torch.zeros(1 << 27) for n in range(count)}
+    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+    target = tmp_path / ("model.pt" if to == "torch" else "copy")
+    assert _peak_mebibytes(tmp_path / "source", target, to, count << 29) < 300
+
+
+def test_zips_beyond_four_gibibytes(tmp_path: Path) -> None:
+    """Entries and offsets that need zip64 are where torch and zipfile look for them; the file is sparse."""
+    archive = ZipLayout("archive")
+    archive.add("data.pkl", b"\x80\x02}.")
+    archive.add("byteorder", b"little")
+    sizes = [5 << 30, 1000, 3]
+    offsets = [archive.reserve(f"data/{key}", size, key) for key, size in enumerate(sizes)]
+    archive.add("version", b"3\n")
+    archive.finish()
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:
+        file.truncate(archive.size_bytes)
+        for part in archive.parts:
+            file.seek(part.offset)
+            file.write(part.data)
+        for key, offset in enumerate(offsets):
+            file.seek(offset)
+            file.write(bytes([key + 1]))
+    with zipfile.ZipFile(path) as opened:
+        assert [opened.getinfo(f"archive/data/{key}").file_size for key in range(3)] == sizes
+    reader = torch._C.PyTorchFileReader(str(path))
+    for key, offset in enumerate(offsets):
+        assert offset % 64 == 0
+        assert reader.get_record_offset(f"data/{key}") == offset  # type: ignore[attr-defined]
+    assert reader.get_record("version") == b"3\n"
