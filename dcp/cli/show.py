@@ -19,6 +19,7 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
+from dcp.cli.pictures import bar
 
 if TYPE_CHECKING:
     from dcp.inspection import CheckpointHeader, ModuleNode, ObjectRow, TensorRow
@@ -26,11 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _VALUE_CHARACTERS = 100
+_BAR_CHARACTERS = 24
 
 
 def command(
     uri: Annotated[str, typer.Argument(help="A checkpoint: path or URL.")],
-    tree: Annotated[bool, typer.Option("--tree", help="Group the tensors by module.")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Group the tensors by module, with a picture of their sizes.")
+    ] = False,
     objects: Annotated[bool, typer.Option("--objects", help="List the other values, too.")] = False,
     options: Options = None,
     json: Json = False,
@@ -158,16 +162,23 @@ def _print_tree(root: ModuleNode) -> None:
         for child in sorted(node.children.values(), key=lambda child: child.tensor is not None):
             kind = f"{child.tensor.dtype} {_describe_shape(child.tensor.shape)}" if child.tensor else ""
             counted = "" if child.tensor and not child.children else str(child.tensors)
+            share = bar(child.bytes, root.bytes, _BAR_CHARACTERS)
             rows.append(
-                (indent + child.name, counted, f"{child.elements:,}", describe_bytes(child.bytes), kind)
+                (
+                    indent + child.name,
+                    counted,
+                    f"{child.elements:,}",
+                    describe_bytes(child.bytes),
+                    kind,
+                    share,
+                )
             )
             visit(child, indent + "  ")
 
     visit(root, "")
-    rows.append(("total", str(root.tensors), f"{root.elements:,}", describe_bytes(root.bytes), ""))
-    print_table(
-        ("module", "tensors", "elements", "size", "tensor"), rows, right=("tensors", "elements", "size")
-    )
+    rows.append(("total", str(root.tensors), f"{root.elements:,}", describe_bytes(root.bytes), "", ""))
+    header = ("module", "tensors", "elements", "size", "tensor", "of all bytes")
+    print_table(header, rows, right=("tensors", "elements", "size"))
 
 
 def _print_objects(values: list[ObjectRow]) -> None:
