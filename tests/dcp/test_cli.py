@@ -163,7 +163,7 @@ def test_show_tree_sums_by_module(ours: Path) -> None:
     layers = next(child for child in model["children"] if child["name"] == "layers")
     assert (layers["tensors"], layers["bytes"]) == (2, 512)
     lines = [line.split() for line in run("show", ours, "--tree").out.splitlines()]
-    assert ["layers", "2", "128", "512", "B", "▏"] in lines
+    assert ["layers", "2", "128", "512", "B", "▎"] in lines
     (all_of_it,) = [line for line in lines if line[:2] == ["model", "5"]]
     assert all_of_it[-1] == 24 * "█"
     assert ["total", "5", "21,129", "82.5", "KiB"] in lines
