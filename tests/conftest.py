@@ -6,9 +6,17 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dcp.demo.s3_server import S3Server
 from tests.support.fault_proxy import FaultProxy
+
+# Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
+# tried with --hypothesis-profile=default.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
