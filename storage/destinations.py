@@ -141,21 +141,28 @@ def _staged(
     engine.stats.bytes_needed += math.prod(lengths) * engine.itemsize(chunk)
     sizes = engine.index.box(chunk)[1]
     target, saved = _as_stored(engine, chunk, target)
+    # Slabs as they lie in the file, so that no byte is read for several of them.
+    order, _ = engine.payloads.layout(chunk)
+    back = [order.index(dim) for dim in range(len(order))]
+    target = target.permute(order)
+    stored_offsets, stored_lengths = [offsets[d] for d in order], [lengths[d] for d in order]
 
     # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
     @torch.inference_mode()
     def unit(worker: Worker) -> None:
         itemsize = engine.itemsize(chunk)
-        for slab_offsets, slab_sizes in slab_boxes(lengths, itemsize, _STAGED_BYTES):
+        for slab_offsets, slab_sizes in slab_boxes(stored_lengths, itemsize, _STAGED_BYTES):
             slab_bytes = math.prod(slab_sizes) * itemsize
             staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(slab_sizes)
-            begin = tuple(o + s for o, s in zip(offsets, slab_offsets, strict=True))
-            position = _contiguous_position(sizes, begin, slab_sizes)
-            if position is not None and not engine.payloads.is_permuted(chunk):
+            begin = tuple(o + s for o, s in zip(stored_offsets, slab_offsets, strict=True))
+            is_permuted = engine.payloads.is_permuted(chunk)
+            position = None if is_permuted else _contiguous_position(sizes, begin, slab_sizes)
+            if position is not None:
                 worker.read_direct(chunk, position * itemsize, slab_bytes, staged.data_ptr())
             else:
-                strides = tuple(stride * itemsize for stride in staged.stride())
-                worker.read_region(Region(chunk, begin, slab_sizes, staged.data_ptr(), strides))
+                strides = tuple(staged.stride(d) * itemsize for d in back)
+                box = tuple(begin[d] for d in back), tuple(slab_sizes[d] for d in back)
+                worker.read_region(Region(chunk, *box, staged.data_ptr(), strides))
             narrow(target, slab_offsets, slab_sizes).copy_(staged)
 
     return unit

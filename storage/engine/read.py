@@ -318,18 +318,22 @@ class ReadEngine:
             yield _region_unit(batch)
 
     def _split_region(self, region: Region) -> Iterator[Region]:
-        """Parts of about a unit's size along the first dimension, so that threads can share one large box."""
+        """Parts of about a unit's size along the dimension that is slowest in the file, so that threads can
+        share one large box."""
         size = math.prod(region.lengths) * self.itemsize(region.chunk)
-        if size <= 2 * _UNIT_BYTES or not region.lengths or region.lengths[0] < 2:
+        if size <= 2 * _UNIT_BYTES:
             yield region
             return
-        rows = max(1, region.lengths[0] * _UNIT_BYTES // size)
-        for first in range(0, region.lengths[0], rows):
+        order, _ = self.payloads.layout(region.chunk)
+        slowest = next((d for d in order if region.lengths[d] > 1), 0)
+        length = region.lengths[slowest]
+        rows = max(1, length * _UNIT_BYTES // size)
+        for first in range(0, length, rows):
             yield Region(
                 region.chunk,
-                (region.offsets[0] + first, *region.offsets[1:]),
-                (min(rows, region.lengths[0] - first), *region.lengths[1:]),
-                region.address + first * region.strides[0],
+                _replaced(region.offsets, slowest, region.offsets[slowest] + first),
+                _replaced(region.lengths, slowest, min(rows, length - first)),
+                region.address + first * region.strides[slowest],
                 region.strides,
             )
 
@@ -370,6 +374,10 @@ class ReadEngine:
                 _wait_to_the_end(futures, stop)
             for future in futures:
                 future.result()
+
+
+def _replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    return (*values[:position], value, *values[position + 1 :])
 
 
 def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event) -> None:

@@ -95,6 +95,17 @@ def test_torchs_own_load_reads_the_file_through_our_reader(tmp_path: Path) -> No
     assert_same(target, state)
 
 
+@pytest.mark.parametrize("dtype", ["exact", "cast"])
+def test_a_large_transposed_tensor_is_read_once(tmp_path: Path, dtype: Any) -> None:
+    """Threads and conversions take parts as they lie in the file, so that nothing is read for two of them."""
+    stored = torch.arange(12.0 * (1 << 20)).view(3 << 10, 4 << 10).t()
+    torch.save({"w": stored}, tmp_path / "model.pt")
+    target = torch.zeros(stored.shape, dtype=torch.float32 if dtype == "exact" else torch.float64)
+    report = dcp.load({"w": target}, checkpoint_id=tmp_path / "model.pt", dtype=dtype)
+    assert torch.equal(target, stored.to(target.dtype))
+    assert report.bytes_read <= 1.5 * stored.nbytes
+
+
 def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
     """The rest of the file loads; the entry itself is an UnsafeObjectError, not a missing key."""
     state = {"w": torch.arange(3.0), "args": Path("/x"), "sparse": torch.eye(2).to_sparse()}
