@@ -119,7 +119,7 @@ class _Joiner:
         for piece in pieces:
             file, offset, size, _, _, _, _ = piece
             request = self._open
-            if request is not None and file == request.file and size < small_bytes:
+            if request is not None and file == request.file and 0 < size < small_bytes:
                 gap = offset - request.end
                 if (
                     0 <= gap <= cheap_bytes

@@ -31,6 +31,14 @@ _SMALL_BLOCK = 512
 _SMALL_PROFILE = ReadProfile(threads=2, request_bytes=1024, join_below_bytes=1024, gap_bytes=64, scatter=True)
 
 
+def test_an_empty_piece_behind_a_large_one_is_no_piece() -> None:
+    """It would have to be taken from scratch memory that a request for large pieces alone has not."""
+    large = joining.Piece(0, 0, 1 << 20, 0, 0, 1 << 12, None)
+    empty = joining.Piece(0, 1 << 20, 0, 1, 0, 0, None)
+    requests, _ = joining.join([large, empty], OBJECT_PROFILE, 1 << 24)
+    assert [(request.direct, request.copied) for request in requests] == [([large], [])]
+
+
 def fresh(profile: ReadProfile = OBJECT_PROFILE) -> RecordingStore:
     """A store of its own."""
     return RecordingStore(f"scatter-{uuid.uuid4().hex}", profile)
