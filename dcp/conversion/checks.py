@@ -16,7 +16,7 @@ from dcp.conversion.layout import Copies
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import ReadStats
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 
 __all__ = ["SourceChecks", "TargetChecksums"]
 
@@ -86,11 +86,26 @@ class SourceChecks:
                     self._seen.add((fragment.owner, block))
                     self._engine.check_block(self.stats, fragment.owner, block, crc)
 
-    def finish(self) -> None:
-        """Compare payloads whose source records one checksum for all of them."""
+    def finish(self, chunks: Iterable[int]) -> None:
+        """Read what no task had whole of the payloads of ``chunks``, and compare what has one checksum for
+        all of it."""
+        for chunk in chunks:
+            self._finish_chunk(chunk)
         uncompared = self._engine.payloads.verify_whole()
         self.stats.blocks_verified -= uncompared
-        self.stats.blocks_unverified += uncompared + len(self._blocks)
+        self.stats.blocks_unverified += uncompared
+
+    def _finish_chunk(self, chunk: int) -> None:
+        engine = self._engine
+        size = int(engine.payload_lengths[chunk])
+        left = [n for n in range(-(-size // BLOCK_BYTES)) if (chunk, n) not in self._seen]
+        if not left:
+            return
+        handle, origin = engine.locate(chunk)
+        for block in left:
+            begin = block * BLOCK_BYTES
+            data = handle.pread(min(BLOCK_BYTES, size - begin), origin + begin)
+            engine.check_block(self.stats, chunk, block, crc32(data))
 
 
 class TargetChecksums:

@@ -15,7 +15,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.pieces import SourceBox, Transfer, intersect, range_boxes, split_transfer, transfer_of
+from dcp.conversion.pieces import (
+    SourceBox,
+    Transfer,
+    intersect,
+    range_boxes,
+    split_runs,
+    split_transfer,
+    transfer_of,
+)
 from dcp.storage.engine.boxes import c_strides
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
@@ -24,6 +32,12 @@ from dcp.storage.stores.base import ReadHandle, Store
 __all__ = ["SCRATCH_BYTES", "Fragment", "Gatherer", "Wanted"]
 
 SCRATCH_BYTES: Final = 8 << 20
+NO_CHUNK: Final = -1
+"""Of reads whose bytes have no checksum of their own."""
+
+_SPARSE: Final = 4
+_RUN_COST_BYTES: Final = 8 << 10
+"""Reading a run of its own costs about as much as that many bytes."""
 _STEP_BYTES: Final = 1 << 20
 """Bytes read before they are checksummed, so that the checksum finds them in the cache."""
 
@@ -166,6 +180,14 @@ class Gatherer:
             volume = want.itemsize
             for length in part.lengths:
                 volume *= length
+            if end - begin > _SPARSE * volume and (runs := split_runs(part, want.itemsize, _RUN_COST_BYTES)):
+                # Of a large transposed tensor each stretch has a little of everything. Reading all between,
+                # again for every stretch, would be quadratic; such payloads are compared apart.
+                for run in runs:
+                    size = run.extent(want.itemsize)
+                    place = source.file, base + run.begin, size, NO_CHUNK, run.begin
+                    yield _Read(*place, want.target, run, want.itemsize, -1, 0, 0)
+                continue
             if self._verify and end - begin != volume:
                 # What is read beside the wanted is read again by others: whole blocks can be compared alone.
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
@@ -235,14 +257,15 @@ class Gatherer:
         """Take the checksums of bytes at ``at`` of a range; one pass serves both sides where it can."""
         position, size, done = read.position + at, len(data), 0
         copy_position = read.copy_position + at
-        if not self._verify and read.copy < 0:
+        verify = self._verify and read.chunk != NO_CHUNK
+        if not verify and read.copy < 0:
             return
         while done < size:
             step = min(size - done, BLOCK_BYTES - (position + done) % BLOCK_BYTES)
             if read.copy >= 0:
                 step = min(step, BLOCK_BYTES - (copy_position + done) % BLOCK_BYTES)
             crc = crc32(data[done : done + step])
-            if self._verify:
+            if verify:
                 self.sources.append(Fragment(read.chunk, position + done, position + done + step, crc))
             if read.copy >= 0:
                 begin = copy_position + done

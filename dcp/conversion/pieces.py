@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ __all__ = [
     "Transfer",
     "intersect",
     "range_boxes",
+    "split_runs",
     "split_transfer",
     "transfer_of",
 ]
@@ -141,6 +143,34 @@ def transfer_of(
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)
     return Transfer(begin, target, tuple(lengths[::-1]), tuple(sources[::-1]), tuple(targets[::-1]))
+
+
+def split_runs(transfer: Transfer, itemsize: int, cost_bytes: int) -> list[Transfer]:
+    """One part for each run of bytes that lie together in the source; none if all of its extent is cheaper to
+    read, where a run costs as much as ``cost_bytes``."""
+    dimension = next((d for d, s in enumerate(transfer.source_strides) if s == itemsize), -1)
+    others = [d for d in range(len(transfer.lengths)) if d != dimension]
+    if math.prod(transfer.lengths[d] for d in others) * cost_bytes > transfer.extent(itemsize):
+        return []
+    run = (
+        ((transfer.lengths[dimension],), (transfer.target_strides[dimension],))
+        if dimension >= 0
+        else ((1,), (0,))
+    )
+    parts = []
+    for numbers in itertools.product(*(range(transfer.lengths[d]) for d in others)):
+        begin = sum(n * transfer.source_strides[d] for n, d in zip(numbers, others, strict=True))
+        target = sum(n * transfer.target_strides[d] for n, d in zip(numbers, others, strict=True))
+        parts.append(
+            Transfer(
+                transfer.begin + begin,
+                transfer.target + target,
+                run[0],
+                (itemsize,),
+                run[1],
+            )
+        )
+    return parts
 
 
 def split_transfer(transfer: Transfer, itemsize: int, limit_bytes: int) -> Iterator[Transfer]:

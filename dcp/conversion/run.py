@@ -170,6 +170,7 @@ class _Work:
 
     def plan(self, sources: Any) -> None:
         """Cut the work into tasks."""
+        self._chunks = sorted({box.chunk for boxes in sources for box in boxes})
         self._tasks = make_tasks(self.engine.index, self.layout, sources, by_file=self.place.path is None)
         self._checks = SourceChecks(self.engine)
         self._checksums = TargetChecksums(self.layout.copies)
@@ -232,7 +233,7 @@ class _Work:
         """Compare the last checksums, and publish."""
         begun = time.perf_counter()
         try:
-            self._checks.finish()
+            self._checks.finish(self._chunks if self.engine.verify != "none" else ())
         except CorruptCheckpointError:
             self.publisher.discard()
             raise
