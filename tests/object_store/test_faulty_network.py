@@ -17,6 +17,7 @@ from dcp.errors import (
     StorageError,
 )
 from dcp.storage.stores import open_store
+from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.fault_plan import (
     HANG,
     INTERNAL_ERROR,
@@ -31,7 +32,7 @@ from tests.support.fault_plan import (
     Kind,
 )
 from tests.support.fault_proxy import FaultProxy
-from tests.support.faulty_saves import assert_loads, impatient, patient, small_state, state_of
+from tests.support.faulty_saves import PART_BYTES, assert_loads, impatient, patient, small_state, state_of
 from tests.support.s3 import raw_s3
 
 _DENIED = Fault(Kind.ANSWER, 403, "AccessDenied")
@@ -212,6 +213,45 @@ def test_lost_answers_of_whole_files(s3_proxy: FaultProxy, s3_root: str) -> None
     _save(small_state("small"), s3_root, options)
     assert [request.status for request in s3_proxy.requests("PutObject", "distcp$")] == [None, 412]
     assert_loads(s3_root, small_state("small"), options)
+
+
+def test_lost_answers_cost_no_buffers(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """A buffer that is not given back is one request less at a time, for as long as the process runs."""
+    options = {**patient(s3_proxy.storage_options), "concurrency": 2}
+    store = FsspecStore(s3_root, options)
+    for number in range(3):
+        s3_proxy.spoil(LOST_ANSWER, operation="PutObject", key=f"file{number}")
+        handle = store.create(f"file{number}", durable=True)
+        handle.write(b"data")
+        assert handle.finish() == 4
+    pool = store._shared().pool(PART_BYTES)
+    taken = [pool.try_take() for _ in range(pool.count)]
+    assert None not in taken
+    for buffer in taken:
+        assert buffer is not None
+        pool.give(buffer)
+
+
+@pytest.mark.parametrize("fault", [LOST_ANSWER, INTERNAL_ERROR], ids=str)
+def test_large_manifests_are_not_taken_for_those_of_others(
+    s3_proxy: FaultProxy, s3_root: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """One that is uploaded in parts, and refused when tried again: another writer's has the same size."""
+    monkeypatch.setattr("dcp.storage.stores.objects.store._WHOLE_PUT_BYTES", PART_BYTES)
+    store = open_store(s3_root, patient(s3_proxy.storage_options))
+    ours, theirs = b"o" * (2 * PART_BYTES), b"t" * (2 * PART_BYTES)
+    with raw_s3(s3_proxy.server) as raw:
+        raw.write(f"{s3_root}/manifest.msgpack", theirs)
+        s3_proxy.spoil(fault, operation="CompleteMultipartUpload")
+        with pytest.raises(CheckpointConflictError, match="somebody else"):
+            store.publish("manifest.msgpack", ours, durable=True, expected=None)
+        assert raw.read(f"{s3_root}/manifest.msgpack") == theirs
+        version = store.version("manifest.msgpack")
+        s3_proxy.spoil(LOST_ANSWER, operation="CompleteMultipartUpload")
+        published = store.publish("manifest.msgpack", ours, durable=True, expected=version)
+        assert published == store.version("manifest.msgpack")
+        assert raw.read(f"{s3_root}/manifest.msgpack") == ours
+        assert raw.uploads(s3_root) == {}
 
 
 def test_refusals_are_not_repeated(s3_proxy: FaultProxy, s3_root: str, saved: str) -> None:

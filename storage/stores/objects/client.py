@@ -6,9 +6,11 @@ system). Repeating, counting and naming what failed is `dcp.storage.stores.objec
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import IO, TypeAlias
@@ -17,6 +19,7 @@ from dcp.storage.stores.base import Buffer
 
 __all__ = [
     "ABSENT",
+    "CALLED_OFF",
     "Absent",
     "Condition",
     "Failure",
@@ -54,6 +57,11 @@ class RequestError(Exception):
         super().__init__(message)
         self.kind = kind
         self.retry_after_seconds = retry_after_seconds
+
+
+CALLED_OFF: ContextVar[threading.Event | None] = ContextVar("CALLED_OFF", default=None)
+"""Once it is set nobody wants the answer any more. A client that can ends the attempt then, as one that
+failed in passing."""
 
 
 class Absent(Enum):

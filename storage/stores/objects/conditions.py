@@ -6,6 +6,7 @@ Many that speak S3 ignore what they do not know, and would let two writers both 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import uuid
 from typing import Final
@@ -19,7 +20,15 @@ __all__ = ["require_conditional_writes"]
 logger = logging.getLogger(__name__)
 
 _FOUND: Final[dict[tuple[str, bool], bool]] = {}
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
+
+
+def _start_afresh() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that the child does not have may be trying something out
+
+
+os.register_at_fork(after_in_child=_start_afresh)
 
 
 def require_conditional_writes(

@@ -36,6 +36,9 @@ __all__ = ["FsspecClient", "open_filesystem"]
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+_FINAL: Final = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, AttributeError)
+"""Refusals, and what does not depend on the service."""
+
 _MEMORY_LOCK: Final = threading.RLock()
 
 
@@ -224,7 +227,7 @@ class FsspecClient(StreamClient):
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise RequestError(Failure.MISSING, f"{type(error).__name__}: {error}") from error
-        except PermissionError as error:
+        except _FINAL as error:
             raise RequestError(Failure.FINAL, f"{type(error).__name__}: {error}") from error
         except Exception as error:
             # Each file system has errors of its own, and says of none whether it passes.

@@ -56,7 +56,7 @@ class ObjectReadHandle(ReadHandle):
         if offset + size > self.size_bytes:
             raise self._too_short(self.size_bytes, offset + size)
         tasks = [partial(self._get, part, begin) for part, begin in _split(views, offset)]
-        all_of(self._shared().threads, tasks)
+        all_of(self._shared().threads, tasks, self._requests.interrupt)
 
     def pread(self, length: int, offset: int) -> bytes:
         """As `preadv`, into new memory."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dcp.storage.errors import StorageError, StorageFullError
-from dcp.storage.stores.objects.client import Failure, RequestError
+from dcp.storage.stores.objects.client import CALLED_OFF, Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
 
 __all__ = ["Requests", "ServiceError"]
@@ -55,6 +55,7 @@ class Requests:
         self._bytes: Counter[str] = Counter()
         self._seconds = 0.0
         self._slowest_seconds = 0.0
+        self._interrupted = threading.Event()
         # Not the shared generator: a training script seeds that one alike on all ranks.
         self._random = random.Random()
 
@@ -68,11 +69,39 @@ class Requests:
         sent_bytes: int = 0,
         called_off: threading.Event | None = None,
     ) -> T:
-        """What ``attempt`` returns, made again as long as it fails in passing and is not ``called_off``.
+        """What ``attempt`` returns, made again as long as it fails in passing and is not ``called_off`` (or,
+        where that is not given, `interrupt` is called).
 
         ``op`` names the request for counters and errors. Raises `ServiceError` for answers, `StorageError`
         (with ``bucket``, ``key``, ``op``, ``attempts``) for everything else.
         """
+        if called_off is None:
+            called_off = self._interrupted
+        token = CALLED_OFF.set(called_off)
+        try:
+            return self._run(op, key, attempt, received_bytes, sent_bytes, called_off)
+        except (ServiceError, StorageError):
+            raise
+        except BaseException:  # Ctrl-C: what other threads ask for the same caller is not worth waiting for
+            self.interrupt()
+            raise
+        finally:
+            CALLED_OFF.reset(token)
+
+    def interrupt(self) -> None:
+        """End what is under way in other threads: their caller is leaving, and waits for them to do so."""
+        interrupted, self._interrupted = self._interrupted, threading.Event()
+        interrupted.set()
+
+    def _run(
+        self,
+        op: str,
+        key: str,
+        attempt: Callable[[], T],
+        received_bytes: int,
+        sent_bytes: int,
+        called_off: threading.Event,
+    ) -> T:
         give_up = time.monotonic() + self._retry_seconds
         bound_seconds, attempts = _FIRST_PAUSE_SECONDS, 0
         while True:
@@ -85,17 +114,14 @@ class Requests:
                 if error.kind in _ANSWERS:
                     raise ServiceError(error.kind, str(error), is_ambiguous=attempts > 1) from error
                 pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
-                stopped = called_off is not None and called_off.is_set()
-                if error.kind is not Failure.PASSING or time.monotonic() + pause > give_up or stopped:
+                late = time.monotonic() + pause > give_up
+                if error.kind is not Failure.PASSING or late or called_off.is_set():
                     raise self._error(op, key, error, attempts) from error
                 level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
                 logger.log(
                     level, "%s of %s: attempt %d failed, again in %.1f s: %s", op, key, attempts, pause, error
                 )
-                if called_off is None:
-                    time.sleep(pause)
-                else:
-                    called_off.wait(pause)
+                called_off.wait(pause)
                 bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
                 continue
             self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Buffer
 from dcp.storage.stores.objects.client import (
     ABSENT,
+    CALLED_OFF,
     Condition,
     Failure,
     ObjectInfo,
@@ -39,6 +41,7 @@ _LEAST_BYTES_PER_SECOND: Final = 256 << 10
 
 _CHUNK_BYTES: Final = 1 << 20
 _CANCEL_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 0.5
 
 
 class S3Client(PartsClient):
@@ -278,7 +281,11 @@ class S3Client(PartsClient):
                 ended.set()
 
         future = asyncio.run_coroutine_threadsafe(attempt(), self._fs.loop)
+        called_off = CALLED_OFF.get()
         try:
+            while called_off is not None and not wait([future], _LOOK_SECONDS).done:
+                if called_off.is_set():
+                    raise RequestError(Failure.PASSING, "called off")
             return future.result()
         except RequestError:
             raise

@@ -30,6 +30,7 @@ _PASSING_CODES: Final = frozenset(
 _FULL_CODES: Final = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
 _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_WAIT_SECONDS: Final = 60.0
+_NOT_TRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
 _SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: Failure.RANGE}
 
 
@@ -40,6 +41,8 @@ def request_error(error: BaseException, bucket: str) -> RequestError:
 
     if isinstance(error, exceptions.ClientError):
         return _answered(error.response, bucket)
+    if isinstance(error, exceptions.SSLError) and _NOT_TRUSTED in str(error):
+        return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
     passing = (
         exceptions.HTTPClientError,  # connections closed, timed out; bodies cut short
         exceptions.ConnectionError,  # refused, reset
@@ -64,7 +67,8 @@ def _answered(response: Mapping[str, Any], bucket: str) -> RequestError:
     """By the code of the body, which HEAD does not have, or by the status."""
     metadata, body = response.get("ResponseMetadata", {}), response.get("Error", {})
     status, code = int(metadata.get("HTTPStatusCode", 0)), str(body.get("Code", ""))
-    text = f"{status} {code}: {body.get('Message', '')}".rstrip(": ")
+    named = f"{status} {code}" if code != str(status) else code  # an answer to HEAD has a status only
+    text = f"{named}: {body.get('Message', '')}".rstrip(": ")
     if code == "NoSuchBucket":
         return RequestError(Failure.FINAL, f"there is no bucket {bucket!r} ({text})")
     if code in _FULL_CODES or status == 507:

@@ -69,13 +69,22 @@ def lock_of(url: str) -> threading.RLock:
         return _LOCKS.setdefault((os.getpid(), url), threading.RLock())
 
 
-def all_of(threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of ``tasks``, run at once; the first failure once none of them runs any more."""
+def all_of(
+    threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], T]], interrupt: Callable[[], None]
+) -> list[T]:
+    """The results of ``tasks``, run at once; the first failure once none of them runs any more.
+
+    ``interrupt`` makes them end where the waiting itself is interrupted.
+    """
     if len(tasks) == 1:
         return [tasks[0]()]
     futures: list[Future[T]] = [threads.submit(task) for task in tasks]
     try:
         return [future.result() for future in futures]
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            interrupt()
+        raise
     finally:
         for future in futures:
             future.cancel()

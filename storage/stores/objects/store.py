@@ -43,6 +43,7 @@ from dcp.storage.stores.objects.client import (
     ObjectInfo,
     Page,
     PartsClient,
+    RequestError,
     StreamClient,
 )
 from dcp.storage.stores.objects.conditions import require_conditional_writes
@@ -87,10 +88,12 @@ class FsspecStore(Store):
                 path=url,
                 op="open",
             )
+        s3 = _S3_URL.fullmatch(url.rstrip("/"))
+        if s3 is None and url.partition("://")[0] in ("s3", "s3a"):
+            raise StorageError(f"{url!r} names no bucket; use s3://bucket/prefix", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self._options, self._filesystem_options = ObjectOptions.split(self._given)
-        s3 = _S3_URL.fullmatch(self.url)
         self._bucket = s3[1] if s3 else None
         self._prefix = f"{s3[2]}/" if s3 and s3[2] else "" if s3 else None
         self._requests = Requests(self.url, self._bucket or self.url.partition("://")[0], self._options)
@@ -206,15 +209,16 @@ class FsspecStore(Store):
         try:
             return _version(self._put(name, data, condition))
         except ServiceError as error:
-            if error.kind is not Failure.CONDITION:
-                raise StorageError(
-                    f"{self.path_of(name)}: {error}", path=self.path_of(name), op="publish"
-                ) from error
-            # An answer was lost, and the request was made again: what is there may be what we wrote.
+            # An answer was lost, and the request was made again: what is there may be what we wrote. Its size
+            # tells nothing: manifests of two saves of one model are of one size.
             version = self.version(name) if error.is_ambiguous else None
-            if version is None or not self._holds(name, data):
+            if version is not None and self._holds(name, data):
+                return version
+            if error.kind is Failure.CONDITION:
                 raise self._conflict(name) from error
-            return version
+            raise StorageError(
+                f"{self.path_of(name)}: {error}", path=self.path_of(name), op="publish"
+            ) from error
 
     def delete(self, name: str) -> None:
         """One request."""
@@ -419,7 +423,10 @@ class FsspecStore(Store):
         if self._options.conditional_writes == "off":
             return False
         if self._options.conditional_writes == "auto":
-            require_conditional_writes(self._client, self._requests, condition, self._key(""), self.url)
+            try:
+                require_conditional_writes(self._client, self._requests, condition, self._key(""), self.url)
+            except RequestError as error:  # of the client itself, which cannot say what service it talks to
+                raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
         return True
 
     def _conflict(self, name: str) -> CheckpointConflictError:

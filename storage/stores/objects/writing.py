@@ -137,7 +137,6 @@ class PartsWriteHandle(_ObjectWriteHandle):
         self._count = 0
         self._begun = 0
         self._called_off = threading.Event()
-        self.etag = ""
 
     def _append(self, view: memoryview) -> None:
         while len(view):
@@ -234,6 +233,9 @@ class PartsWriteHandle(_ObjectWriteHandle):
         try:
             self.finish_as()
         except ServiceError as error:
+            if error.is_ambiguous and self._is_there():
+                self._settle()
+                return
             if error.kind is Failure.CONDITION:
                 raise self._exists() from error
             if error.kind is Failure.MISSING and self._upload is not None:
@@ -241,22 +243,21 @@ class PartsWriteHandle(_ObjectWriteHandle):
             raise StorageError(f"{self._path}: {error}", path=self._path, op="finish") from error
 
     def finish_as(self) -> str:
-        """Finish, and return the entity tag. Raises `ServiceError` if ``condition`` does not hold."""
-        try:
-            self.etag = self._put_whole() if self._upload is None else self._put_together()
-        except ServiceError as error:
-            if not error.is_ambiguous or not self._is_there():
-                raise
+        """Finish, and return the entity tag. Raises `ServiceError` if ``condition`` does not hold, or if that
+        is how a request looks that was repeated because its answer was lost."""
+        etag = self._put_whole() if self._upload is None else self._put_together()
+        self._settle()
+        return etag
+
+    def _settle(self) -> None:
         self._state = "finished"
+        self._release()
         self._abort_strangers()
-        return self.etag
 
     def _put_whole(self) -> str:
         client, key, condition = self._client, self._key, self._condition
         data = self._buffer.view[: self._filled] if self._buffer is not None else memoryview(b"")
-        tag = self._requests.run("put", key, lambda: client.put(key, data, condition), sent_bytes=len(data))
-        self._release()
-        return tag
+        return self._requests.run("put", key, lambda: client.put(key, data, condition), sent_bytes=len(data))
 
     def _put_together(self) -> str:
         if self._filled:
@@ -280,7 +281,6 @@ class PartsWriteHandle(_ObjectWriteHandle):
             info = self._requests.run("head", key, lambda: client.head(key))
         except ServiceError:
             return False
-        self.etag = info.etag
         return info.size_bytes == self._position
 
     def _throw_away(self) -> None:

@@ -335,6 +335,47 @@ def test_what_answers_of_the_service_mean(status: int, code: str, kind: Failure)
     assert found.retry_after_seconds == (3 if kind is Failure.PASSING else 0)
 
 
+def test_a_certificate_that_is_not_trusted_stays_so() -> None:
+    """Said at once, while a handshake that was cut short is tried again."""
+    from botocore.exceptions import SSLError
+
+    untrusted = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
+    for text, kind in ((untrusted, Failure.FINAL), ("[SSL: UNEXPECTED_EOF_WHILE_READING]", Failure.PASSING)):
+        assert request_error(SSLError(endpoint_url="https://e", error=text), "b").kind is kind
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///run", "s3a:///run"])
+def test_urls_of_s3_have_a_bucket(url: str) -> None:
+    """Without one there is nothing to ask; said before anything is asked."""
+    with pytest.raises(StorageError, match="names no bucket"):
+        open_store(url)
+
+
+def test_options_that_the_session_refuses(s3_server: S3Server, s3_root: str) -> None:
+    """Whatever comes first raises a typed error, also what has to know the service before it asks."""
+    options = s3_server.storage_options
+    store = FsspecStore(s3_root, {**options, "client_kwargs": {"no_such_option": "hidden"}})
+    with pytest.raises(StorageError, match="no_such_option") as failed:
+        store.publish("m", b"1", durable=True, expected=None)
+    assert "hidden" not in str(failed.value)
+
+
+class _ReadOnly(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+    """As fsspec's file systems that cannot be written to."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: object) -> None:
+        raise NotImplementedError
+
+
+def test_what_a_file_system_cannot_do_is_not_repeated() -> None:
+    """Its refusal to write comes at once, and not after minutes of patience."""
+    requests = Requests("readonly://run", "readonly", ObjectOptions(retry_seconds=600))
+    client = FsspecClient(_ReadOnly(skip_instance_cache=True), ObjectOptions())
+    with pytest.raises(StorageError, match="NotImplementedError") as failed:
+        requests.run("put", "/run/m", lambda: client.put("/run/m", b"1"))
+    assert failed.value.attempts == 1
+
+
 class _Obliging(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
     """As a file system that takes mode="create" and ignores it."""
 
