@@ -17,7 +17,7 @@ def test_python_examples_run_as_they_stand(
 ) -> None:
     """The README's Python blocks, one after the other, with nothing but a model given."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     monkeypatch.chdir(tmp_path)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -37,3 +37,6 @@ def test_python_examples_run_as_they_stand(
     assert dcp.open_index(tmp_path / "checkpoints" / "by-hand").tensor_count == 2
     assert dcp.open_index("s3://my-bucket/runs/by-hand").tensor_count == 2
     assert newest_checkpoint("s3://my-bucket/runs/first") == "step-00000010"
+    torch_state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch_state["model"]["weight"].dtype == torch.bfloat16
+    assert len(list((tmp_path / "checkpoints" / "from-file").glob("*.distcp"))) >= 1
