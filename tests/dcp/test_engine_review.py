@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from dcp.storage.errors import (
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.stores import open_store
 from dcp.storage.writer import FileSystemWriter
+from tests.support.crashes import wait_for_end
 from tests.support.ranks import RankDied, RankRaised, run_ranks
 
 
@@ -107,16 +107,18 @@ def test_the_report_names_missing_keys_with_a_planner_of_the_users(tmp_path: Pat
 def lose_rank_after_commit(rank: int, world_size: int, path: str) -> Any:
     """Rank 1 is killed after it told where its bytes are; rank 0 commits and cannot tell anybody."""
     broadcast = Ranks._broadcast
+    pids: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(pids, os.getpid())
 
     def late(self: Ranks, data: bytes | None) -> bytes:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5)
+        wait_for_end(pids[1])
         return broadcast(self, data)
 
     Ranks._broadcast = late  # type: ignore[method-assign]
     try:
-        dcp.save({"w": torch.ones(1000)}, checkpoint_id=path, timeout_seconds=10)
+        dcp.save({"w": torch.ones(1000)}, checkpoint_id=path, timeout_seconds=120)
     except dcp.CheckpointError as error:
         return error.facts.get("committed"), " ".join(error.__notes__)
     finally:
@@ -178,7 +180,7 @@ class ShortPlanner(stock.DefaultSavePlanner):
 
 def fail_somehow(rank: int, world_size: int, path: str, how: str) -> None:
     """One rank, or the coordinator, fails where it is easy to leave the others waiting."""
-    bounds: dict[str, Any] = {"checkpoint_id": path, "timeout_seconds": 30}
+    bounds: dict[str, Any] = {"checkpoint_id": path, "timeout_seconds": 120}
     if how == "state_dict in save":
         dcp.save({"s": FailsOnRankOne(rank)}, **bounds)
     elif how == "state_dict in load":
@@ -204,7 +206,7 @@ def test_every_rank_hears_of_a_failure_at_once(tmp_path: Path, how: str, expecte
     for result in run_ranks(2, fail_somehow, str(tmp_path), how, failures=True):
         assert isinstance(result, RankRaised)
         assert expected in result.message
-        assert result.seconds < 10
+        assert result.seconds < 100
 
 
 # -- ranks that save on their own ----------------------------------------------------------------------------
