@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -17,6 +19,14 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+# A shell that starts the tests in the background has Ctrl-C ignored, in all processes below, too; tests of it
+# would wait for ever.
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
