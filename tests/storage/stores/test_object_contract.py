@@ -9,6 +9,7 @@ import fsspec
 import pytest
 
 from dcp.demo.s3_server import S3Server
+from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.contract import StoreContract
 from dcp.storage.stores.objects.store import FsspecStore
@@ -84,7 +85,14 @@ class TestLocalFileSystem(StoreContract):
         return path.read_bytes() if path.exists() else None
 
     def test_create_only_race(self, store: Store) -> None:
-        """Not promised: without conditional writes there may be one writer only."""
+        """Not promised: without conditional writes there may be one writer only, if that is asked for."""
+        with pytest.raises(StorageError, match="conditional_writes"):
+            FsspecStore(store.url).publish("m", b"1", durable=False, expected=None)
+        assert store.list() == []
 
     def test_compare_and_replace_loses_no_update(self, store: Store) -> None:
-        """Not promised: without conditional writes there may be one writer only."""
+        """As above: a replacement that compares is refused, and what is there stays."""
+        version = store.publish("m", b"1", durable=False)
+        with pytest.raises(StorageError, match="conditional_writes"):
+            FsspecStore(store.url).publish("m", b"2", durable=False, expected=version)
+        assert self.raw_read(store, "m") == b"1"
