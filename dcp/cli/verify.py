@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,14 +18,14 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
+from dcp.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from dcp.verification import Progress, VerifyReport
+    from dcp.verification import VerifyReport
 
 __all__ = ["command"]
 
 _SHOWN_FINDINGS = 100
-_UPDATE_SECONDS = 0.1
 
 
 def command(
@@ -43,7 +39,7 @@ def command(
     failed = False
     for uri in uris:
         try:
-            with errors_as_lines(debug=debug), _progress_bar(uri) as progress:
+            with errors_as_lines(debug=debug), progress_bar(uri) as progress:
                 # here, because a usage message must not wait for numpy
                 from dcp.verification import verify
 
@@ -88,40 +84,3 @@ def _print_report(report: VerifyReport) -> None:
         "ok" if report.ok else f"{len(report.findings)} finding{'s' if len(report.findings) > 1 else ''}"
     )
     print(printable(f"{report.url}: {verdict} ({read})"))
-
-
-@contextmanager
-def _progress_bar(uri: str) -> Iterator[Progress | None]:
-    """Rate and time left on stderr; nothing when that is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(printable(uri), total=None)
-        shown_seconds = 0.0
-
-        def show(done: int, total: int) -> None:
-            nonlocal shown_seconds
-            now = time.monotonic()
-            if now - shown_seconds > _UPDATE_SECONDS:  # small blocks come faster than the bar can be drawn
-                shown_seconds = now
-                bar.update(task, completed=done, total=total)
-
-        yield show
