@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
@@ -25,9 +25,15 @@ from typing import Final, Literal
 from dcp.manager.notes import NOTES_NAME, Deleting, Notes, read_notes, update_notes
 from dcp.manager.steps import Commit, read_commit
 from dcp.storage.commit import abort_uploads, unfinished_uploads
-from dcp.storage.errors import CheckpointError, CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import is_commit_object
+from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, is_commit_object
+from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 
 __all__ = [
@@ -174,14 +180,29 @@ def _owners(files: Iterable[FileInfo]) -> set[str]:
 
 
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
-    files = () if commit.index is None else commit.index.files
-    owners = {match["owner"] or _STOCK_OWNER for name in files if (match := _DATA.fullmatch(name))}
+    names = _names_of_files(store, commit)
+    owners = {match["owner"] or _STOCK_OWNER for name in names if (match := _DATA.fullmatch(name))}
     times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
     together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
     # No save that began before the last commit to an id can commit any more; ranks that save on their own
     # do not exclude each other, so there the first one counts.
     newest = max(together) if together else min(times.values(), default=0.0)
     return Deleting(commit.save_id, now_seconds, tuple(sorted(owners)), newest)
+
+
+def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:
+    """The data files of ``commit``; of a damaged manifest those that the `.metadata` beside it names.
+
+    Times alone do not tell: the files of a quick save are of the same second as its commit objects.
+    """
+    if commit.index is not None:
+        return commit.index.files
+    if METADATA_NAME not in commit.versions:
+        return []
+    try:
+        return decode_torch_metadata(store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)).files
+    except (CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
+        return []
 
 
 def _tombstone_of(store: Store) -> Deleting | None:
