@@ -1,0 +1,1 @@
+"""The catalog's database: tables, migrations, and the one way to read and write them."""

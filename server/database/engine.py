@@ -1,0 +1,183 @@
+"""Reading and writing, on SQLite with a single writer or on PostgreSQL, in short transactions.
+
+SQLite is opened in WAL mode: readers see a snapshot and never wait; writers of this process take turns by a
+lock, those of other processes by SQLite's own. A transaction that begins to write does so at once (``BEGIN
+IMMEDIATE``), so that none fails in its middle because another one was quicker.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+__all__ = ["Database", "DatabaseUnavailableError"]
+
+T = TypeVar("T")
+Dialect = Literal["sqlite", "postgresql"]
+
+_BUSY_SECONDS: Final = 10.0
+_ATTEMPTS: Final = 5
+_PAUSE_SECONDS: Final = 0.05
+_CACHE_KIB: Final = 16_384
+_REPEATABLE: Final = {"40001", "40P01"}
+"""PostgreSQL: serialization failure, deadlock."""
+
+
+class DatabaseUnavailableError(RuntimeError):
+    """The database cannot be reached, is full, or was locked for too long; the cause is `__cause__`."""
+
+
+class Database:
+    """The database at ``url``: ``sqlite:///PATH`` or ``postgresql+psycopg://...``; nothing is opened yet.
+
+    Safe to use from many threads. Errors of the connection or the disk are `DatabaseUnavailableError`; the
+    next call tries again. Raises ValueError for a URL of another database.
+    """
+
+    def __init__(self, url: str, *, pool_size: int = 8) -> None:
+        self.url: URL = make_url(url)
+        backend = self.url.get_backend_name()
+        if backend == "sqlite":
+            if not self.url.database or self.url.database == ":memory:":
+                raise ValueError("database: SQLite needs a file, as in sqlite:///catalog.sqlite")
+            self.dialect: Dialect = "sqlite"
+            self._turns: threading.Lock | None = threading.Lock()
+            self.reader = _sqlite(self.url, "BEGIN", pool_size, query_only=True)
+            self.writer = _sqlite(self.url, "BEGIN IMMEDIATE", 1, query_only=False)
+        elif backend == "postgresql":
+            self.dialect = "postgresql"
+            self._turns = None
+            driver = self.url.set(drivername="postgresql+psycopg")
+            self.writer = create_engine(
+                driver,
+                pool_size=pool_size,
+                max_overflow=pool_size,
+                pool_timeout=_BUSY_SECONDS,
+                pool_pre_ping=True,
+                connect_args={"connect_timeout": 5, "application_name": "dcphub"},
+            )
+            self.reader = self.writer.execution_options(postgresql_readonly=True)
+        else:
+            raise ValueError(f"database: {backend} is not supported; use sqlite:/// or postgresql://")
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection that only reads; on SQLite it sees one snapshot, on PostgreSQL one a statement."""
+        with _translated(self), self.reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction: committed at the end, rolled back if the block raises.
+
+        Keep it short, and do no other I/O in it: on SQLite all other writers wait.
+        """
+        with _translated(self), self._turn(), self.writer.begin() as connection:
+            yield connection
+
+    def transact(self, act: Callable[[Connection], T]) -> T:
+        """``act`` in a `write` transaction, repeated where the database asks for that; it must bear it."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with self.write() as connection:
+                    return act(connection)
+            except DatabaseUnavailableError as error:
+                if attempt == _ATTEMPTS or not _is_repeatable(error.__cause__):
+                    raise
+                time.sleep(_PAUSE_SECONDS * attempt * (0.5 + random.random()))
+        raise AssertionError("unreachable")
+
+    def ping(self) -> None:
+        """Raises `DatabaseUnavailableError` if nothing can be read, or nothing written."""
+        with self.read() as connection:
+            connection.execute(text("SELECT 1"))
+        if self.dialect == "sqlite":
+            folder = Path(self.url.database or "").absolute().parent
+            with _translated(self), self.writer.connect() as connection:
+                if not folder.is_dir():
+                    raise DatabaseUnavailableError(f"{folder} does not exist")
+                connection.exec_driver_sql("PRAGMA user_version")
+
+    def close(self) -> None:
+        """Close all connections; a later call opens new ones."""
+        self.writer.dispose()
+        self.reader.dispose()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._turns is None:
+            yield
+            return
+        if not self._turns.acquire(timeout=2 * _BUSY_SECONDS):
+            raise DatabaseUnavailableError("another thread has been writing for too long")
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+
+def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine:
+    engine = create_engine(
+        url,
+        pool_size=pool_size,
+        max_overflow=pool_size if query_only else 0,
+        pool_timeout=_BUSY_SECONDS,
+        connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
+    )
+
+    @event.listens_for(engine, "connect")
+    def _(connection: sqlite3.Connection, _record: Any) -> None:
+        connection.isolation_level = None  # transactions begin where we say so
+        cursor = connection.cursor()
+        for pragma in (
+            "journal_mode = WAL",
+            "synchronous = NORMAL",
+            "foreign_keys = ON",
+            f"cache_size = -{_CACHE_KIB}",
+            "temp_store = MEMORY",
+            f"query_only = {'ON' if query_only else 'OFF'}",
+        ):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+@contextmanager
+def _translated(database: Database) -> Iterator[None]:
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+        raise DatabaseUnavailableError(f"{database.dialect}: {_first_line(error)}") from error
+    except DBAPIError as error:
+        if error.connection_invalidated or _is_repeatable(error):
+            raise DatabaseUnavailableError(f"{database.dialect}: {_first_line(error)}") from error
+        raise
+
+
+def _first_line(error: SQLAlchemyError) -> str:
+    # Without the statement and its parameters, which may hold what is nobody's business in a log.
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return str(cause).strip().partition("\n")[0]
+
+
+def _is_repeatable(error: BaseException | None) -> bool:
+    if not isinstance(error, DBAPIError):
+        return False
+    if isinstance(error.orig, sqlite3.OperationalError):
+        return error.orig.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return getattr(error.orig, "sqlstate", None) in _REPEATABLE

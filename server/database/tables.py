@@ -1,0 +1,442 @@
+"""The tables of the catalog and of the ledger of jobs; the same on SQLite and PostgreSQL.
+
+Times are seconds since the epoch, UTC, as floating point. Sizes are bytes. Rows are never deleted where
+others tell of them; what is gone has a state. A change here needs a migration
+(`dcp.server.database.migrations`), and a test compares both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+    true,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+__all__ = ["metadata"]
+
+metadata: Final = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+_Json: Final = JSON().with_variant(JSONB(), "postgresql")
+_Id: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only
+
+
+def _id() -> Column[int]:
+    return Column("id", _Id, primary_key=True, autoincrement=True)
+
+
+def _ref(name: str, target: str, **options: Any) -> Column[int]:
+    return Column(name, _Id, ForeignKey(target), **options)
+
+
+# -- what there is -------------------------------------------------------------------------------------------
+
+roots: Final = Table(
+    "roots",
+    metadata,
+    _id(),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("url", Text, nullable=False),
+    Column("is_configured", Boolean, nullable=False, server_default=true()),
+    Column("scan_state", _Json),  # what the scanner needs to tell what changed
+    Column("scanned_seconds", Float),
+    Column("scan_error", Text),
+    Column("created_seconds", Float, nullable=False),
+)
+"""Storage from the configuration that the service may touch. One no longer configured keeps its rows."""
+
+runs: Final = Table(
+    "runs",
+    metadata,
+    _id(),
+    _ref("root_id", "roots.id", nullable=False),
+    Column("key", Text, nullable=False),  # the folder that holds the checkpoints, relative; "" is the root
+    Column("checkpoint_count", Integer, nullable=False, server_default="0"),  # committed ones
+    Column("latest_step", BigInteger),
+    Column("latest_seconds", Float),  # when the newest was committed
+    Column("bytes", BigInteger, nullable=False, server_default="0"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+    UniqueConstraint("root_id", "key"),
+    Index(None, "latest_seconds"),
+)
+
+structures: Final = Table(
+    "structures",
+    metadata,
+    _id(),
+    Column("digest", String(64), nullable=False, unique=True),
+    Column("tensor_count", Integer, nullable=False),
+    Column("object_count", Integer, nullable=False),
+    Column("element_count", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("dtypes", _Json, nullable=False),  # {"bfloat16": bytes, ...}
+)
+"""Names, shapes and dtypes, once for all steps of a run that share them."""
+
+structure_tensors: Final = Table(
+    "structure_tensors",
+    metadata,
+    _ref("structure_id", "structures.id", primary_key=True),
+    Column("position", Integer, primary_key=True),  # in the order of names
+    Column("fqn", Text, nullable=False),
+    Column("kind", String(8), nullable=False),  # "tensor" or "object"
+    Column("dtype", String(32)),
+    Column("shape", _Json),
+    Column("bytes", BigInteger, nullable=False),
+    Index(None, "fqn", "structure_id"),
+)
+
+structure_dtypes: Final = Table(
+    "structure_dtypes",
+    metadata,
+    _ref("structure_id", "structures.id", primary_key=True),
+    Column("dtype", String(32), primary_key=True),
+    Index(None, "dtype", "structure_id"),
+)
+
+checkpoints: Final = Table(
+    "checkpoints",
+    metadata,
+    _id(),
+    _ref("root_id", "roots.id", nullable=False),
+    _ref("run_id", "runs.id", nullable=False),
+    Column("key", Text, nullable=False),  # relative to the root
+    Column("name", Text, nullable=False),  # the last part of the key
+    Column("step", BigInteger),
+    Column("format", String(16), nullable=False),  # "dcp", "torch_dcp", "torch_save", "safetensors"
+    Column("state", String(16), nullable=False),
+    Column("save_id", String(64)),
+    Column("fingerprint", String(64)),  # of the commit objects: the scanner opens only what differs
+    Column("committed_seconds", Float, nullable=False),
+    Column("discovered_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+    Column("deleted_seconds", Float),
+    Column("purge_after_seconds", Float),
+    Column("bytes", BigInteger, nullable=False, server_default="0"),
+    Column("file_count", Integer, nullable=False, server_default="0"),
+    Column("world_size", Integer),
+    _ref("structure_id", "structures.id"),
+    Column("verification", String(16), nullable=False, server_default="unverified"),
+    Column("verified_seconds", Float),
+    Column("problem", Text),  # why it cannot be read, or what verification found
+    Column("is_pinned", Boolean, nullable=False, server_default=false()),
+    Column("user_metadata", _Json),
+    Column("provenance", _Json),  # run, framework and library versions, timings: what the manifest says
+    Column("version", Integer, nullable=False, server_default="1"),  # the ETag; counts every change
+    UniqueConstraint("root_id", "key"),
+    Index(None, "committed_seconds", "id"),
+    Index(None, "run_id", "step", "id"),
+    Index(None, "run_id", "committed_seconds", "id"),
+    Index(None, "state", "committed_seconds", "id"),
+    Index(None, "structure_id"),
+    Index(None, "step", "id"),
+    Index(None, "bytes", "id"),
+    Index(None, "name"),
+    CheckConstraint(
+        "state IN ('incomplete', 'committed', 'unreadable', 'vanished', 'deleted', 'purged')", name="state"
+    ),
+    CheckConstraint("verification IN ('unverified', 'good', 'damaged')", name="verification"),
+)
+"""``state``: incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused),
+vanished (not there any more, by nobody's order), deleted (by order, restorable until
+``purge_after_seconds``), purged (gone from storage, by order)."""
+
+tags: Final = Table(
+    "checkpoint_tags",
+    metadata,
+    _ref("checkpoint_id", "checkpoints.id", primary_key=True),
+    Column("tag", String(128), primary_key=True),
+    Column("created_seconds", Float, nullable=False),
+    Index(None, "tag", "checkpoint_id"),
+)
+
+aliases: Final = Table(
+    "aliases",
+    metadata,
+    _ref("run_id", "runs.id", primary_key=True),
+    Column("name", String(128), primary_key=True),
+    _ref("checkpoint_id", "checkpoints.id", nullable=False, index=True),
+    Column("is_protected", Boolean, nullable=False, server_default=false()),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("updated_seconds", Float, nullable=False),
+    Column("updated_by", String(128)),
+)
+"""Names such as "best" that move from checkpoint to checkpoint of a run; protected ones need a scope."""
+
+metrics: Final = Table(
+    "checkpoint_metrics",
+    metadata,
+    _ref("checkpoint_id", "checkpoints.id", primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("value", Float, nullable=False),
+    Index(None, "name", "value", "checkpoint_id"),
+)
+
+lineage: Final = Table(
+    "lineage",
+    metadata,
+    _ref("child_id", "checkpoints.id", primary_key=True),
+    _ref("parent_id", "checkpoints.id", primary_key=True),
+    Column("kind", String(32), primary_key=True),  # "converted_from", "resumed_from"
+    _ref("job_id", "jobs.id"),
+    Column("created_seconds", Float, nullable=False),
+    Index(None, "parent_id"),
+)
+
+verifications: Final = Table(
+    "verifications",
+    metadata,
+    _id(),
+    _ref("checkpoint_id", "checkpoints.id", nullable=False, index=True),
+    Column("fingerprint", String(64)),  # of what was verified
+    Column("mode", String(16), nullable=False),
+    Column("outcome", String(16), nullable=False),  # "good" or "damaged"
+    Column("findings", _Json, nullable=False),
+    Column("checked_bytes", BigInteger, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("created_seconds", Float, nullable=False),
+    _ref("job_id", "jobs.id"),
+)
+
+statistics: Final = Table(
+    "checkpoint_statistics",
+    metadata,
+    _ref("checkpoint_id", "checkpoints.id", primary_key=True),
+    Column("fingerprint", String(64), nullable=False),
+    Column("result", _Json, nullable=False),
+    Column("created_seconds", Float, nullable=False),
+    _ref("job_id", "jobs.id"),
+)
+
+audit: Final = Table(
+    "audit",
+    metadata,
+    _id(),
+    Column("at_seconds", Float, nullable=False, index=True),
+    Column("actor", String(128), nullable=False, index=True),  # "key:NAME", "trainer:...", "system"
+    Column("action", String(64), nullable=False, index=True),
+    Column("target", String(512), nullable=False),
+    Column("detail", _Json),
+    Column("request_id", String(64)),
+    Column("address", String(64)),
+)
+
+# -- what happens --------------------------------------------------------------------------------------------
+
+events: Final = Table(
+    "events",
+    metadata,
+    _id(),
+    Column("kind", String(64), nullable=False),
+    _ref("root_id", "roots.id"),
+    _ref("checkpoint_id", "checkpoints.id"),
+    Column("data", _Json, nullable=False),
+    Column("at_seconds", Float, nullable=False),
+)
+"""What others wait for: written in the transaction that makes it true. Kinds: "checkpoint.committed",
+"checkpoint.verified", "checkpoint.damaged", "checkpoint.converted", "checkpoint.deleted",
+"checkpoint.tagged"."""
+
+consumers: Final = Table(
+    "consumers",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("event_id", BigInteger, nullable=False),  # the last one that has been dealt with
+)
+
+schedules: Final = Table(
+    "schedules",
+    metadata,
+    Column("name", String(128), primary_key=True),  # "scan:ROOT", "retention:ID", "consume", ...
+    Column("due_seconds", Float, nullable=False),
+    Column("lease_owner", String(128)),
+    Column("lease_until_seconds", Float),
+)
+"""Periodic work that one process does at a time."""
+
+jobs: Final = Table(
+    "jobs",
+    metadata,
+    _id(),
+    Column("kind", String(32), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("priority", Integer, nullable=False, server_default="0"),  # the higher the sooner
+    Column("params", _Json, nullable=False),
+    _ref("root_id", "roots.id"),
+    _ref("checkpoint_id", "checkpoints.id", index=True),
+    Column("created_by", String(128), nullable=False),
+    Column("created_seconds", Float, nullable=False),
+    Column("started_seconds", Float),
+    Column("finished_seconds", Float),
+    Column("not_before_seconds", Float, nullable=False, server_default="0"),
+    Column("attempt", Integer, nullable=False, server_default="0"),
+    Column("max_attempts", Integer, nullable=False, server_default="3"),
+    Column("lease_owner", String(128)),
+    Column("lease_until_seconds", Float),
+    Column("fence", BigInteger, nullable=False, server_default="0"),
+    Column("cancel_seconds", Float),  # when cancelling was asked for
+    Column("plan", _Json),  # what publishing needs, found out while planning
+    Column("progress", _Json),
+    Column("result", _Json),
+    Column("error", _Json),
+    Column(
+        "dedup_key", String(128), unique=True
+    ),  # one unfinished job for the same thing; cleared at the end
+    Index(None, "state", "priority", "id"),
+    Index(None, "kind", "state"),
+    Index(None, "finished_seconds"),
+    CheckConstraint(
+        "state IN ('queued', 'planning', 'running', 'publishing', 'succeeded', 'failed', 'cancelled')",
+        name="state",
+    ),
+)
+
+tasks: Final = Table(
+    "tasks",
+    metadata,
+    _id(),
+    _ref("job_id", "jobs.id", nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("payload", _Json, nullable=False),
+    Column("weight_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("done_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("not_before_seconds", Float, nullable=False, server_default="0"),
+    Column("attempt", Integer, nullable=False, server_default="0"),
+    Column("lease_owner", String(128)),
+    Column("lease_until_seconds", Float),
+    Column("fence", BigInteger, nullable=False, server_default="0"),
+    Column("result", _Json),
+    Column("error", _Json),
+    UniqueConstraint("job_id", "number"),
+    Index(None, "state", "job_id"),
+    CheckConstraint("state IN ('queued', 'running', 'succeeded', 'failed', 'cancelled')", name="state"),
+)
+
+job_events: Final = Table(
+    "job_events",
+    metadata,
+    _id(),
+    _ref("job_id", "jobs.id", nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("data", _Json, nullable=False),
+    Column("at_seconds", Float, nullable=False),
+    Index(None, "job_id", "id"),
+)
+
+# -- what is to be done by itself ----------------------------------------------------------------------------
+
+rules: Final = Table(
+    "automation_rules",
+    metadata,
+    _id(),
+    Column("name", String(128), nullable=False, unique=True),
+    Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    Column("event", String(64), nullable=False),
+    Column("condition", _Json, nullable=False),  # root, run glob, tag, format, every n steps
+    Column("actions", _Json, nullable=False),  # jobs to make
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+)
+
+retention_policies: Final = Table(
+    "retention_policies",
+    metadata,
+    _id(),
+    Column("name", String(128), nullable=False, unique=True),
+    Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    _ref("root_id", "roots.id", nullable=False),
+    Column("run_glob", Text, nullable=False),
+    Column("keep", _Json, nullable=False),  # the fields of `dcp.Retention`
+    Column("grace_seconds", Float, nullable=False),
+    Column("interval_seconds", Float, nullable=False),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+)
+
+webhooks: Final = Table(
+    "webhooks",
+    metadata,
+    _id(),
+    Column("url", Text, nullable=False),
+    Column("secret", Text, nullable=False),  # signs; never shown again
+    Column("events", _Json, nullable=False),
+    Column("roots", _Json),  # names; none: all
+    Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+)
+
+deliveries: Final = Table(
+    "webhook_deliveries",
+    metadata,
+    _id(),
+    _ref("webhook_id", "webhooks.id", nullable=False),
+    _ref("event_id", "events.id", nullable=False),
+    Column("state", String(16), nullable=False),  # "waiting", "delivered", "failed"
+    Column("attempt", Integer, nullable=False, server_default="0"),
+    Column("due_seconds", Float, nullable=False),
+    Column("status_code", Integer),
+    Column("error", Text),
+    Column("delivered_seconds", Float),
+    UniqueConstraint("webhook_id", "event_id"),
+    Index(None, "state", "due_seconds"),
+)
+
+# -- who may -------------------------------------------------------------------------------------------------
+
+api_keys: Final = Table(
+    "api_keys",
+    metadata,
+    _id(),
+    Column("name", String(128), nullable=False),
+    Column("prefix", String(16), nullable=False, unique=True),  # shown, to tell keys apart
+    Column("hash", LargeBinary(32), nullable=False),  # SHA-256 of a key of 256 random bits
+    Column("scopes", _Json, nullable=False),
+    Column("roots", _Json),  # names; none: all
+    Column("created_seconds", Float, nullable=False),
+    Column("expires_seconds", Float),
+    Column("revoked_seconds", Float),
+    Column("used_seconds", Float),
+)
+
+idempotency: Final = Table(
+    "idempotency_keys",
+    metadata,
+    Column("actor", String(128), primary_key=True),
+    Column("key", String(128), primary_key=True),
+    Column("request_hash", LargeBinary(32), nullable=False),
+    Column("status_code", Integer),
+    Column("headers", _Json),
+    Column("body", LargeBinary),
+    Column("created_seconds", Float, nullable=False, index=True),
+)

@@ -1,0 +1,38 @@
+"""Who asks, and what that one may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+__all__ = ["ALL_SCOPES", "LOCAL", "SYSTEM", "Principal", "Scope"]
+
+Scope = Literal["read", "write", "convert", "delete", "admin"]
+"""read: look. write: register, label, pin, verify. convert: jobs that write to roots. delete: delete, and
+retention. admin: keys, webhooks, rules, protected aliases, audit log; it implies the others."""
+
+ALL_SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """``name`` is what the audit log says; ``roots`` None is all of them."""
+
+    name: str
+    scopes: frozenset[Scope]
+    roots: frozenset[str] | None = None
+
+    def may(self, scope: Scope) -> bool:
+        """Whether it has the scope."""
+        return scope in self.scopes or "admin" in self.scopes
+
+    def may_see(self, root: str) -> bool:
+        """Whether the root of this name exists for it."""
+        return self.roots is None or root in self.roots
+
+
+LOCAL: Final = Principal("local", ALL_SCOPES)
+"""Everybody, where authentication is off (then only loopback is listened on)."""
+
+SYSTEM: Final = Principal("system", ALL_SCOPES)
+"""The service itself: scanner, rules, retention."""

@@ -1,0 +1,137 @@
+"""What an operator may set: in a file, in the environment, by flags; the later wins.
+
+Environment: ``DCP_SERVER_`` and the name in capitals, ``__`` between the levels
+(``DCP_SERVER_ROOTS__PROD__URL=s3://bucket/runs``). File: TOML with the same names, named by
+``DCP_SERVER_CONFIG``, or `dcp-server.toml` in the current folder.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+__all__ = ["CONFIG_VARIABLE", "RootSettings", "Settings"]
+
+CONFIG_VARIABLE: Final = "DCP_SERVER_CONFIG"
+_ROOT_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class RootSettings(BaseModel):
+    """One root: checkpoints are found below ``url``, a folder or an object store's prefix.
+
+    ``storage_options`` are those of `dcp.load`. ``readonly``: nothing is deleted, and nothing converted to
+    it. ``scan_seconds``: how often it is looked through; 0 is only on demand.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = Field(min_length=1)
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    readonly: bool = False
+    scan_seconds: float = Field(default=60.0, ge=0)
+    description: str = ""
+
+
+class Settings(BaseSettings):
+    """All settings, with the defaults of a laptop: ``./checkpoints`` on SQLite on loopback, without keys."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DCP_SERVER_", env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    # -- storage and database --
+    roots: dict[str, RootSettings] = Field(
+        default_factory=lambda: {"checkpoints": RootSettings(url="./checkpoints")}
+    )
+    database_url: SecretStr = SecretStr("sqlite:///dcp-catalog.sqlite")
+    database_pool_size: int = Field(default=8, ge=1, le=200)
+    migrate: bool = True  # bring an empty or older SQLite database up to date at the start
+
+    # -- HTTP --
+    host: str = "127.0.0.1"
+    port: int = Field(default=8470, ge=0, le=65535)
+    api_workers: int = Field(default=1, ge=1, le=64)
+    allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "[::1]", "::1")
+    trusted_proxies: tuple[str, ...] = ()
+    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    request_seconds: Seconds = 60.0
+    max_downloads: int = Field(default=8, ge=1)
+    shutdown_seconds: Seconds = 15.0
+
+    # -- who may --
+    auth: Literal["keys", "off"] = "off"
+    metrics_need_key: bool = True
+    rate_limit: str = "600/minute"  # by key, or by address without one; of the `limits` package
+    login_limit: str = "30/minute"  # of refused keys by address
+
+    # -- jobs --
+    embedded_worker: bool = True  # `dcp serve` starts one `dcp worker`
+    executor: str = "processes"  # or dask://HOST:PORT
+    concurrency: int = Field(default=2, ge=1, le=1024)
+    task_memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
+    task_seconds: Seconds = 6 * 3600.0
+    lease_seconds: float = Field(default=30.0, ge=1)
+    poll_seconds: Seconds = 0.5
+    work_folder: Path | None = None  # for what cannot stream; the system's temporary folder
+    delete_grace_seconds: float = Field(default=7 * 86_400.0, ge=0)
+    keep_jobs_seconds: Seconds = 30 * 86_400.0
+
+    # -- webhooks --
+    webhook_seconds: Seconds = 10.0
+    webhook_allow_private: tuple[str, ...] = ()  # networks such as 10.0.0.0/8, and hosts by name
+
+    # -- logs --
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("roots")
+    @classmethod
+    def _named(cls, roots: dict[str, RootSettings]) -> dict[str, RootSettings]:
+        for name in roots:
+            if not _ROOT_NAME.fullmatch(name):
+                raise ValueError(f"root {name!r}: lower-case letters, digits, '.', '_' and '-', 63 at most")
+        return roots
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.auth == "off" and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from elsewhere: set auth=keys (and make one with "
+                "`dcp keys create`), or listen on 127.0.0.1"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then the file."""
+        path = Path(os.environ.get(CONFIG_VARIABLE, "dcp-server.toml"))
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
