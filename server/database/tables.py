@@ -388,9 +388,14 @@ webhooks: Final = Table(
     _id(),
     Column("url", Text, nullable=False),
     Column("secret", Text, nullable=False),  # signs; never shown again
+    Column("previous_secret", Text),  # signs as well until then, after the secret was rotated
+    Column("previous_until_seconds", Float),
+    Column("description", Text, nullable=False, server_default=""),
     Column("events", _Json, nullable=False),
     Column("roots", _Json),  # names; none: all
     Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    Column("disabled_reason", Text),  # where it was the service that disabled it
+    Column("failing_since_seconds", Float),  # no delivery has succeeded since
     Column("version", Integer, nullable=False, server_default="1"),
     Column("created_seconds", Float, nullable=False),
     Column("updated_seconds", Float, nullable=False),
@@ -404,6 +409,7 @@ deliveries: Final = Table(
     _ref("event_id", "events.id", nullable=False),
     Column("state", String(16), nullable=False),  # "waiting", "delivered", "failed"
     Column("attempt", Integer, nullable=False, server_default="0"),
+    Column("created_seconds", Float, nullable=False),
     Column("due_seconds", Float, nullable=False),
     Column("status_code", Integer),
     Column("error", Text),
