@@ -1,0 +1,1 @@
+"""Finding checkpoints below roots, and what the catalog keeps of each."""
