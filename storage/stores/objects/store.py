@@ -144,6 +144,31 @@ class FsspecStore(Store):
                 if separator and _is_allowed(folder) and _is_allowed(name):
                     yield folder, _file_info(name, info)
 
+    def tree(self) -> Iterator[tuple[str, FileInfo]]:
+        """All files below, however deep: (folder relative to this one, "" is itself; file), a folder's files
+        in order. One listing of everything on S3, else one for each folder."""
+        if not isinstance(self._client, PartsClient):
+            yield from self._tree(self._key(""), "")
+            return
+        start = len(self._key(""))
+        for page in self._pages(shallow=False):
+            for info in page.objects:
+                folder, _, name = info.key[start:].rpartition("/")
+                if _is_allowed(name) and (not folder or all(map(_is_allowed, folder.split("/")))):
+                    yield folder, _file_info(name, info)
+
+    def _tree(self, prefix: str, folder: str) -> Iterator[tuple[str, FileInfo]]:
+        client = self._client
+        page = self._run("list", prefix, partial(client.list_page, prefix, shallow=True, after=None))
+        for info in page.objects:
+            name = info.key[len(prefix) :]
+            if _is_allowed(name):
+                yield folder, _file_info(name, info)
+        for deeper in page.prefixes:
+            name = deeper[len(prefix) :].removesuffix("/")
+            if _is_allowed(name):
+                yield from self._tree(deeper, f"{folder}/{name}".removeprefix("/"))
+
     def folders(self) -> Sequence[str]:
         """Names of the folders directly below this one, sorted."""
         start = len(self._key(""))

@@ -1,0 +1,366 @@
+"""The only storage that the service touches: roots by name, and keys that cannot lead out of them.
+
+A checkpoint is a root and a relative key. `check_key` refuses whatever could mean another place to a path, a
+URL or a decoder of one; below a local root, links that lead out of it are refused as well. Names of files
+inside of a checkpoint are checked by the formats (`dcp.storage.stores.base.check_name`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from dcp.server.problems import (
+    ConflictError,
+    GoneError,
+    NotFoundError,
+    ProblemError,
+    UnavailableError,
+    UnprocessableError,
+)
+from dcp.server.settings import RootSettings
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PlanError,
+    StorageError,
+    StorageFullError,
+)
+from dcp.storage.formats.sources import FILE_SUFFIXES, Place, Source, index_at
+from dcp.storage.stores import PosixStore
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store, check_name
+from dcp.storage.stores.memory import MemoryStore, folder_names
+from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.posix_files import storage_error
+
+__all__ = ["MAX_KEY_CHARACTERS", "Folder", "Root", "Roots", "check_key", "storage_problem"]
+
+MAX_KEY_CHARACTERS: Final = 1024
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_MAX_DECODINGS: Final = 8
+_NO_SUCH_PLACE: Final = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
+_UNPRINTABLE: Final = frozenset({"Cc", "Cs", "Zl", "Zp"})
+_SECRET: Final = re.compile(r"(?i)(secret|token|password|signature|credential|access.?key)[^\s,;]*")
+
+
+def check_key(key: str) -> str:
+    """``key`` itself if it is a clean relative one: plain names, joined by single slashes.
+
+    Raises UnprocessableError for anything else: empty parts, ``.`` and ``..``, absolute paths, backslashes,
+    control characters, ``::`` and URLs, percent-encoded forms of these however often encoded, and keys of
+    more than 1,024 characters.
+    """
+    if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        raise _refused(key, f"a key has 1 to {MAX_KEY_CHARACTERS} characters")
+    text = key
+    for _ in range(_MAX_DECODINGS):
+        _check_text(key, text)
+        decoded = unquote(text, errors="surrogateescape")
+        if decoded == text:
+            return key
+        text = decoded
+    raise _refused(key, "it is percent-encoded again and again")
+
+
+def _check_text(key: str, text: str) -> None:
+    if any(unicodedata.category(char) in _UNPRINTABLE for char in text):
+        raise _refused(key, "it has control characters, or is no Unicode text")
+    if "::" in text or "://" in text:
+        raise _refused(key, "URLs and chains of them are no keys")
+    for part in text.split("/"):
+        try:
+            check_name(part)
+        except CheckpointFormatError as error:
+            raise _refused(
+                key, "each part between its slashes must be a plain name of up to 255 bytes"
+            ) from error
+        if part.endswith(":") or part.startswith("~"):
+            raise _refused(key, "no part may end in ':' or begin with '~'")
+
+
+def _refused(key: str, why: str) -> UnprocessableError:
+    return UnprocessableError(f"the key {key[:200]!r} is not allowed: {why}", field="key")
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder below a root: its ``files`` by name, the names of ``folders`` in it, where that is known
+    without more requests, and ``modified_ns`` of the folder itself (0 where there is no such thing)."""
+
+    key: str
+    files: Mapping[str, FileInfo]
+    folders: tuple[str, ...] = ()
+    modified_ns: int = 0
+
+
+class Root:
+    """Storage below one place. Nothing is touched before the first operation; safe from any thread."""
+
+    def __init__(self, name: str, settings: RootSettings) -> None:
+        self.name = name
+        self.settings = settings
+        self.readonly = settings.readonly
+        self.open_store = OpenWith(settings.storage_options)
+        self.path = _local_path(settings.url)
+        """Where it is on this machine; None for any other storage."""
+        self.url = settings.url.rstrip("/") if self.path is None else str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Root({self.name!r})"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder of this machine, or of a file system that it has mounted."""
+        return self.path is not None
+
+    def check_key(self, key: str) -> str:
+        """As `dcp.server.roots.check_key`."""
+        return check_key(key)
+
+    def url_of(self, key: str) -> str:
+        """The path or URL of ``key``, "" is the root; for jobs, and never for an answer.
+
+        Links are resolved, so that what is returned is in the root. Raises UnprocessableError for a key that
+        is not clean, or that leads out of the root.
+        """
+        if key:
+            check_key(key)
+        if self.path is None:
+            return f"{self.url}/{key}" if key else self.url
+        # That the root itself is behind links is the operator's choice; nothing below may lead out of it.
+        base = Path(os.path.realpath(self.path))
+        place = Path(os.path.realpath(base / key)) if key else base
+        if not place.is_relative_to(base):
+            raise UnprocessableError(
+                f"the key {key[:200]!r} of root {self.name} leads out of it by a symbolic link", field="key"
+            )
+        return str(place)
+
+    def store(self, key: str) -> Store:
+        """The folder ``key`` as a store, "" is the root itself; nothing is touched."""
+        return self.open_store(self.url_of(key))
+
+    def place(self, key: str) -> Place:
+        """The folder or the single file ``key``; that it is a checkpoint is not known yet.
+
+        Raises errors of the store, which `problem` translates.
+        """
+        url = self.url_of(key)
+        folder, _, name = url.rpartition("/")
+        if self.path is not None:
+            return Place(PosixStore(folder), name) if _is_file(url) else Place(PosixStore(url))
+        if key and name.lower().endswith(FILE_SUFFIXES):
+            store = self.open_store(folder)
+            if store.stat(name) is not None:
+                return Place(store, name)
+        return Place(self.open_store(url))
+
+    def source(self, key: str) -> Source:
+        """The checkpoint ``key``, of any format, with its index.
+
+        Raises a ProblemError: not found, not readable, or storage that does not answer.
+        """
+        try:
+            place = self.place(key)
+            return Source(place.store, index_at(place), f"{self.name}:{key}", place.file)
+        except (CheckpointError, OSError) as error:
+            raise self.problem(error) from error
+
+    def problem(self, error: BaseException, *, is_known: bool = False) -> ProblemError:
+        """`storage_problem`, with the root's name for its place."""
+        return storage_problem(error, root=self, is_known=is_known)
+
+    def hide(self, text: str) -> str:
+        """``text`` with the root's name in place of where it is."""
+        places = [self.url] if self.path is None else [os.path.realpath(self.path), str(self.path)]
+        for place in sorted(set(places), key=len, reverse=True):
+            text = re.sub(re.escape(place) + r"(?:/|(?![\w.\-]))", f"{self.name}:", text)
+        return text
+
+    def walk(self, below: str = "") -> Iterator[Folder]:
+        """Every folder below ``below`` that has files, and locally each other one too; none through links.
+
+        What vanishes meanwhile is left out. Raises errors of the store.
+        """
+        start = self.url_of(below)
+        if self.path is not None:
+            yield from _walk_local(start, below)
+            return
+        store = self.open_store(start)
+        if isinstance(store, MemoryStore):
+            yield from _walk_memory(store, below)
+        else:
+            yield from _walk_objects(store, below)
+
+
+class Roots:
+    """The configured roots by name."""
+
+    def __init__(self, settings: Mapping[str, RootSettings]) -> None:
+        self._roots = {name: Root(name, own) for name, own in settings.items()}
+
+    def names(self) -> list[str]:
+        """Sorted."""
+        return sorted(self._roots)
+
+    def get(self, name: str) -> Root:
+        """The root; NotFoundError if there is none of that name."""
+        try:
+            return self._roots[name]
+        except KeyError:
+            raise NotFoundError(f"there is no root {name[:64]!r}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._roots
+
+    def __iter__(self) -> Iterator[Root]:
+        return iter(self._roots.values())
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+def storage_problem(
+    error: BaseException, *, root: Root | None = None, is_known: bool = False
+) -> ProblemError:
+    """The answer to a request that failed in storage.
+
+    ``is_known``: the catalog has the checkpoint, so that what is not there is gone. Storage that does not
+    answer is UnavailableError, and its message stays in the log: it may name places and accounts.
+    """
+    if isinstance(error, ProblemError):
+        return error
+    where = "" if root is None else f" of root {root.name}"
+    if isinstance(error, CheckpointNotFoundError):
+        if is_known:
+            return GoneError(f"the checkpoint's files are not in the storage{where} any more")
+        return NotFoundError(f"there is no checkpoint in the storage{where} under that key")
+    if isinstance(error, StorageFullError):
+        return UnavailableError(f"the storage{where} is full", retry_seconds=60)
+    if isinstance(error, OSError) and error.errno in _NO_SUCH_PLACE:
+        return NotFoundError(f"there is no checkpoint in the storage{where} under that key")
+    if isinstance(error, OSError):
+        return UnavailableError(f"the storage{where} cannot be used: {type(error).__name__}")
+    if isinstance(error, CheckpointConflictError):
+        return ConflictError(_shown(error, root))
+    if isinstance(error, CorruptCheckpointError):
+        return UnprocessableError(_shown(error, root), reason="damaged")
+    if isinstance(error, PlanError):
+        return UnprocessableError(_shown(error, root), reason="request")
+    if isinstance(error, CheckpointFormatError):
+        return UnprocessableError(_shown(error, root), reason="format")
+    return ProblemError(f"the storage{where} could not be used: {type(error).__name__}")
+
+
+def _shown(error: BaseException, root: Root | None) -> str:
+    text = str(error).partition("\n")[0]
+    text = text if root is None else root.hide(text)
+    return _SECRET.sub("***", text)[:2000]
+
+
+# -- places --------------------------------------------------------------------------------------------------
+
+
+def _local_path(url: str) -> Path | None:
+    """The absolute path that ``url`` is, None for any other scheme. ValueError for what cannot be a root."""
+    if "::" in url:
+        raise ValueError(f"root {url!r}: chained file systems are not supported")
+    scheme = _URL.match(url)
+    if scheme is None:
+        return Path(url).expanduser().absolute()
+    if scheme[1].lower() != "file":
+        return None
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise ValueError(f"root {url!r}: write file:///absolute/path")
+    return Path(unquote(parts.path)).absolute()
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(Path(path).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _walk_local(path: str, key: str) -> Iterator[Folder]:
+    files: dict[str, FileInfo] = {}
+    folders: list[str] = []
+    try:
+        modified_ns = Path(path).stat().st_mtime_ns  # before the listing: what changes in between shows again
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if not _is_plain(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                elif entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    files[entry.name] = FileInfo(entry.name, status.st_size, status.st_mtime)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise storage_error(error, "list", Path(path)) from error
+    folders.sort()
+    yield Folder(key, files, tuple(folders), modified_ns)
+    for name in folders:
+        yield from _walk_local(f"{path}/{name}", f"{key}/{name}" if key else name)
+
+
+def _walk_memory(store: MemoryStore, key: str) -> Iterator[Folder]:
+    own = store.url.removeprefix("memory://").rstrip("/")
+    for name in sorted(folder_names()):
+        if name.rstrip("/") == own or name.startswith(f"{own}/"):
+            below = name.rstrip("/")[len(own) :].strip("/")
+            files = {info.name: info for info in MemoryStore(name).list()}
+            yield Folder("/".join(filter(None, (key, below))), files)
+
+
+def _walk_objects(store: Store, key: str) -> Iterator[Folder]:
+    """From a listing in the order of names: a folder is complete when one beside or above it begins."""
+    from dcp.storage.stores.objects.store import FsspecStore  # only here: local roots do without fsspec
+
+    if not isinstance(store, FsspecStore):
+        raise StorageError(
+            f"{store.url}: a {type(store).__name__} cannot be listed", path=store.url, op="list"
+        )
+    open_folders: list[tuple[str, dict[str, FileInfo]]] = []
+    for below, info in store.tree():
+        folder = "/".join(filter(None, (key, below)))
+        while open_folders and not _is_within(folder, open_folders[-1][0]):
+            yield Folder(*open_folders.pop())
+        if not open_folders or open_folders[-1][0] != folder:
+            open_folders.append((folder, {}))
+        if _is_plain(info.name):
+            open_folders[-1][1][info.name] = info
+    while open_folders:
+        yield Folder(*open_folders.pop())
+
+
+def _is_within(folder: str, other: str) -> bool:
+    return folder == other or not other or folder.startswith(f"{other}/")
+
+
+def _is_plain(name: str) -> bool:
+    if name.startswith(TEMPORARY_PREFIX):
+        return False
+    try:
+        check_key(name)
+    except UnprocessableError:
+        return False
+    return True
