@@ -1,0 +1,1 @@
+"""Jobs: a durable ledger, workers that carry it out, and what kinds of jobs there are."""

@@ -1,0 +1,139 @@
+"""What a kind of job is: how it is planned, what its tasks do, how it is published and recorded.
+
+A job is planned, then its tasks run, in any order and some of them at once, then it is published. These
+three run in a subprocess that may be killed at any instant, without the database, and again if need be:
+
+- `Kind.plan` writes nothing outside of ``context.work_folder``.
+- `Kind.run_task` may be repeated, also while an earlier attempt that was believed dead still runs: what it
+  writes must be the same each time, or go to a place that carries ``context.attempt_name``.
+- `Kind.publish` is one atomic step. If it died after that step and before anybody heard of it, it is called
+  again: it must then see that it is done and return the same result.
+- `Kind.discard` clears away what tasks of a cancelled or failed job have left; never what is published.
+
+`Kind.prepare` and `Kind.record` run in the worker, with the database: the first says what is known of the
+job's subject before it is planned, the second writes the result, in the transaction that completes the job.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel
+from sqlalchemy import Connection
+
+from dcp.server.jobs.states import Job, JobSpec, Json, TaskSpec
+from dcp.server.problems import ProblemError
+from dcp.server.roots import Roots
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+from dcp.storage.errors import CheckpointError, StorageError
+
+__all__ = [
+    "JobContext",
+    "JobPlan",
+    "Kind",
+    "PermanentJobError",
+    "ReportProgress",
+    "TaskSpec",
+    "TransientJobError",
+    "is_retryable",
+]
+
+P = TypeVar("P", bound=BaseModel)
+
+ReportProgress = Callable[[int], None]
+"""Called with the bytes that are done so far, as often as one likes."""
+
+
+class PermanentJobError(Exception):
+    """Trying again would fail the same way."""
+
+
+class TransientJobError(Exception):
+    """Worth another attempt."""
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether another attempt may help: for errors of storage, network and memory, and problems of 5xx."""
+    if isinstance(error, ProblemError):
+        return error.status >= 500 or error.status == 429
+    if isinstance(error, CheckpointError) and not isinstance(error, StorageError | TimeoutError):
+        return False
+    return isinstance(error, TransientJobError | OSError | TimeoutError | EOFError | MemoryError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """What plan, tasks and publishing get beside their arguments.
+
+    ``work_folder`` is empty, of this attempt alone, and removed after it. ``settings`` come without the
+    database's URL, unless the kind ``needs_database``. ``prepared`` is what `Kind.prepare` returned.
+    """
+
+    settings: Settings
+    job_id: int
+    task_number: int | None
+    attempt_name: str  # differs with each attempt
+    work_folder: Path
+    prepared: Json = field(default_factory=dict)
+
+    @cached_property
+    def roots(self) -> Roots:
+        """The configured roots."""
+        return Roots(self.settings.roots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """Independent tasks, and what publishing needs beside their results. All of it plain data (JSON)."""
+
+    tasks: Sequence[TaskSpec]
+    plan_data: Json = field(default_factory=dict)
+
+
+class Kind(ABC, Generic[P]):
+    """A kind of job. One object of it is in the registry `dcp.server.jobs.kinds.KINDS`, by its name."""
+
+    name: ClassVar[str]
+    scope: ClassVar[Scope]  # what a key needs to submit one
+    params: type[P]
+    needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines
+    max_attempts: ClassVar[int] = 3
+
+    @abstractmethod
+    def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
+        """The job for ``params``, ready for the ledger, if ``caller`` may see and change what they name.
+
+        Raises ProblemError, as a request would: NotFoundError for what the key may not see.
+        """
+
+    def prepare(self, connection: Connection, params: P) -> Json:
+        """What the catalog knows that planning needs. Only reads."""
+        return {}
+
+    @abstractmethod
+    def plan(self, context: JobContext, params: P) -> JobPlan:
+        """What is to be done."""
+
+    @abstractmethod
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """Do one task; the result is plain data."""
+
+    @abstractmethod
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """Make it so, atomically; ``results`` are in the order of the plan's tasks."""
+
+    def discard(self, context: JobContext, plan_data: Json) -> None:
+        """Clear away what is left of a job that was given up."""
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Write what follows from the result into the catalog."""
+
+
+Kinds = Mapping[str, Kind[Any]]
+"""By name."""

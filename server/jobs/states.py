@@ -1,0 +1,209 @@
+"""What the ledger of jobs tells: jobs, tasks, claims, errors, and when something failed is tried again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+__all__ = [
+    "FINAL_STATES",
+    "MAX_DEDUP_KEY_CHARACTERS",
+    "Backoff",
+    "Claim",
+    "Held",
+    "Job",
+    "JobError",
+    "JobEvent",
+    "JobSpec",
+    "JobState",
+    "Json",
+    "Phase",
+    "Progress",
+    "StaleFenceError",
+    "Task",
+    "TaskSpec",
+    "TaskState",
+]
+
+Json = Mapping[str, Any]
+"""An object of plain data, as JSON has it."""
+
+JobState = Literal["queued", "planning", "running", "publishing", "succeeded", "failed", "cancelled"]
+TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Phase = Literal["plan", "task", "publish", "discard"]
+"""What is claimed: planning a job, one of its tasks, publishing, or clearing away after it was given up."""
+
+FINAL_STATES: Final = ("succeeded", "failed", "cancelled")
+MAX_DEDUP_KEY_CHARACTERS: Final = 100
+
+
+class StaleFenceError(Exception):
+    """The claim is not valid any more: its lease was over and somebody else took it, or it was done.
+
+    Whoever gets this changes nothing more of it; nothing of the refused call was written.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A job to be done. The higher its ``priority`` (-100 to 100) the sooner.
+
+    ``root`` is the name of the root that it writes to, or reads where it writes to none: keys that may not
+    see that do not see the job. Where ``dedup_key`` is given there is at most one unfinished job with it.
+    """
+
+    kind: str
+    params: Json
+    created_by: str
+    priority: int = 0
+    root: str | None = None
+    checkpoint_id: int | None = None
+    dedup_key: str | None = None
+    max_attempts: int = 3
+    not_before_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One task of a plan. ``payload`` is all that it needs; ``weight_bytes`` is its share of the progress."""
+
+    payload: Json
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobError:
+    """Why something failed: the ``type`` of the exception, and a text for whoever made the job."""
+
+    type: str
+    detail: str
+    is_retryable: bool = True
+
+    def document(self) -> dict[str, Any]:
+        """As it is kept."""
+        return {"type": self.type, "detail": self.detail, "is_retryable": self.is_retryable}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Of the tasks of a job."""
+
+    done_tasks: int = 0
+    total_tasks: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    def document(self) -> dict[str, int]:
+        """As it is kept and shown."""
+        return {
+            "done_tasks": self.done_tasks,
+            "total_tasks": self.total_tasks,
+            "done_bytes": self.done_bytes,
+            "total_bytes": self.total_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost."""
+
+    id: int
+    kind: str
+    state: JobState
+    priority: int
+    params: Json
+    root: str | None
+    checkpoint_id: int | None
+    created_by: str
+    created_seconds: float
+    started_seconds: float | None
+    finished_seconds: float | None
+    not_before_seconds: float
+    attempt: int
+    max_attempts: int
+    cancel_seconds: float | None
+    plan: Json | None
+    progress: Json | None
+    result: Json | None
+    error: Json | None
+    dedup_key: str | None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more happens to it, unless it is retried."""
+        return self.state in FINAL_STATES
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was cancelled or has failed, and is being stopped."""
+        return not self.is_final and (self.cancel_seconds is not None or self.error is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task of a job, in the order of ``number``."""
+
+    id: int
+    job_id: int
+    number: int
+    state: TaskState
+    payload: Json
+    weight_bytes: int
+    done_bytes: int
+    attempt: int
+    not_before_seconds: float
+    result: Json | None
+    error: Json | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """What happened to a job; ids grow, so that a reader goes on behind the last one it has seen."""
+
+    id: int
+    job_id: int
+    kind: str
+    data: Json
+    at_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Names a claim when it is renewed: ``task_id`` is None for the phases of the job itself."""
+
+    job_id: int
+    task_id: int | None
+    fence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a worker has to do, for as long as its lease lasts; ``results`` are those of the tasks, in order,
+    where it is to publish."""
+
+    phase: Phase
+    job: Job
+    task: Task | None
+    fence: int
+    results: tuple[Json, ...] = field(default=(), repr=False)
+
+    @property
+    def held(self) -> Held:
+        """Its name."""
+        return Held(self.job.id, None if self.task is None else self.task.id, self.fence)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long after the failed attempt number n the next one begins: twice as long each time, and by up to a
+    half later, by what is tried, so that what failed together is not tried together."""
+
+    first_seconds: float = 2.0
+    most_seconds: float = 300.0
+
+    def seconds(self, attempt: int, salt: int = 0) -> float:
+        """``attempt`` counts from 1."""
+        plain = min(self.most_seconds, self.first_seconds * 2.0 ** min(attempt - 1, 30))
+        return plain * (1.0 + (zlib.crc32(f"{salt}/{attempt}".encode()) % 1000) / 2000.0)
