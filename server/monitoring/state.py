@@ -1,0 +1,202 @@
+"""What the database knows of catalog, jobs, scans and webhooks, as samples of one moment.
+
+Each statement is bounded whatever the catalog's size: sums over runs, ranges of an index, the newest rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from sqlalchemy import Connection, Select, func, select, text
+
+from dcp.server.database.tables import (
+    checkpoints,
+    consumers,
+    deliveries,
+    events,
+    jobs,
+    roots,
+    runs,
+    schedules,
+    tasks,
+    verifications,
+    webhooks,
+)
+
+__all__ = ["WINDOW_SECONDS", "read_state"]
+
+WINDOW_SECONDS: Final = 3600.0
+"""How far back "recent" goes."""
+
+_NEWEST_VERIFICATIONS: Final = 10_000
+_RARE_STATES: Final = ("incomplete", "unreadable", "vanished", "deleted")
+_UNFINISHED: Final = ("queued", "planning", "running", "publishing")
+
+Rows = Iterable[tuple[tuple[str, ...], float]]
+
+
+def read_state(connection: Connection, now: float) -> list[Metric]:
+    """All of it, at ``now`` (seconds since the epoch)."""
+    return [
+        *_catalog(connection),
+        *_roots(connection),
+        *_jobs(connection, now),
+        *_verification(connection, now),
+        *_webhooks(connection, now),
+        *_schedules(connection, now),
+        _gauge("dcp_database_bytes", "Size of the database", [], [((), _database_bytes(connection))]),
+    ]
+
+
+def _gauge(name: str, help_text: str, labels: list[str], rows: Rows) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=labels)
+    for values, value in rows:
+        family.add_metric(list(values), float(value))
+    return family
+
+
+def _counts(
+    connection: Connection, names: Iterable[str], statement: Select[str, int]
+) -> list[tuple[tuple[str, ...], float]]:
+    # Those that have none are 0, so that their series do not come and go.
+    counts = dict.fromkeys(names, 0) | {
+        str(name): int(count) for name, count in connection.execute(statement)
+    }
+    return [((name,), float(count)) for name, count in counts.items()]
+
+
+def _catalog(connection: Connection) -> Iterator[Metric]:
+    committed = connection.execute(select(func.coalesce(func.sum(runs.c.checkpoint_count), 0))).scalar_one()
+    rare = (
+        select(checkpoints.c.state, func.count())
+        .where(checkpoints.c.state.in_(_RARE_STATES))
+        .group_by(checkpoints.c.state)
+    )
+    rows = [(("committed",), committed), *_counts(connection, _RARE_STATES, rare)]
+    yield _gauge(
+        "dcp_catalog_checkpoints", "Checkpoints by state, but those that were purged", ["state"], rows
+    )
+    yield _gauge(
+        "dcp_catalog_runs", "Runs", [], [((), connection.execute(select(func.count(runs.c.id))).scalar_one())]
+    )
+
+
+def _roots(connection: Connection) -> Iterator[Metric]:
+    found = connection.execute(
+        select(
+            roots.c.name,
+            func.coalesce(func.sum(runs.c.checkpoint_count), 0),
+            func.coalesce(func.sum(runs.c.bytes), 0),
+            func.coalesce(func.max(runs.c.latest_seconds), 0),
+            roots.c.scanned_seconds,
+            roots.c.scan_error.is_not(None),
+        )
+        .select_from(roots.outerjoin(runs, runs.c.root_id == roots.c.id))
+        .where(roots.c.is_configured)
+        .group_by(roots.c.id)
+    ).all()
+    columns = (
+        ("dcp_root_checkpoints", "Committed checkpoints of a root"),
+        ("dcp_root_bytes", "Bytes of the committed checkpoints of a root"),
+        ("dcp_root_newest_timestamp_seconds", "When the newest checkpoint of a root was committed; 0: none"),
+        ("dcp_root_scanned_timestamp_seconds", "When a root was last scanned to its end; 0: never"),
+        ("dcp_root_scan_failed", "1 if the last scan of a root failed"),
+    )
+    for number, (name, help_text) in enumerate(columns, start=1):
+        rows = [((row[0],), float(row[number] or 0)) for row in found]
+        yield _gauge(name, help_text, ["root"], rows)
+
+
+def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
+    unfinished = connection.execute(
+        select(jobs.c.kind, jobs.c.state, func.count())
+        .where(jobs.c.state.in_(_UNFINISHED))
+        .group_by(jobs.c.kind, jobs.c.state)
+    )
+    rows = [((kind, state), count) for kind, state, count in unfinished]
+    yield _gauge("dcp_jobs", "Jobs that have not ended, by kind and state", ["kind", "state"], rows)
+    ended = connection.execute(
+        select(
+            jobs.c.kind,
+            jobs.c.state,
+            func.count(),
+            func.sum(jobs.c.finished_seconds - func.coalesce(jobs.c.started_seconds, jobs.c.created_seconds)),
+        )
+        .where(jobs.c.finished_seconds > now - WINDOW_SECONDS)
+        .group_by(jobs.c.kind, jobs.c.state)
+    ).all()
+    rows = [((kind, state), count) for kind, state, count, _ in ended]
+    yield _gauge("dcp_jobs_recent", "Jobs that ended in the last hour", ["kind", "state"], rows)
+    rows = [((kind, state), seconds or 0) for kind, state, _, seconds in ended]
+    yield _gauge("dcp_jobs_recent_seconds", "Their durations, summed", ["kind", "state"], rows)
+    # A job that waits for its next attempt is not kept waiting by us.
+    oldest = connection.execute(
+        select(func.min(jobs.c.created_seconds)).where(
+            jobs.c.state == "queued", jobs.c.not_before_seconds <= now
+        )
+    ).scalar()
+    yield _age("dcp_jobs_oldest_queued_seconds", "How long the oldest queued job has waited", oldest, now)
+    active = ("queued", "running")
+    states = select(tasks.c.state, func.count()).where(tasks.c.state.in_(active)).group_by(tasks.c.state)
+    yield _gauge("dcp_tasks", "Tasks of jobs", ["state"], _counts(connection, active, states))
+
+
+def _verification(connection: Connection, now: float) -> Iterator[Metric]:
+    newest = (
+        select(verifications.c.outcome, verifications.c.created_seconds)
+        .order_by(verifications.c.id.desc())
+        .limit(_NEWEST_VERIFICATIONS)
+        .subquery()
+    )
+    recent = (
+        select(newest.c.outcome, func.count())
+        .where(newest.c.created_seconds > now - WINDOW_SECONDS)
+        .group_by(newest.c.outcome)
+    )
+    rows = _counts(connection, ("good", "damaged"), recent)
+    yield _gauge("dcp_verifications_recent", "Verifications in the last hour", ["outcome"], rows)
+
+
+def _webhooks(connection: Connection, now: float) -> Iterator[Metric]:
+    counts = {"enabled": 0, "disabled": 0}
+    for is_enabled, count in connection.execute(
+        select(webhooks.c.is_enabled, func.count()).group_by(webhooks.c.is_enabled)
+    ):
+        counts["enabled" if is_enabled else "disabled"] = count
+    yield _gauge("dcp_webhooks", "Webhooks", ["state"], [((state,), n) for state, n in counts.items()])
+    states = select(deliveries.c.state, func.count()).group_by(deliveries.c.state)
+    rows = _counts(connection, ("waiting", "delivered", "failed"), states)
+    yield _gauge("dcp_webhook_deliveries", "Deliveries that are remembered, by state", ["state"], rows)
+    oldest = connection.execute(
+        select(func.min(deliveries.c.created_seconds))
+        .select_from(deliveries.join(webhooks, deliveries.c.webhook_id == webhooks.c.id))
+        .where(deliveries.c.state == "waiting", webhooks.c.is_enabled)
+    ).scalar()
+    help_text = "How long the oldest delivery that is not there yet has been due or tried"
+    yield _age("dcp_webhook_oldest_waiting_seconds", help_text, oldest, now)
+
+
+def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
+    newest = connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one()
+    rows = [
+        ((name,), max(newest - event_id, 0))
+        for name, event_id in connection.execute(select(consumers.c.name, consumers.c.event_id))
+    ]
+    help_text = "Events that a consumer (automation, webhooks) has not dealt with"
+    yield _gauge("dcp_events_behind", help_text, ["consumer"], rows)
+    due = connection.execute(select(func.min(schedules.c.due_seconds))).scalar()
+    help_text = "How late the most overdue schedule is; grows while no worker runs"
+    yield _age("dcp_schedules_overdue_seconds", help_text, due, now)
+
+
+def _age(name: str, help_text: str, since: float | None, now: float) -> Metric:
+    return _gauge(name, help_text, [], [((), max(now - since, 0.0) if since is not None else 0.0)])
+
+
+def _database_bytes(connection: Connection) -> int:
+    if connection.dialect.name == "postgresql":
+        return int(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
+    pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    return int(pages) * int(connection.exec_driver_sql("PRAGMA page_size").scalar_one())
