@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import cat, convert, demo, diff, gc, ls, rm, show, stats, verify
+from dcp.cli import cat, convert, demo, diff, gc, ls, rm, serve, show, stats, verify
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -29,6 +29,7 @@ app.command("verify")(verify.command)
 app.command("convert")(convert.command)
 app.command("rm")(rm.command)
 app.command("gc")(gc.command)
+app.command("serve")(serve.command)
 app.command("demo")(demo.command)
 
 

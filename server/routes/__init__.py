@@ -1,1 +1,1 @@
-"""The HTTP interface, one router a resource."""
+"""The routes, one module a resource, each with a ``router``; `dcp.server.app` lists them."""

@@ -1,0 +1,88 @@
+"""The application: middleware, routes, errors, documentation. Nothing happens at import time.
+
+Of an owner of further routes this needs one line: the module in `_ROUTERS`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from dcp.server import documentation
+from dcp.server.access import check_routes
+from dcp.server.context import Service
+from dcp.server.handlers import install_handlers
+from dcp.server.middleware.authentication import AuthenticationMiddleware
+from dcp.server.middleware.hosts import HostMiddleware
+from dcp.server.middleware.idempotency import IdempotencyMiddleware
+from dcp.server.middleware.limits import LimitMiddleware
+from dcp.server.middleware.requests import RequestMiddleware
+from dcp.server.routes import health
+from dcp.server.settings import Settings
+from dcp.server.startup import Readiness, lifespan
+from dcp.version import __version__
+
+__all__ = ["API", "create_app"]
+
+API: Final = "/api/v1"
+
+_OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, documentation.router)
+"""Not below `API`."""
+
+_ROUTERS: Final[tuple[APIRouter, ...]] = ()
+"""Below `API`."""
+
+
+def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
+    """The service as an ASGI application; opens nothing before it is started.
+
+    Its `Service` is ``app.state.service``. Raises ValueError if a route does not say who may use it.
+    """
+    service = Service.from_settings(settings, clock)
+    app = FastAPI(
+        title="dcphub",
+        version=__version__,
+        summary="A catalog of checkpoints, and jobs on them.",
+        lifespan=lifespan,
+        openapi_url=None,  # ours are offline, and declare their access as all routes do
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+        middleware=_middleware(service),
+    )
+    app.state.service = service
+    app.state.readiness = Readiness()
+    install_handlers(app)
+    for router in _OUTSIDE:
+        app.include_router(router)
+    for router in _ROUTERS:
+        app.include_router(router, prefix=API)
+    check_routes(app)
+    documentation.install(app)
+    return app
+
+
+def _middleware(service: Service) -> list[Middleware]:
+    settings = service.settings
+    stack = [
+        Middleware(RequestMiddleware),
+        Middleware(HostMiddleware, allowed=settings.allowed_hosts),
+        Middleware(LimitMiddleware, max_body_bytes=settings.max_body_bytes, seconds=settings.request_seconds),
+        Middleware(AuthenticationMiddleware, service=service),
+        Middleware(IdempotencyMiddleware, service=service),
+    ]
+    if settings.trusted_proxies:
+        proxies = list(settings.trusted_proxies)
+        stack.insert(0, Middleware(ProxyHeadersMiddleware, trusted_hosts=proxies))
+    return stack
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name

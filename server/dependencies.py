@@ -1,0 +1,173 @@
+"""What routes ask for: the service, its database and roots, who asks, and with which scope.
+
+Every route says who may: ``dependencies=[requires("read")]``, or ``dependencies=[public]``. `create_app`
+refuses an application with a route that does not. Below ``/api/`` nobody comes without a valid key (see
+`dcp.server.middleware.authentication`), so that `public` is for what lies outside.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, cast
+
+from fastapi import Depends, Header, Query, Request
+
+from dcp.server.context import Service
+from dcp.server.database.engine import Database
+from dcp.server.problems import (
+    ForbiddenError,
+    NotFoundError,
+    PreconditionFailedError,
+    PreconditionRequiredError,
+    UnauthorizedError,
+)
+from dcp.server.roots import Roots
+from dcp.server.security.principal import Principal, Scope
+
+__all__ = [
+    "MAX_PAGE",
+    "Caller",
+    "Db",
+    "IfMatch",
+    "Page",
+    "PageParams",
+    "Precondition",
+    "Public",
+    "Requires",
+    "RootsDep",
+    "ServiceDep",
+    "check_visible",
+    "public",
+    "requires",
+]
+
+MAX_PAGE: Final = 500
+_ETAG: Final = re.compile(r'\s*(?:W/)?"[\x21\x23-\x7e]*"\s*')
+
+# All are coroutines, because FastAPI sends other functions to a thread, each by itself.
+
+
+async def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+async def _database(request: Request) -> Database:
+    return cast(Service, request.app.state.service).database
+
+
+async def _roots(request: Request) -> Roots:
+    return cast(Service, request.app.state.service).roots
+
+
+async def _caller(request: Request) -> Principal:
+    principal = getattr(request.state, "principal", None)
+    if not isinstance(principal, Principal):
+        raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
+    return principal
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+Db = Annotated[Database, Depends(_database)]
+RootsDep = Annotated[Roots, Depends(_roots)]
+Caller = Annotated[Principal, Depends(_caller)]
+
+
+@dataclass(frozen=True, slots=True)
+class Requires:
+    """The dependency behind `requires`; the walk over all routes looks for it."""
+
+    scope: Scope
+
+    async def __call__(self, caller: Caller) -> None:
+        """Raises `ForbiddenError`."""
+        if not caller.may(self.scope):
+            raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """The dependency behind `public`."""
+
+    async def __call__(self) -> None:
+        """Everybody may."""
+
+
+def requires(scope: Scope) -> Any:
+    """In a route's ``dependencies``: only for keys with this scope (or "admin")."""
+    return Depends(Requires(scope))
+
+
+public: Final[Any] = Depends(Public())
+"""In a route's ``dependencies``: for everybody."""
+
+
+def check_visible(caller: Principal, root: str) -> None:
+    """Raises `NotFoundError` if the key is not for this root: it learns nothing of others, not even names."""
+    if not caller.may_see(root):
+        raise NotFoundError(f"there is no root {root!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Precondition:
+    """The ``If-Match`` of a request: entity tags, None without the header, ``*`` for whatever is there."""
+
+    tags: tuple[str, ...] | None
+
+    def version(self, prefix: str) -> int | None:
+        """The version that is expected of the resource whose tags are ``"{prefix}-{version}"``.
+
+        None: any will do. Raises `PreconditionFailedError` if none of the tags can be one of the resource.
+        """
+        if self.tags is None or "*" in self.tags:
+            return None
+        for tag in self.tags:
+            match = re.fullmatch(rf'"{re.escape(prefix)}-([0-9]{{1,9}})"', tag)
+            if match is not None:
+                return int(match[1])
+        raise PreconditionFailedError("If-Match names no state of this resource; read it again")
+
+    def required(self) -> None:
+        """Raises `PreconditionRequiredError` if the request has no ``If-Match``."""
+        if self.tags is None:
+            raise PreconditionRequiredError("send If-Match with the ETag of what you have read, or *")
+
+
+async def _precondition(
+    if_match: Annotated[
+        str | None,
+        Header(max_length=1024, description='An ETag such as "c12-3", or *: refused with 412 if it changed.'),
+    ] = None,
+) -> Precondition:
+    if if_match is None:
+        return Precondition(None)
+    if if_match.strip() == "*":
+        return Precondition(("*",))
+    parts = if_match.split(",")
+    if not all(_ETAG.fullmatch(part) for part in parts):
+        raise PreconditionFailedError('If-Match is a list of entity tags such as "c12-3"')
+    return Precondition(tuple(part.strip() for part in parts))
+
+
+IfMatch = Annotated[Precondition, Depends(_precondition)]
+
+
+@dataclass(frozen=True, slots=True)
+class PageParams:
+    """``limit`` rows after ``cursor``, which is the ``next_cursor`` of the page before."""
+
+    limit: int
+    cursor: str | None
+
+
+async def _page(
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50,
+    cursor: Annotated[
+        str | None,
+        Query(min_length=1, max_length=2048, description="The next_cursor of the page before."),
+    ] = None,
+) -> PageParams:
+    return PageParams(limit, cursor)
+
+
+Page = Annotated[PageParams, Depends(_page)]

@@ -1,0 +1,100 @@
+"""Structured logs on stderr, lines for people or JSON, without secrets.
+
+What other libraries log through `logging` comes out in the same form. Every string that is logged is searched
+for keys and for passwords in URLs, and whatever is named like a secret is not shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+import structlog
+
+from dcp.server.settings import Settings
+
+__all__ = ["configure_logs", "redact"]
+
+_NAMES: Final = re.compile(r"(?i)secret|token|password|authorization|cookie|credential|api_?key|access_?key")
+_KEYS: Final = re.compile(r"\bdcp_([a-z0-9]{8})_[A-Za-z0-9_-]{20,}")
+_BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
+_URL_PASSWORDS: Final = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
+_SIGNATURES: Final = re.compile(
+    r"(?i)\b(x-amz-(?:signature|credential|security-token)|signature|sig)=[^&\s\"']+"
+)
+_HIDDEN: Final = "***"
+
+
+def redact(value: Any) -> Any:
+    """``value`` with secrets in its strings replaced; lists and mappings are gone through."""
+    if isinstance(value, str):
+        text = _KEYS.sub(rf"dcp_\1_{_HIDDEN}", value)
+        text = _BEARER.sub(rf"\1 {_HIDDEN}", text)
+        text = _URL_PASSWORDS.sub(rf"\1:{_HIDDEN}@", text)
+        return _SIGNATURES.sub(rf"\1={_HIDDEN}", text)
+    if isinstance(value, dict):
+        return {
+            name: _HIDDEN if isinstance(name, str) and _NAMES.search(name) else redact(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    return value
+
+
+def configure_logs(settings: Settings) -> None:
+    """Set up structlog and `logging` for this process; a later call replaces what an earlier one did."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        _redacted,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if settings.log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(settings.log_level.upper())
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
+    # each says what our own lines say already, or far more than anybody reads
+    for name in (
+        "uvicorn.access",
+        "httpx",
+        "httpcore",
+        "botocore",
+        "aiobotocore",
+        "alembic.runtime.migration",
+    ):
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def _redacted(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    for name, value in event.items():
+        if name.startswith("_"):  # structlog's own, such as the record
+            continue
+        event[name] = _HIDDEN if _NAMES.search(name) else redact(value)
+    return event

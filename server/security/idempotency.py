@@ -1,0 +1,122 @@
+"""``Idempotency-Key``: a POST that is sent again, because its answer was lost, is done once.
+
+The answer of the first is kept for a day and given again. A request that is still at work, or that ended with
+the process it was in, answers 409 to a second one; after `TAKEN_SECONDS` the second is taken for the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import idempotency
+from dcp.server.problems import ConflictError, UnprocessableError
+
+__all__ = [
+    "KEPT_SECONDS",
+    "TAKEN_SECONDS",
+    "KeptAnswer",
+    "begin",
+    "finish",
+    "forget",
+    "forget_old",
+    "hash_of",
+]
+
+KEPT_SECONDS: Final = 86_400.0
+TAKEN_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What the first request was answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def hash_of(method: str, path: str, query: bytes, body: bytes) -> bytes:
+    """Tells whether two requests are the same."""
+    digest = hashlib.sha256()
+    for part in (method.encode(), path.encode("utf-8", "replace"), query, body):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def begin(
+    database: Database, actor: str, key: str, request_hash: bytes, now_seconds: float
+) -> KeptAnswer | None:
+    """Reserve the key for this request, or return the answer that there is.
+
+    Raises ConflictError while the first is at work, UnprocessableError if the key was another request's.
+    """
+    try:
+        return database.transact(lambda connection: _begin(connection, actor, key, request_hash, now_seconds))
+    except IntegrityError:
+        # another one was quicker; it is at work now
+        raise ConflictError("a request with this Idempotency-Key is being worked on") from None
+
+
+def _begin(
+    connection: Connection, actor: str, key: str, request_hash: bytes, now_seconds: float
+) -> KeptAnswer | None:
+    where = (idempotency.c.actor == actor, idempotency.c.key == key)
+    row = connection.execute(select(idempotency).where(*where)).one_or_none()
+    values = {"request_hash": request_hash, "status_code": None, "created_seconds": now_seconds}
+    if row is None:
+        connection.execute(insert(idempotency).values(actor=actor, key=key, **values))
+        return None
+    age_seconds = now_seconds - row.created_seconds
+    if age_seconds > KEPT_SECONDS or (row.status_code is None and age_seconds > TAKEN_SECONDS):
+        connection.execute(update(idempotency).where(*where).values(**values, headers=None, body=None))
+        return None
+    if bytes(row.request_hash) != request_hash:
+        raise UnprocessableError("this Idempotency-Key belongs to another request")
+    if row.status_code is None:
+        raise ConflictError("a request with this Idempotency-Key is being worked on")
+    return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
+
+
+def finish(database: Database, actor: str, key: str, answer: KeptAnswer) -> None:
+    """Keep what was answered."""
+    values = {"status_code": answer.status, "headers": dict(answer.headers), "body": answer.body}
+    database.transact(
+        lambda connection: connection.execute(
+            update(idempotency).where(idempotency.c.actor == actor, idempotency.c.key == key).values(values)
+        )
+    )
+
+
+def forget(database: Database, actor: str, key: str) -> None:
+    """The request changed nothing; the key is free again."""
+    database.transact(
+        lambda connection: connection.execute(
+            delete(idempotency).where(
+                idempotency.c.actor == actor, idempotency.c.key == key, idempotency.c.status_code.is_(None)
+            )
+        )
+    )
+
+
+def forget_old(database: Database, now_seconds: float) -> None:
+    """Drop what has been kept for long enough."""
+    with database.read() as connection:
+        old = connection.execute(
+            select(idempotency.c.key)
+            .where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
+            .limit(1)
+        ).first()
+    if old is not None:  # so that nobody waits for a writer who has nothing to write
+        database.transact(
+            lambda connection: connection.execute(
+                delete(idempotency).where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
+            )
+        )

@@ -1,0 +1,105 @@
+"""How often one may ask: by key, or by address without one; refused keys by address, and less often.
+
+Counted in the memory of each process: of several API processes each allows as much. It is there to stop a
+runaway script and the guessing of keys, not to bill.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from limits import RateLimitItem, parse
+
+from dcp.server.problems import TooManyRequestsError
+
+__all__ = ["RateLimits", "network_of"]
+
+_IPV6_PREFIX_BITS: Final = 64
+_MAX_COUNTED: Final = 65_536
+"""Callers that are told apart at one time; whoever comes beyond that empties the counts of ended windows."""
+
+
+class RateLimits:
+    """Limits in the notation of the `limits` package: ``600/minute``. Raises ValueError for another.
+
+    Its storage in memory starts a thread for nearly every request, so only its notation is used.
+    """
+
+    def __init__(self, rate: str, login_rate: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests = _Windows(parse(rate), clock)
+        self._refused = _Windows(parse(login_rate), clock)
+
+    def count(self, who: str) -> None:
+        """A request of ``who``. Raises `TooManyRequestsError` where it is one too many."""
+        if not self._requests.count(who):
+            raise self._requests.refusal(who, "requests")
+
+    def check_refused(self, address: str) -> None:
+        """Raises `TooManyRequestsError` if the address has tried too many keys that are not valid."""
+        who = network_of(address)
+        if self._refused.is_full(who):
+            raise self._refused.refusal(who, "keys that are not valid")
+
+    def count_refused(self, address: str) -> None:
+        """A key of this address was refused."""
+        self._refused.count(network_of(address))
+
+
+class _Windows:
+    """Fixed windows, which begin with the first request of each caller."""
+
+    def __init__(self, item: RateLimitItem, clock: Callable[[], float]) -> None:
+        self.amount = item.amount
+        self.window_seconds = float(item.get_expiry())
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts: dict[str, tuple[float, int]] = {}  # when the window ends, requests in it
+
+    def count(self, who: str) -> bool:
+        now_seconds = self._clock()
+        with self._lock:
+            if who not in self._counts and len(self._counts) >= _MAX_COUNTED:
+                self._forget(now_seconds)
+            end_seconds, count = self._counts.get(who, (0.0, 0))
+            if now_seconds >= end_seconds:
+                end_seconds, count = now_seconds + self.window_seconds, 0
+            if count >= self.amount:
+                return False
+            self._counts[who] = (end_seconds, count + 1)
+            return True
+
+    def is_full(self, who: str) -> bool:
+        with self._lock:
+            end_seconds, count = self._counts.get(who, (0.0, 0))
+            return self._clock() < end_seconds and count >= self.amount
+
+    def refusal(self, who: str, what: str) -> TooManyRequestsError:
+        with self._lock:
+            end_seconds, _ = self._counts.get(who, (0.0, 0))
+        wait_seconds = max(1, math.ceil(end_seconds - self._clock()))
+        return TooManyRequestsError(
+            f"too many {what}: {self.amount} in {self.window_seconds:g} s are allowed",
+            headers={"Retry-After": str(wait_seconds)},
+        )
+
+    def _forget(self, now_seconds: float) -> None:
+        self._counts = {who: entry for who, entry in self._counts.items() if entry[0] > now_seconds}
+        if len(self._counts) >= _MAX_COUNTED:
+            # from so many addresses at once it is no use to tell them apart
+            self._counts.clear()
+
+
+def network_of(address: str) -> str:
+    """The address; of IPv6 the /64, because one host has all addresses of it."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(ipaddress.ip_network((parsed, _IPV6_PREFIX_BITS), strict=False))
