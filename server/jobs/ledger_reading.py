@@ -1,0 +1,113 @@
+"""What the ledger is asked: jobs, their tasks, progress and events. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, or_, select
+
+from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
+from dcp.server.jobs.ledger_rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
+from dcp.server.jobs.states import Job, JobEvent, JobState, Task
+from dcp.server.problems import NotFoundError
+
+__all__ = [
+    "JobFilter",
+    "find_job",
+    "get_job",
+    "job_events_after",
+    "list_jobs",
+    "list_tasks",
+    "progress_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Which jobs; what is not given does not matter. ``checkpoint_id``: those about this one."""
+
+    states: frozenset[JobState] = frozenset()
+    kinds: frozenset[str] = frozenset()
+    root: str | None = None
+    checkpoint_id: int | None = None
+    created_by: str | None = None
+
+
+def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
+    """The job; raises NotFoundError also where its root, or its checkpoint's, is not ``visible``."""
+    job = find_job(connection, job_id, visible)
+    if job is None:
+        raise NotFoundError(f"there is no job {job_id}")
+    return job
+
+
+def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job | None:
+    """As `get_job`; None if there is none."""
+    query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
+    row = connection.execute(query).one_or_none()
+    return None if row is None else job_of_row(row)
+
+
+def list_jobs(
+    connection: Connection,
+    wanted: JobFilter = JobFilter(),
+    *,
+    before_id: int | None = None,
+    limit: int = 50,
+    visible: frozenset[str] | None = None,
+) -> list[Job]:
+    """The newest first; the next page has those before the last one's id."""
+    conditions = [*_seen(visible)]
+    if before_id is not None:
+        conditions.append(jobs.c.id < before_id)
+    if wanted.states:
+        conditions.append(jobs.c.state.in_(sorted(wanted.states)))
+    if wanted.kinds:
+        conditions.append(jobs.c.kind.in_(sorted(wanted.kinds)))
+    if wanted.root is not None:
+        conditions.append(roots.c.name == wanted.root)
+    if wanted.checkpoint_id is not None:
+        conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
+    if wanted.created_by is not None:
+        conditions.append(jobs.c.created_by == wanted.created_by)
+    rows = connection.execute(select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit))
+    return [job_of_row(row) for row in rows]
+
+
+def list_tasks(
+    connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
+) -> list[Task]:
+    """Tasks of a job by number, behind ``after_number``."""
+    query = (
+        select(tasks)
+        .where(tasks.c.job_id == job_id, tasks.c.number > after_number)
+        .order_by(tasks.c.number)
+        .limit(limit)
+    )
+    return [task_of_row(row) for row in connection.execute(query)]
+
+
+def job_events_after(
+    connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
+) -> Sequence[JobEvent]:
+    """What happened to the job since the event ``after_id``, in order."""
+    query = (
+        select(job_events)
+        .where(job_events.c.job_id == job_id, job_events.c.id > after_id)
+        .order_by(job_events.c.id)
+        .limit(limit)
+    )
+    return [event_of_row(row) for row in connection.execute(query)]
+
+
+def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
+    if visible is None:
+        return []
+    names = sorted(visible)
+    root_ids = select(roots.c.id).where(roots.c.name.in_(names)).scalar_subquery()
+    inside = select(checkpoints.c.id).where(
+        checkpoints.c.id == jobs.c.checkpoint_id, checkpoints.c.root_id.in_(root_ids)
+    )
+    return [and_(roots.c.name.in_(names), or_(jobs.c.checkpoint_id.is_(None), inside.exists()))]
