@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, Final, Literal, Self
 
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.sources import FILE_FORMATS, Source
 from dcp.storage.stores.base import FileInfo
@@ -34,6 +35,7 @@ FoundState = Literal["committed", "incomplete", "unreadable"]
 """What looking at storage can find; the catalog's other states are about what was done since."""
 
 _LARGEST: Final = (1 << 63) - 1
+_END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 _NAME_LIMIT: Final = 128
 _PROBLEM_LIMIT: Final = 2000
 _JSON_LIMIT: Final = 65_536
@@ -166,22 +168,23 @@ class CheckpointFacts:
         source: Source,
         listing: Sequence[FileInfo] | None = None,
         *,
+        marks: Sequence[FileInfo] | None = None,
         fingerprint: str | None = None,
-        structure: StructureFacts | None = None,
     ) -> Self:
         """Of an opened checkpoint. ``listing`` is that of the folder, which is asked for if None.
 
-        ``fingerprint`` must be of a listing from before it was opened, so that a change in between shows;
-        by default it is that of ``listing``.
+        ``marks`` and their ``fingerprint`` must be from before it was opened, so that a change in between
+        shows; without ``marks`` they are those of ``listing``.
         """
         index = source.index
         files = list(source.store.list() if listing is None else listing)
-        marks = marks_of(files, source.file)
+        if marks is None:
+            marks = marks_of(files, source.file)
+            fingerprint = fingerprint_of(marks)
         present = {info.name: info for info in files}
-        known = index.file_sizes.tolist()
         sizes = [
             size if size != UNKNOWN else present[name].size_bytes if name in present else 0
-            for name, size in zip(index.files, known, strict=True)
+            for name, size in zip(index.files, index.file_sizes.tolist(), strict=True)
         ]
         return cls.of_parts(
             root,
@@ -189,8 +192,8 @@ class CheckpointFacts:
             format=index.format,
             provenance=index.provenance,
             user=index.user,
-            structure=StructureFacts.of_index(index) if structure is None else structure,
-            fingerprint=fingerprint_of(marks) if fingerprint is None else fingerprint,
+            structure=StructureFacts.of_index(index),
+            fingerprint=fingerprint,
             bytes=sum(sizes),
             file_count=len(index.files),
             modified_seconds=max((info.modified_seconds for info in marks), default=0.0),
@@ -243,9 +246,11 @@ class CheckpointFacts:
         return cls._without_index(root, key, "unreadable", files, fingerprint, problem)
 
     @classmethod
-    def of_incomplete(cls, root: str, key: str, files: Sequence[FileInfo]) -> Self:
+    def of_incomplete(
+        cls, root: str, key: str, files: Sequence[FileInfo], *, fingerprint: str | None = None
+    ) -> Self:
         """Of data that nothing has committed: a save is under way, or was killed."""
-        return cls._without_index(root, key, "incomplete", files, None, None)
+        return cls._without_index(root, key, "incomplete", files, fingerprint, None)
 
     @classmethod
     def _without_index(
@@ -262,7 +267,7 @@ class CheckpointFacts:
             key=key,
             format=_guessed_format(files),
             state=state,
-            committed_seconds=max((info.modified_seconds for info in files), default=0.0),
+            committed_seconds=_time(None, max((info.modified_seconds for info in files), default=0.0)),
             step=step_of_name(key),
             fingerprint=fingerprint,
             bytes=min(sum(info.size_bytes for info in files), _LARGEST),
@@ -285,8 +290,19 @@ def marks_of(listing: Iterable[FileInfo], file: str | None = None) -> list[FileI
     if file is not None:
         return [info for info in listing if info.name == file]
     files = list(listing)
-    committed = [info for info in files if is_commit_object(info.name)]
-    return committed or [info for info in files if info.name.endswith(_WEIGHT_MARKS)]
+    for is_mark in (_is_whole_commit, is_commit_object, _is_weight):
+        marks = [info for info in files if is_mark(info.name)]
+        if marks:
+            return marks
+    return []
+
+
+def _is_whole_commit(name: str) -> bool:
+    return name in (MANIFEST_NAME, METADATA_NAME)
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith(_WEIGHT_MARKS)
 
 
 def fingerprint_of(marks: Iterable[FileInfo]) -> str:
@@ -343,20 +359,25 @@ def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(value: Any) -> dict[str, float]:
-    """Those that a table of numbers can hold: finite or infinite, not NaN, with names of a usual length."""
+    """Those that a table, a cursor and JSON can hold: finite numbers, with names of a usual length."""
     found: dict[str, float] = {}
     for name, metric in value.items() if isinstance(value, dict) else ():
         if type(name) is not str or not 0 < len(name) <= _NAME_LIMIT or type(metric) not in (int, float):
             continue
         if type(metric) is int and abs(metric) >= 1 << 1023:
             continue
-        if not math.isnan(metric):
+        if math.isfinite(metric):
             found[_storable(name)] = float(metric)
     return found
 
 
 def _time(value: Any, otherwise: float) -> float:
-    return value if type(value) is float and 0 <= value < 1e11 else otherwise
+    """``value`` if it is a time, else ``otherwise``: one that can be shown as a date in any case."""
+    return (
+        value
+        if type(value) is float and 0 <= value < _END_OF_TIME
+        else min(max(otherwise, 0.0), _END_OF_TIME)
+    )
 
 
 def _storable(text: str) -> str:

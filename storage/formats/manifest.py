@@ -37,7 +37,15 @@ from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN, CheckpointIndex, 
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.strided_columns import decode_strided, encode_strided, extent_elements
 
-__all__ = ["MANIFEST_NAME", "MAX_MANIFEST_BYTES", "METADATA_NAME", "decode_manifest", "encode_manifest"]
+__all__ = [
+    "MANIFEST_NAME",
+    "MAX_MANIFEST_BYTES",
+    "MAX_PLAIN_SECTION_BYTES",
+    "METADATA_NAME",
+    "decode_manifest",
+    "encode_manifest",
+    "unpack_manifest",
+]
 
 MANIFEST_NAME: Final = "manifest.msgpack"
 METADATA_NAME: Final = ".metadata"
@@ -78,7 +86,7 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
     version newer than this reader, CheckpointFormatError for anything that no writer produces.
     """
     data = bytes(data)
-    fields = _unpack(data)
+    fields = unpack_manifest(data)
     budget = Budget(len(data))
     index = _decode(fields, budget)
     index.check()
@@ -194,7 +202,8 @@ def _plain(value: Any, what: str) -> bytes:
     return encoded
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def unpack_manifest(data: bytes) -> dict[str, Any]:
+    """The fields of a manifest, still encoded; CRC and version are checked. Raises as `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
             f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"

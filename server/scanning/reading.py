@@ -1,0 +1,182 @@
+"""From a candidate to its facts: of a manifest only what it says of the checkpoint as a whole is decoded.
+
+Steps of one run have the same structure, so a structure is decoded when it is seen for the first time, and
+recognised by a digest of the manifest's encoded columns after that.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from dcp.server.roots import Root, storage_problem
+from dcp.server.scanning.facts import CheckpointFacts, StructureFacts, fingerprint_of
+from dcp.server.scanning.walk import Candidate
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    METADATA_NAME,
+    decode_manifest,
+)
+from dcp.storage.formats.manifest_summary import summarize_manifest
+from dcp.storage.formats.sources import Place, Source, index_at
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.posix import PosixStore
+
+__all__ = ["Reader", "StructureMemo"]
+
+_RACY_SECONDS: Final = 2.0
+"""A file this young may change again without its time showing it: it is read again the next time."""
+_SKEW_SECONDS: Final = 60.0
+_SETTLED_SECONDS: Final = 60.0
+"""A file without a commit object that cannot be read and is younger than this is being written."""
+_WHOLE_METADATA_BYTES: Final = 4 << 20
+_MEMO_TENSORS: Final = 500_000
+
+
+class StructureMemo:
+    """Structures by the encoded columns that they were decoded from; bounded, and safe from any thread."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[bytes, StructureFacts] = OrderedDict()
+        self._tensors = 0
+        self._guard = threading.Lock()
+
+    def get(self, key: bytes, decode: Callable[[], StructureFacts]) -> StructureFacts:
+        """The structure of ``key``; what ``decode`` returns if it is not known."""
+        with self._guard:
+            found = self._entries.get(key)
+            if found is not None:
+                self._entries.move_to_end(key)
+                return found
+        structure = decode()
+        with self._guard:
+            if key not in self._entries:
+                self._entries[key] = structure
+                self._tensors += len(structure.tensors)
+            while self._tensors > _MEMO_TENSORS and len(self._entries) > 1:
+                self._tensors -= len(self._entries.popitem(last=False)[1].tensors)
+        return structure
+
+
+class Reader:
+    """Reads candidates below ``root``; safe from any thread."""
+
+    def __init__(
+        self, root: Root, *, memo: StructureMemo | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.root = root
+        self._memo = memo if memo is not None else StructureMemo()
+        self._clock = clock
+        self._base = root.url_of("")
+
+    def facts(self, candidate: Candidate) -> CheckpointFacts | None:
+        """What it is now; None if it is not there any more.
+
+        What its bytes are to blame for is a fact ("unreadable"). Raises OSError where the storage is, and
+        then nothing is known about the checkpoint.
+        """
+        fingerprint = self.fingerprint(candidate)
+        root, key, marks = self.root.name, candidate.key, candidate.marks
+        if candidate.kind == "incomplete":
+            return CheckpointFacts.of_incomplete(root, key, marks, fingerprint=fingerprint)
+        try:
+            return self._read(candidate, fingerprint)
+        except CheckpointNotFoundError:
+            return None
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, CheckpointConflictError):
+                return None  # replaced again and again just now: the next scan sees it
+            if isinstance(error, OSError) and not isinstance(error.__cause__ or error, PermissionError):
+                raise
+            problem = storage_problem(error, root=self.root).detail
+            if isinstance(error, OSError):
+                return CheckpointFacts.of_problem(root, key, problem, marks)
+            if candidate.kind != "commit" and self._is_young(marks, _SETTLED_SECONDS):
+                return CheckpointFacts.of_incomplete(root, key, marks)
+            return CheckpointFacts.of_problem(root, key, problem, marks, fingerprint=fingerprint)
+
+    def fingerprint(self, candidate: Candidate) -> str | None:
+        """What tells whether it has changed; None while that cannot be told."""
+        if self._is_young(candidate.marks, _RACY_SECONDS):
+            return None
+        return fingerprint_of(candidate.marks)
+
+    def _is_young(self, marks: tuple[FileInfo, ...], seconds: float) -> bool:
+        age = self._clock() - max((info.modified_seconds for info in marks), default=0.0)
+        return -_SKEW_SECONDS < age < seconds
+
+    def _read(self, candidate: Candidate, fingerprint: str | None) -> CheckpointFacts | None:
+        key, marks = candidate.key, candidate.marks
+        if candidate.kind == "file":
+            run, _, name = key.rpartition("/")
+            place = Place(self._store(run), name)
+        else:
+            place = Place(self._store(key))
+        if candidate.kind == "commit":
+            found = self._from_manifest(place.store, candidate, fingerprint)
+            if found is not None:
+                return found
+        source = Source(place.store, index_at(place), key, place.file)
+        listing = None if candidate.kind == "commit" else marks
+        return CheckpointFacts.of_source(
+            self.root.name, key, source, listing, marks=marks, fingerprint=fingerprint
+        )
+
+    def _from_manifest(
+        self, store: Store, candidate: Candidate, fingerprint: str | None
+    ) -> CheckpointFacts | None:
+        """The facts if the manifest is the truth about this folder, and says all; else None."""
+        sizes = {info.name: info.size_bytes for info in candidate.marks}
+        if MANIFEST_NAME not in sizes or sizes.get(METADATA_NAME, 0) > _WHOLE_METADATA_BYTES:
+            return None
+        data = self._small_file(store, candidate.key, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        summary = summarize_manifest(data)
+        if summary.bytes is None:
+            return None
+        if (
+            METADATA_NAME in sizes
+        ):  # stock torch may have overwritten the folder: `formats.open` finds out then
+            metadata = self._small_file(store, candidate.key, METADATA_NAME, _WHOLE_METADATA_BYTES)
+            if crc32(metadata) not in (summary.torch_metadata_crc, summary.replaced_torch_metadata_crc):
+                return None
+        return CheckpointFacts.of_parts(
+            self.root.name,
+            candidate.key,
+            format=summary.format,
+            provenance=summary.provenance,
+            user=summary.user,
+            structure=self._memo.get(
+                summary.structure_key, lambda: StructureFacts.of_index(decode_manifest(data))
+            ),
+            fingerprint=fingerprint,
+            bytes=summary.bytes,
+            file_count=summary.file_count,
+            modified_seconds=max(info.modified_seconds for info in candidate.marks),
+        )
+
+    def _small_file(self, store: Store, key: str, name: str, limit_bytes: int) -> bytes:
+        """As `Store.read`, which spends more on being general than a small local file costs."""
+        if self.root.path is None:
+            return store.read(name, limit_bytes=limit_bytes)
+        try:
+            descriptor = os.open(f"{self._base}/{key}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return store.read(name, limit_bytes=limit_bytes)  # for its errors
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
+                return store.read(name, limit_bytes=limit_bytes)
+            return file.read()
+
+    def _store(self, key: str) -> Store:
+        if self.root.path is not None:  # the walk has followed no link
+            return PosixStore(f"{self._base}/{key}" if key else self._base)
+        return self.root.store(key)
