@@ -28,6 +28,10 @@ _MAX_OTHER_OBJECTS: Final = 1000
 """JSON objects that describe no tensor: the whole header and its metadata, and those that an error is
 about."""
 
+_MAX_COUNTS: Final = ((b'"', 4_000_000, "strings"), (b"[", 1_000_000, "lists"), (b",", 4_000_000, "values"))
+"""In 32 MiB that is enough for 300,000 tensors. JSON that is small and makes a lot of objects of itself must
+not reach the parser, which has made them before anybody can look."""
+
 LENGTH_BYTES: Final = 8
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 METADATA_KEY: Final = "__metadata__"
@@ -141,6 +145,9 @@ def parse_json(
 
     ``convert`` may put something else in the place of an object.
     """
+    for mark, limit, kind in _MAX_COUNTS:
+        if text.count(mark) > limit:
+            raise CheckpointFormatError(f"{what} has more {kind} than any checkpoint needs")
     try:
         document = json.loads(
             text.decode("utf-8"),

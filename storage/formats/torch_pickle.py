@@ -33,8 +33,8 @@ SIZE: Final = "torch.Size"
 _CONTAINERS_PER_BYTE: Final = 0.25
 """A view with a name of one letter takes 50 bytes and needs seven."""
 
-_MAX_CONTAINERS: Final = 3_000_000
-"""Enough for 400,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
+_MAX_CONTAINERS: Final = 1_500_000
+"""Enough for 200,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
 
 _MAX_FOREIGN_NAMES: Final = 1000
 _MAX_NAME_CHARACTERS: Final = 200
