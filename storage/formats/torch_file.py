@@ -8,6 +8,7 @@ is needed) and missing otherwise; nothing of the file is ever run. Torch-free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ from dcp.storage.formats.torch_zip import Entry
 __all__ = ["TORCH_FORMAT", "dense_order", "index_of_torch_file"]
 
 TORCH_FORMAT: Final = "torch_save"
+
+_EXPANDED_BYTES: Final = 16 << 30
+_EXPANSION: Final = 1024
+"""How much more than its own size a file's tensors may have: expanded masks and views of one buffer do."""
 
 
 def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name: str) -> CheckpointIndex:
@@ -51,9 +56,26 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
             "state dict instead: torch.save(model.state_dict(), ...)",
             global_name=flat.refused["value"],
         )
+    _check_expansion(flat, size_bytes, name)
     index = _index(flat, archive, size_bytes, name)
     index.check()
     return index
+
+
+def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
+    """Views that overlap and tensors that repeat their elements cost what they describe, wherever they are
+    read or converted: a kilobyte must not ask for a petabyte."""
+    views = {
+        (one.storage_key, one.storage_offset, one.sizes, one.dtype_code): one for one in flat.tensors.values()
+    }
+    described = sum(math.prod(one.sizes) * dtypes.BY_CODE[one.dtype_code].itemsize for one in views.values())
+    limit = _EXPANDED_BYTES + _EXPANSION * size_bytes
+    if described > limit:
+        raise CheckpointFormatError(
+            f"{name} has {size_bytes} bytes, and its tensors would have {described}, more than is taken "
+            f"({limit}): save clones of expanded tensors instead of the views",
+            path=name,
+        )
 
 
 def _check_byte_order(order: bytes, name: str) -> None:

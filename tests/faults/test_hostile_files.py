@@ -200,6 +200,13 @@ def test_lying_shapes(sizes: tuple[int, ...], strides: tuple[int, ...], offset: 
         index_of(archive(tensor_pickle(sizes, strides, offset)))
 
 
+def test_expanded_tensors_are_bounded() -> None:
+    """One element many times is fine, as masks are; a terabyte out of a kilobyte is refused."""
+    assert index_of(archive(tensor_pickle((1 << 16, 1 << 14), (0, 0)))).tensor_count == 1
+    with pytest.raises(CheckpointFormatError, match="expanded"):
+        index_of(archive(tensor_pickle((1 << 20, 1 << 18), (0, 0))))
+
+
 def test_storages_that_are_not_there_or_of_another_size() -> None:
     """What the pickle says of a storage must be so."""
     for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
