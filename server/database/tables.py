@@ -15,6 +15,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Computed,
     Float,
     ForeignKey,
     Index,
@@ -43,6 +44,8 @@ metadata: Final = MetaData(
 )
 
 _Json: Final = JSON().with_variant(JSONB(), "postgresql")
+_Name: Final = Text().with_variant(Text(collation="C"), "postgresql")
+"""Compared and sorted by code point on both: pages go on where they ended whatever the server's locale."""
 _Id: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only
 
 
@@ -75,7 +78,7 @@ runs: Final = Table(
     metadata,
     _id(),
     _ref("root_id", "roots.id", nullable=False),
-    Column("key", Text, nullable=False),  # the folder that holds the checkpoints, relative; "" is the root
+    Column("key", _Name, nullable=False),  # the folder that holds the checkpoints, relative; "" is the root
     Column("checkpoint_count", Integer, nullable=False, server_default="0"),  # committed ones
     Column("latest_step", BigInteger),
     Column("latest_seconds", Float),  # when the newest was committed
@@ -104,7 +107,7 @@ structure_tensors: Final = Table(
     metadata,
     _ref("structure_id", "structures.id", primary_key=True),
     Column("position", Integer, primary_key=True),  # in the order of names
-    Column("fqn", Text, nullable=False),
+    Column("fqn", _Name, nullable=False),
     Column("kind", String(8), nullable=False),  # "tensor" or "object"
     Column("dtype", String(32)),
     Column("shape", _Json),
@@ -126,9 +129,10 @@ checkpoints: Final = Table(
     _id(),
     _ref("root_id", "roots.id", nullable=False),
     _ref("run_id", "runs.id", nullable=False),
-    Column("key", Text, nullable=False),  # relative to the root
-    Column("name", Text, nullable=False),  # the last part of the key
+    Column("key", _Name, nullable=False),  # relative to the root
+    Column("name", _Name, nullable=False),  # the last part of the key
     Column("step", BigInteger),
+    Column("step_order", BigInteger, Computed("coalesce(step, -1)", persisted=True)),  # none sorts first
     Column("format", String(16), nullable=False),  # "dcp", "torch_dcp", "torch_save", "safetensors"
     Column("state", String(16), nullable=False),
     Column("save_id", String(64)),
@@ -150,14 +154,20 @@ checkpoints: Final = Table(
     Column("provenance", _Json),  # run, framework and library versions, timings: what the manifest says
     Column("version", Integer, nullable=False, server_default="1"),  # the ETag; counts every change
     UniqueConstraint("root_id", "key"),
+    # One for each order, and by time within what is often asked for: a page is read from an index, without
+    # sorting and without reading on. `dcp.server.catalog.planning` says which one.
     Index(None, "committed_seconds", "id"),
-    Index(None, "run_id", "step", "id"),
-    Index(None, "run_id", "committed_seconds", "id"),
-    Index(None, "state", "committed_seconds", "id"),
-    Index(None, "structure_id"),
-    Index(None, "step", "id"),
+    Index(None, "step_order", "id"),
     Index(None, "bytes", "id"),
-    Index(None, "name"),
+    Index(None, "name", "id"),
+    Index(None, "run_id", "step_order", "id"),
+    Index(None, "run_id", "committed_seconds", "id"),
+    Index(None, "root_id", "committed_seconds", "id"),
+    Index(None, "state", "committed_seconds", "id"),
+    Index(None, "format", "committed_seconds", "id"),
+    Index(None, "verification", "committed_seconds", "id"),
+    Index(None, "is_pinned", "committed_seconds", "id"),
+    Index(None, "structure_id", "id"),
     CheckConstraint(
         "state IN ('incomplete', 'committed', 'unreadable', 'vanished', 'deleted', 'purged')", name="state"
     ),
@@ -166,6 +176,13 @@ checkpoints: Final = Table(
 """``state``: incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused),
 vanished (not there any more, by nobody's order), deleted (by order, restorable until
 ``purge_after_seconds``), purged (gone from storage, by order)."""
+
+checkpoint_names: Final = Table(
+    "checkpoint_names",
+    metadata,
+    Column("name", _Name, primary_key=True),
+)
+"""The names that checkpoints have or had, each once: runs share most, so that a search looks at few."""
 
 tags: Final = Table(
     "checkpoint_tags",
@@ -186,6 +203,7 @@ aliases: Final = Table(
     Column("version", Integer, nullable=False, server_default="1"),
     Column("updated_seconds", Float, nullable=False),
     Column("updated_by", String(128)),
+    Index(None, "name", "checkpoint_id"),
 )
 """Names such as "best" that move from checkpoint to checkpoint of a run; protected ones need a scope."""
 
@@ -258,6 +276,7 @@ events: Final = Table(
     _ref("checkpoint_id", "checkpoints.id"),
     Column("data", _Json, nullable=False),
     Column("at_seconds", Float, nullable=False),
+    Index(None, "checkpoint_id", "id"),
 )
 """What others wait for: written in the transaction that makes it true. Kinds: "checkpoint.committed",
 "checkpoint.verified", "checkpoint.damaged", "checkpoint.converted", "checkpoint.deleted",

@@ -1,0 +1,93 @@
+"""Who did what, when, to what: one row for each change that somebody asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, insert, select
+
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
+from dcp.server.catalog.values import clean_json, clean_text
+from dcp.server.database.tables import audit
+
+__all__ = ["AuditEntry", "AuditPage", "audit_page", "record"]
+
+_CURSOR = "audit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One row. ``target`` is such as "checkpoint:12"."""
+
+    id: int
+    at_seconds: float
+    actor: str
+    action: str
+    target: str
+    detail: Any
+    request_id: str | None
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditPage:
+    """Entries, newest first, and where the next page begins."""
+
+    entries: list[AuditEntry]
+    next_cursor: str | None
+
+
+def record(
+    connection: Connection,
+    actor: str,
+    action: str,
+    target: str,
+    detail: Mapping[str, Any] | None = None,
+    *,
+    now: float | None = None,
+    request_id: str | None = None,
+    address: str | None = None,
+) -> None:
+    """Write one entry, which becomes visible with the transaction. No secrets."""
+    connection.execute(
+        insert(audit).values(
+            at_seconds=time.time() if now is None else now,
+            actor=clean_text(actor)[:128],
+            action=clean_text(action)[:64],
+            target=clean_text(target)[:512],
+            detail=None if detail is None else clean_json(detail),
+            request_id=None if request_id is None else clean_text(request_id)[:64],
+            address=None if address is None else clean_text(address)[:64],
+        )
+    )
+
+
+def audit_page(
+    connection: Connection,
+    *,
+    actor: str | None = None,
+    action: str | None = None,
+    target: str | None = None,
+    since_seconds: float | None = None,
+    until_seconds: float | None = None,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> AuditPage:
+    """Entries of this actor, action and target (each exactly), from ``since`` to before ``until``."""
+    query = select(audit).order_by(audit.c.id.desc()).limit(limit + 1)
+    for column, value in ((audit.c.actor, actor), (audit.c.action, action), (audit.c.target, target)):
+        if value is not None:
+            query = query.where(column == value)
+    if since_seconds is not None:
+        query = query.where(audit.c.at_seconds >= since_seconds)
+    if until_seconds is not None:
+        query = query.where(audit.c.at_seconds < until_seconds)
+    if cursor is not None:
+        (before,) = decode_cursor(cursor, _CURSOR, int)
+        query = query.where(audit.c.id < before)
+    rows = connection.execute(query).all()
+    entries = [AuditEntry(**row._mapping) for row in rows[:limit]]
+    return AuditPage(entries, encode_cursor(_CURSOR, entries[-1].id) if len(rows) > limit else None)

@@ -1,0 +1,332 @@
+"""Checkpoints as rows: what has been found or registered, and in which state it is.
+
+A change bumps ``version`` (the ETag), keeps the sums of the run, and writes what others wait for, all in the
+caller's transaction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import Connection, bindparam, delete, select, update
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.errors import InvalidQueryError, StateError
+from dcp.server.catalog.events import NewEvent, emit_all
+from dcp.server.catalog.facts import CheckpointFacts, State, Upserted
+from dcp.server.catalog.merging import merge
+from dcp.server.catalog.roots import root_id
+from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
+from dcp.server.catalog.sql import dialect_insert, insert_missing, insert_or_update
+from dcp.server.catalog.structures import ensure_structures
+from dcp.server.database.tables import checkpoint_names, checkpoints, metrics, tags
+
+__all__ = [
+    "CheckpointDetail",
+    "CheckpointFacts",
+    "Upserted",
+    "get_checkpoint",
+    "mark_vanished",
+    "set_state",
+    "upsert_checkpoint",
+    "upsert_checkpoints",
+]
+
+_CHUNK: Final = 500
+_ROUNDS: Final = 3
+
+_Place = tuple[int, str]
+
+_NEXT: Final[Mapping[str, frozenset[str]]] = {
+    "incomplete": frozenset({"committed", "unreadable", "vanished", "deleted"}),
+    "committed": frozenset({"incomplete", "unreadable", "vanished", "deleted"}),
+    "unreadable": frozenset({"committed", "incomplete", "vanished", "deleted"}),
+    "vanished": frozenset({"committed", "incomplete", "unreadable", "deleted"}),
+    "deleted": frozenset({"committed", "incomplete", "unreadable", "vanished", "purged"}),
+    "purged": frozenset(),
+}
+
+
+def upsert_checkpoint(
+    connection: Connection, facts: CheckpointFacts, *, now: float | None = None, actor: str | None = None
+) -> Upserted:
+    """Write what has been found out of one checkpoint; see `upsert_checkpoints`."""
+    return upsert_checkpoints(connection, [facts], now=now, actor=actor)[0]
+
+
+def upsert_checkpoints(
+    connection: Connection,
+    facts: Sequence[CheckpointFacts],
+    *,
+    now: float | None = None,
+    actor: str | None = None,
+) -> list[Upserted]:
+    """Write what has been found out of checkpoints, each key once; one answer for each, in order.
+
+    Makes runs and structures as needed, updates the runs' sums, emits "checkpoint.committed" for content that
+    is new. With ``actor`` the audit log tells of each change; the scanner, which nobody asked, has none.
+    Raises `MissingError` for a root that `sync_roots` does not know.
+    """
+    now = time.time() if now is None else now
+    roots = {name: root_id(connection, name) for name in sorted({one.root for one in facts})}
+    by_place = {(roots[one.root], one.key): one for one in facts}
+    if len(by_place) != len(facts):
+        raise InvalidQueryError("key", "the same checkpoint twice in one call")
+    batch = _Batch(connection, now, actor, roots)
+    places = sorted(by_place)
+    for start in range(0, len(places), _CHUNK):
+        batch.write({place: by_place[place] for place in places[start : start + _CHUNK]})
+    batch.finish()
+    return [batch.done[roots[one.root], one.key] for one in facts]
+
+
+class _Batch:
+    def __init__(
+        self, connection: Connection, now: float, actor: str | None, roots: Mapping[str, int]
+    ) -> None:
+        self.connection = connection
+        self.now = now
+        self.actor = actor
+        self.roots = roots
+        self.done: dict[_Place, Upserted] = {}
+        self.runs: defaultdict[int, RunChange] = defaultdict(RunChange)
+        self.events: list[NewEvent] = []
+
+    def write(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
+        connection = self.connection
+        structures = ensure_structures(
+            connection, [one.structure for one in facts.values() if one.structure is not None]
+        )
+        runs = ensure_runs(
+            connection, {(place[0], one.run_key) for place, one in facts.items()}, now=self.now
+        )
+        columns = {
+            place: one.columns()
+            | {"structure_id": None if one.structure is None else structures[one.structure.digest]}
+            for place, one in facts.items()
+        }
+        left = set(facts)
+        for _ in range(_ROUNDS):
+            for place, row in self._rows(left).items():
+                self._update(place, row, facts[place], columns[place])
+                left.discard(place)
+            new = {
+                place: columns[place]
+                | {"run_id": runs[place[0], facts[place].run_key], "name": facts[place].name}
+                for place in sorted(left)
+            }
+            left -= self._insert(new, facts)
+            if not left:
+                break  # otherwise another process has inserted them since: they are rows by now
+        else:
+            raise AssertionError("a row is there and is not")
+        self._add_labels(facts)
+
+    def finish(self) -> None:
+        refresh_runs(self.connection, self.runs, now=self.now)
+        emit_all(self.connection, self.events, now=self.now)
+
+    def _rows(self, places: Iterable[_Place]) -> dict[_Place, dict[str, Any]]:
+        found: dict[_Place, dict[str, Any]] = {}
+        keys: dict[int, list[str]] = {}
+        for root, key in sorted(places):
+            keys.setdefault(root, []).append(key)
+        for root, of_root in keys.items():
+            query = (
+                select(checkpoints)
+                .where(checkpoints.c.root_id == root, checkpoints.c.key.in_(of_root))
+                .order_by(checkpoints.c.id)
+                .with_for_update()
+            )
+            found |= {(root, row["key"]): dict(row) for row in self.connection.execute(query).mappings()}
+        return found
+
+    def _insert(
+        self, new: Mapping[_Place, dict[str, Any]], facts: Mapping[_Place, CheckpointFacts]
+    ) -> set[_Place]:
+        if not new:
+            return set()
+        rows = []
+        for (root, key), columns in new.items():
+            observed = facts[root, key].observed_seconds
+            committed = columns["committed_seconds"]
+            rows.append(
+                columns
+                | {
+                    "root_id": root,
+                    "key": key,
+                    "committed_seconds": observed if committed is None else committed,
+                    "discovered_seconds": self.now,
+                    "updated_seconds": self.now,
+                    "is_pinned": bool(columns["is_pinned"]),
+                }
+            )
+        statement = dialect_insert(self.connection, checkpoints).on_conflict_do_nothing()
+        inserted = self.connection.execute(
+            statement.returning(checkpoints.c.id, checkpoints.c.root_id, checkpoints.c.key), rows
+        ).all()
+        for number, root, key in inserted:
+            one = facts[root, key]
+            self._did((root, key), number, one, is_new=True, committed=one.state == "committed")
+            columns = new[root, key]
+            self.runs[columns["run_id"]].count(None, (one.state, columns["bytes"]))
+        names = sorted({facts[root, key].name for _, root, key in inserted})
+        insert_missing(self.connection, checkpoint_names, [{"name": name} for name in names])
+        return {(root, key) for _, root, key in inserted}
+
+    def _update(
+        self, place: _Place, row: dict[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]
+    ) -> None:
+        merged = merge(row, facts, columns)
+        if not merged.columns:
+            self.done[place] = Upserted(row["id"], is_new=False, is_changed=False, became_committed=False)
+            return
+        self.connection.execute(
+            update(checkpoints)
+            .where(checkpoints.c.id == row["id"])
+            .values(**merged.columns, version=checkpoints.c.version + 1, updated_seconds=self.now)
+        )
+        if merged.is_replaced:
+            self.connection.execute(delete(metrics).where(metrics.c.checkpoint_id == row["id"]))
+        after = row | merged.columns
+        self.runs[row["run_id"]].count((row["state"], row["bytes"]), (after["state"], after["bytes"]))
+        self._did(place, row["id"], facts, is_new=False, committed=merged.became_committed)
+
+    def _did(
+        self, place: _Place, number: int, facts: CheckpointFacts, *, is_new: bool, committed: bool
+    ) -> None:
+        self.done[place] = Upserted(number, is_new, is_changed=True, became_committed=committed)
+        if committed:
+            data = {
+                "root": facts.root,
+                "run": facts.run_key,
+                "key": facts.key,
+                "step": facts.step,
+                "format": facts.format,
+            }
+            self.events.append(NewEvent("checkpoint.committed", place[0], number, data))
+        if self.actor is not None:
+            action = "checkpoint.register" if is_new else "checkpoint.update"
+            detail = {"root": facts.root, "key": facts.key, "state": facts.state}
+            audit.record(self.connection, self.actor, action, f"checkpoint:{number}", detail, now=self.now)
+
+    def _add_labels(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
+        new_tags = [
+            {"checkpoint_id": self.done[place].id, "tag": tag, "created_seconds": self.now}
+            for place, one in facts.items()
+            for tag in sorted(one.tags)
+        ]
+        new_metrics = [
+            {"checkpoint_id": self.done[place].id, "name": name, "value": float(value)}
+            for place, one in facts.items()
+            for name, value in sorted(one.metrics.items())
+        ]
+        insert_missing(self.connection, tags, new_tags)
+        insert_or_update(self.connection, metrics, new_metrics)
+
+
+def set_state(
+    connection: Connection,
+    checkpoint_id: int,
+    state: State,
+    *,
+    actor: str,
+    now: float | None = None,
+    problem: str | None = None,
+    purge_after_seconds: float | None = None,
+    expected_version: int | None = None,
+    visible: frozenset[str] | None = None,
+) -> CheckpointDetail:
+    """Set the state, with what belongs to it; the checkpoint as it is then.
+
+    ``purge_after_seconds`` (a time) goes with "deleted". Emits "checkpoint.deleted"; the audit log
+    tells of it. Setting the state that it has does nothing. Raises `MissingError`, `ChangedError`, and
+    `StateError` for a state that does not follow the present one, and for deleting what is pinned.
+    """
+    now = time.time() if now is None else now
+    row = lock_checkpoint(connection, checkpoint_id, visible, expected_version)
+    if row["state"] == state:
+        return get_checkpoint(connection, checkpoint_id)
+    if state not in _NEXT[row["state"]]:
+        raise StateError(f"checkpoint {checkpoint_id} is {row['state']}: not {state}", state=row["state"])
+    if state == "deleted" and row["is_pinned"]:
+        raise StateError(f"checkpoint {checkpoint_id} is pinned: unpin it first", state=row["state"])
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.id == checkpoint_id)
+        .values(
+            state=state,
+            version=checkpoints.c.version + 1,
+            updated_seconds=now,
+            problem=problem,
+            deleted_seconds=now
+            if state == "deleted"
+            else row["deleted_seconds"]
+            if state == "purged"
+            else None,
+            purge_after_seconds=purge_after_seconds if state == "deleted" else None,
+        )
+    )
+    change = RunChange()
+    change.count((row["state"], row["bytes"]), (state, row["bytes"]))
+    refresh_runs(connection, {row["run_id"]: change}, now=now)
+    before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
+    audit.record(connection, actor, "checkpoint.state", f"checkpoint:{checkpoint_id}", before, now=now)
+    if state == "deleted":
+        data = {
+            "root": row["root"],
+            "run": row["run"],
+            "key": row["key"],
+            "step": row["step"],
+            "format": row["format"],
+            "purge_after_seconds": purge_after_seconds,
+        }
+        emit_all(connection, [NewEvent("checkpoint.deleted", row["root_id"], checkpoint_id, data)], now=now)
+    return get_checkpoint(connection, checkpoint_id)
+
+
+def mark_vanished(
+    connection: Connection,
+    root: str,
+    keys: Iterable[str],
+    *,
+    observed_seconds: float,
+    now: float | None = None,
+) -> int:
+    """These were not there any more at ``observed_seconds``; how many that changes.
+
+    Those that were written since stay, and those that are deleted by order.
+    """
+    now = time.time() if now is None else now
+    number = root_id(connection, root)
+    wanted = sorted(set(keys))
+    gone: list[int] = []
+    changes: defaultdict[int, RunChange] = defaultdict(RunChange)
+    for start in range(0, len(wanted), _CHUNK):
+        query = (
+            select(checkpoints.c.id, checkpoints.c.run_id, checkpoints.c.state, checkpoints.c.bytes)
+            .where(
+                checkpoints.c.root_id == number,
+                checkpoints.c.key.in_(wanted[start : start + _CHUNK]),
+                checkpoints.c.state.in_(("incomplete", "committed", "unreadable")),
+                checkpoints.c.updated_seconds <= observed_seconds,
+            )
+            .order_by(checkpoints.c.id)
+            .with_for_update()
+        )
+        for row in connection.execute(query):
+            gone.append(row.id)
+            changes[row.run_id].count((row.state, row.bytes), ("vanished", row.bytes))
+    if gone:
+        connection.execute(
+            update(checkpoints)
+            .where(checkpoints.c.id == bindparam("number"))
+            .values(state="vanished", version=checkpoints.c.version + 1, updated_seconds=now),
+            [{"number": one} for one in gone],
+        )
+        refresh_runs(connection, changes, now=now)
+    return len(gone)

@@ -1,0 +1,68 @@
+"""Cursors: where a page ended, as a word that clients hand back and need not understand.
+
+Nothing secret is in one and it gives no rights, so it is not signed; whatever comes back is checked.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+from typing import Any, Final
+
+from dcp.server.catalog.errors import InvalidQueryError
+
+__all__ = ["decode_cursor", "encode_cursor", "query_mark"]
+
+_VERSION: Final = 1
+_MAX_CHARACTERS: Final = 4096
+_MAX_INTEGER: Final = (1 << 63) - 1
+
+
+def encode_cursor(mark: str, *values: int | float | str) -> str:
+    """The cursor of a query (`query_mark`, or a name) whose last row has ``values`` to sort by."""
+    data = json.dumps([_VERSION, mark, *values], separators=(",", ":")).encode()
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
+    """The values, one of each type. `InvalidQueryError` if it is none of ours, or of another query."""
+    try:
+        if len(cursor) > _MAX_CHARACTERS:
+            raise ValueError
+        data = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars="-_", validate=True))
+        version, found_mark, *values = data
+    except (ValueError, TypeError, binascii.Error, RecursionError):
+        raise InvalidQueryError("cursor", "not one of this service") from None
+    if version != _VERSION or found_mark != mark:
+        raise InvalidQueryError(
+            "cursor", "it belongs to another query, or to another version of this service"
+        )
+    if len(values) != len(types) or not all(map(_is_of, values, types)):
+        raise InvalidQueryError("cursor", "not one of this service")
+    return tuple(values)
+
+
+def query_mark(*parts: object) -> str:
+    """A short word for the query that ``parts`` describe: a cursor goes on with that query only."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _is_of(value: object, expected: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, int):
+        return expected in (int, float) and abs(value) <= _MAX_INTEGER
+    if isinstance(value, float):
+        return expected is float and math.isfinite(value)
+    return isinstance(value, str) and expected is str and "\x00" not in value and _is_encodable(value)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

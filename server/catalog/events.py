@@ -1,0 +1,120 @@
+"""What has happened, in order, for those who wait for it: webhooks, automation, subscribers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, insert, select, text
+
+from dcp.server.catalog.sql import insert_or_update
+from dcp.server.database.tables import consumers, events, roots
+
+__all__ = ["Event", "NewEvent", "emit", "emit_all", "events_after", "last_event_id", "move_on", "position"]
+
+_ORDER_LOCK: Final = 0x6576_656E_7473
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """One to be written. ``kind`` is one of those in `dcp.server.database.tables.events`."""
+
+    kind: str
+    root_id: int | None = None
+    checkpoint_id: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One that happened. A later one has a greater id, on PostgreSQL too."""
+
+    id: int
+    kind: str
+    root: str | None
+    checkpoint_id: int | None
+    data: dict[str, Any]
+    at_seconds: float
+
+
+def emit(
+    connection: Connection,
+    kind: str,
+    *,
+    root_id: int | None = None,
+    checkpoint_id: int | None = None,
+    data: Mapping[str, Any] | None = None,
+    now: float | None = None,
+) -> None:
+    """Write one event, which becomes visible with the transaction. See `emit_all`."""
+    emit_all(connection, [NewEvent(kind, root_id, checkpoint_id, data or {})], now=now)
+
+
+def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | None = None) -> None:
+    """Write events; best as the last thing in a transaction.
+
+    PostgreSQL gives numbers before it commits. Whoever reads "all after 7" while 8 is committed and 7 is
+    not would never see 7, so writers of events take turns from here to their commit.
+    """
+    if not new:
+        return
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ORDER_LOCK})
+    at_seconds = time.time() if now is None else now
+    connection.execute(
+        insert(events),
+        [
+            {
+                "kind": event.kind,
+                "root_id": event.root_id,
+                "checkpoint_id": event.checkpoint_id,
+                "data": dict(event.data),
+                "at_seconds": at_seconds,
+            }
+            for event in new
+        ],
+    )
+
+
+def events_after(
+    connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
+) -> list[Event]:
+    """The next ``limit`` events after ``event_id``, oldest first; all kinds if none are named."""
+    query = (
+        select(events, roots.c.name.label("root"))
+        .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
+        .where(events.c.id > event_id)
+        .order_by(events.c.id)
+        .limit(limit)
+    )
+    if kinds is not None:
+        query = query.where(events.c.kind.in_(sorted(kinds)))
+    return [
+        Event(
+            id=row.id,
+            kind=row.kind,
+            root=row.root,
+            checkpoint_id=row.checkpoint_id,
+            data=row.data,
+            at_seconds=row.at_seconds,
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def last_event_id(connection: Connection) -> int:
+    """The id of the newest event, 0 if there is none: where somebody begins who wants what comes."""
+    return int(connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one())
+
+
+def position(connection: Connection, consumer: str) -> int:
+    """The last event that ``consumer`` has dealt with; 0 if it never said."""
+    found = connection.execute(select(consumers.c.event_id).where(consumers.c.name == consumer)).scalar()
+    return 0 if found is None else int(found)
+
+
+def move_on(connection: Connection, consumer: str, event_id: int) -> None:
+    """``consumer`` has dealt with all events up to ``event_id``."""
+    insert_or_update(connection, consumers, [{"name": consumer, "event_id": event_id}])

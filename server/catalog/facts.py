@@ -1,0 +1,104 @@
+"""What is known of a checkpoint when it has been looked at: by the scanner, or said by its trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, get_args
+
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.structures import StructureFacts
+from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
+
+__all__ = ["CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]
+
+Format = Literal["dcp", "torch_dcp", "torch_save", "safetensors", "unknown"]
+State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
+FoundState = Literal["incomplete", "committed", "unreadable"]
+Verification = Literal["unverified", "good", "damaged"]
+
+_MAX_STEP: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """A checkpoint as it was at ``observed_seconds``.
+
+    ``key`` is relative to the root. What is None was not found out, and leaves what is known. ``save_id``
+    names the save, ``fingerprint`` the commit objects; a new save id, or without one a new fingerprint, is
+    new content. ``tags`` and ``metrics`` are added to those that it has. ``problem`` is for unreadable ones.
+    """
+
+    root: str
+    key: str
+    format: Format
+    observed_seconds: float
+    state: FoundState = "committed"
+    committed_seconds: float | None = None
+    step: int | None = None
+    save_id: str | None = None
+    fingerprint: str | None = None
+    bytes: int = 0
+    file_count: int = 0
+    world_size: int | None = None
+    structure: StructureFacts | None = None
+    user_metadata: Any = None
+    provenance: Any = None
+    problem: str | None = None
+    is_pinned: bool | None = None
+    tags: frozenset[str] = frozenset()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_key(self.key)
+        if self.format not in get_args(Format):
+            raise InvalidQueryError("format", f"{self.format!r} is none of {', '.join(get_args(Format))}")
+        if self.state not in get_args(FoundState):
+            raise InvalidQueryError("state", f"{self.state!r} is none of {', '.join(get_args(FoundState))}")
+        if self.step is not None and not 0 <= self.step <= _MAX_STEP:
+            raise InvalidQueryError("step", "from 0 to 2^63 - 1")
+        for tag in self.tags:
+            check_label("tag", tag)
+        for name, value in self.metrics.items():
+            check_label("metric", name)
+            if not math.isfinite(value):
+                raise InvalidQueryError("metric", f"{name} is not a finite number")
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def run_key(self) -> str:
+        """The key of the run: the folder that holds the checkpoint; "" is the root itself."""
+        return self.key.rpartition("/")[0]
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of `tables.checkpoints` that these facts give, but for those that refer to others."""
+        return {
+            "step": self.step,
+            "format": self.format,
+            "state": self.state,
+            "save_id": None if self.save_id is None else clean_text(self.save_id)[:64],
+            "fingerprint": None if self.fingerprint is None else clean_text(self.fingerprint)[:64],
+            "committed_seconds": self.committed_seconds,
+            "bytes": clean_integer(self.bytes),
+            "file_count": min(clean_integer(self.file_count), 2**31 - 1),
+            "world_size": None if self.world_size is None else min(self.world_size, 2**31 - 1),
+            "problem": None if self.problem is None else clean_text(self.problem)[:4000],
+            "is_pinned": self.is_pinned,
+            "user_metadata": None if self.user_metadata is None else clean_json(self.user_metadata),
+            "provenance": None if self.provenance is None else clean_json(self.provenance),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Upserted:
+    """What was done. ``became_committed``: this content is there, whole, for the first time."""
+
+    id: int
+    is_new: bool
+    is_changed: bool
+    became_committed: bool

@@ -1,0 +1,145 @@
+"""Structures: names, shapes and dtypes, once for all checkpoints that share them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgpack
+from sqlalchemy import Connection, insert, select
+
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.sql import dialect_insert, insert_missing
+from dcp.server.catalog.values import clean_integer, clean_text, short_name
+from dcp.server.database.tables import structure_dtypes, structure_tensors, structures
+
+__all__ = [
+    "Structure",
+    "StructureFacts",
+    "TensorFacts",
+    "ensure_structure",
+    "ensure_structures",
+    "get_structure",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor, or an object (then without dtype and shape)."""
+
+    fqn: str
+    kind: Literal["tensor", "object"]
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StructureFacts:
+    """The structure of a checkpoint; `of` makes one. ``tensors`` are in the order of their names."""
+
+    digest: str
+    tensors: tuple[TensorFacts, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorFacts]) -> StructureFacts:
+        """With the digest: SHA-256 over names, kinds, dtypes and shapes. Objects' sizes are no part of it."""
+        ordered = tuple(sorted(tensors, key=lambda tensor: tensor.fqn))
+        digest = hashlib.sha256(b"dcp structure 1\0")
+        for tensor in ordered:
+            name = tensor.fqn.encode(errors="surrogatepass")
+            shape = None if tensor.shape is None else [str(length) for length in tensor.shape]
+            digest.update(msgpack.packb([name, tensor.kind, tensor.dtype, shape]))
+        return cls(digest.hexdigest(), ordered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """A stored structure. ``dtypes``: bytes by dtype, of tensors."""
+
+    id: int
+    digest: str
+    tensor_count: int
+    object_count: int
+    element_count: int
+    bytes: int
+    dtypes: dict[str, int]
+
+
+def ensure_structure(connection: Connection, facts: StructureFacts) -> int:
+    """The id of the structure, which is written if nobody has."""
+    return ensure_structures(connection, [facts])[facts.digest]
+
+
+def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
+    """The ids of structures, by digest; those that nobody has written are written."""
+    wanted = {one.digest: one for one in facts}
+    known = _ids(connection, wanted)
+    for digest in sorted(wanted.keys() - known.keys()):
+        known[digest] = _write(connection, wanted[digest])
+    return known
+
+
+def get_structure(connection: Connection, structure_id: int) -> Structure:
+    """The structure; `MissingError` if there is none."""
+    row = connection.execute(select(structures).where(structures.c.id == structure_id)).one_or_none()
+    if row is None:
+        raise MissingError("structure", structure_id)
+    return Structure(**row._mapping)
+
+
+def _ids(connection: Connection, digests: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    wanted = sorted(digests)
+    for start in range(0, len(wanted), 500):
+        query = select(structures.c.digest, structures.c.id).where(
+            structures.c.digest.in_(wanted[start : start + 500])
+        )
+        found |= {row.digest: row.id for row in connection.execute(query)}
+    return found
+
+
+def _write(connection: Connection, facts: StructureFacts) -> int:
+    tensors = [tensor for tensor in facts.tensors if tensor.kind == "tensor"]
+    dtypes: dict[str, int] = {}
+    for tensor in tensors:
+        dtype = clean_text(tensor.dtype or "unknown")[:32]
+        dtypes[dtype] = clean_integer(dtypes.get(dtype, 0) + tensor.bytes)
+    statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
+    number = connection.execute(
+        statement,
+        {
+            "digest": facts.digest,
+            "tensor_count": len(tensors),
+            "object_count": len(facts.tensors) - len(tensors),
+            "element_count": clean_integer(sum(math.prod(tensor.shape or ()) for tensor in tensors)),
+            "bytes": clean_integer(sum(tensor.bytes for tensor in facts.tensors)),
+            "dtypes": dtypes,
+        },
+    ).scalar()
+    if number is None:  # another process has written it since, and this waited for its end
+        return _ids(connection, [facts.digest])[facts.digest]
+    if facts.tensors:
+        connection.execute(insert(structure_tensors), _tensor_rows(number, facts.tensors))
+    insert_missing(
+        connection, structure_dtypes, [{"structure_id": number, "dtype": dtype} for dtype in sorted(dtypes)]
+    )
+    return int(number)
+
+
+def _tensor_rows(structure_id: int, tensors: Sequence[TensorFacts]) -> list[dict[str, object]]:
+    return [
+        {
+            "structure_id": structure_id,
+            "position": position,
+            "fqn": short_name(tensor.fqn),
+            "kind": tensor.kind,
+            "dtype": None if tensor.dtype is None else clean_text(tensor.dtype)[:32],
+            "shape": None if tensor.shape is None else [clean_integer(length) for length in tensor.shape],
+            "bytes": clean_integer(tensor.bytes),
+        }
+        for position, tensor in enumerate(tensors)
+    ]

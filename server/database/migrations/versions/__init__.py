@@ -1,0 +1,1 @@
+"""Each step between two revisions of the tables; a released one is never changed."""

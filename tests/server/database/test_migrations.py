@@ -1,0 +1,88 @@
+"""Migrations make the tables of this program, on both databases, also for several processes at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from sqlalchemy import inspect, text
+
+from dcp.server.database import migrations
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import metadata
+
+
+def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
+    """From nothing to the newest revision: every table, and nothing that differs from what we use."""
+    assert migrations.current(empty_database) is None
+    assert not migrations.is_current(empty_database)
+    assert migrations.upgrade(empty_database) is None
+    assert migrations.is_current(empty_database)
+    with empty_database.read() as connection:
+        names = set(inspect(connection).get_table_names())
+    assert names == set(metadata.tables) | {"alembic_version"}
+    assert migrations.check(empty_database) == []
+
+
+def test_tables_and_migrations_agree_to_the_letter(empty_database: Database) -> None:
+    """Columns, defaults, checks, indexes and collations are what the table definitions would create."""
+    migrations.upgrade(empty_database)
+    migrated = _described(empty_database)
+    with empty_database.write() as connection:
+        metadata.drop_all(connection)
+        metadata.create_all(connection)
+    assert _described(empty_database) == migrated
+
+
+def test_a_second_upgrade_changes_nothing(database: Database) -> None:
+    """An up to date database is left alone, and says which revision it has."""
+    with database.write() as connection:
+        connection.execute(text("INSERT INTO checkpoint_names (name) VALUES ('step-1')"))
+    assert migrations.upgrade(database) == migrations.head()
+    with database.read() as connection:
+        assert connection.execute(text("SELECT name FROM checkpoint_names")).scalars().all() == ["step-1"]
+
+
+def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:
+    """Several upgrades at a time: one does it, and the others find it done."""
+    others = [Database(empty_database.url.render_as_string(hide_password=False)) for _ in range(3)]
+    with ThreadPoolExecutor(4) as pool:
+        before = list(pool.map(migrations.upgrade, [empty_database, *others]))
+    for other in others:
+        other.close()
+    assert sorted(before, key=str) == [migrations.head()] * 3 + [None]
+    assert migrations.check(empty_database) == []
+
+
+def _described(database: Database) -> object:
+    with database.read() as connection:
+        if database.dialect == "sqlite":
+            rows = connection.execute(
+                text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'alembic%'")
+            )
+            return {name: _normalised(sql) for name, sql in rows}
+        columns = connection.execute(
+            text(
+                "SELECT table_name, column_name, data_type, column_default, is_nullable, collation_name,"
+                " character_maximum_length, generation_expression FROM information_schema.columns"
+                " WHERE table_schema = 'public' AND table_name <> 'alembic_version'"
+            )
+        )
+        indexes = connection.execute(
+            text(
+                "SELECT indexdef FROM pg_indexes"
+                " WHERE schemaname = 'public' AND tablename NOT LIKE 'alembic%'"
+            )
+        )
+        constraints = connection.execute(
+            text(
+                "SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid)"
+                " FROM pg_constraint WHERE connamespace = 'public'::regnamespace"
+                " AND conrelid::regclass::text NOT LIKE 'alembic%'"
+            )
+        )
+        return [{tuple(row) for row in rows} for rows in (columns, indexes, constraints)]
+
+
+def _normalised(sql: str) -> object:
+    head, _, body = " ".join(sql.split()).partition("(")
+    return head, sorted(part.strip() for part in body.removesuffix(")").split(", "))

