@@ -1,0 +1,74 @@
+"""Training jobs as users start them: by torchrun, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["torchrun"]
+
+_ROOT = Path(__file__).parents[2]
+_SHOWN_CHARACTERS = 8000
+_GRACE_SECONDS = 60.0
+
+
+def torchrun(
+    module: str,
+    arguments: Sequence[str | Path],
+    *,
+    ranks: int = 2,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 400.0,
+) -> str:
+    """Run ``module`` on so many ranks to its end; what it printed.
+
+    AssertionError with its output if it fails or takes longer than ``seconds``; it is ended then.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += [f"--nproc-per-node={ranks}", "-m", module, *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        env=_environment(environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, _ = process.communicate()
+        raise AssertionError(f"{module}: not within {seconds:g} s\n{output[-_SHOWN_CHARACTERS:]}") from None
+    except BaseException:
+        _end(process)
+        raise
+    assert process.returncode == 0, f"{module}: {process.returncode}\n{output[-_SHOWN_CHARACTERS:]}"
+    return output
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()  # it ends the ranks, which are in sessions of their own
+    try:
+        process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without what another launcher may have set in it."""
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in foreign and not name.startswith(("TORCHELASTIC_", "PET_", "DCP_"))
+    }
+    path = os.pathsep.join(filter(None, (str(_ROOT), kept.get("PYTHONPATH"))))
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    if Path("/sys/class/net/lo").exists():
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
+    return kept | dict(extra)
