@@ -14,8 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from dcp.server.roots import Root, storage_problem
-from dcp.server.scanning.facts import CheckpointFacts, StructureFacts, fingerprint_of
+from dcp.server.catalog.facts import CheckpointFacts, FoundState
+from dcp.server.catalog.structures import StructureFacts
+from dcp.server.roots import Root
+from dcp.server.scanning.facts import (
+    facts_of_parts,
+    facts_of_source,
+    facts_without_index,
+    fingerprint_of,
+    structure_of,
+)
 from dcp.server.scanning.walk import Candidate
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
@@ -83,25 +91,43 @@ class Reader:
         What its bytes are to blame for is a fact ("unreadable"). Raises OSError where the storage is, and
         then nothing is known about the checkpoint.
         """
+        observed_seconds = self._clock()
         fingerprint = self.fingerprint(candidate)
-        root, key, marks = self.root.name, candidate.key, candidate.marks
         if candidate.kind == "incomplete":
-            return CheckpointFacts.of_incomplete(root, key, marks, fingerprint=fingerprint)
+            return self._without_index(candidate, "incomplete", observed_seconds, fingerprint)
         try:
-            return self._read(candidate, fingerprint)
+            return self._read(candidate, observed_seconds, fingerprint)
         except CheckpointNotFoundError:
             return None
         except (CheckpointError, OSError) as error:
             if isinstance(error, CheckpointConflictError):
                 return None  # replaced again and again just now: the next scan sees it
-            if isinstance(error, OSError) and not isinstance(error.__cause__ or error, PermissionError):
-                raise
-            problem = storage_problem(error, root=self.root).detail
+            problem = self.root.problem(error).detail
             if isinstance(error, OSError):
-                return CheckpointFacts.of_problem(root, key, problem, marks)
-            if candidate.kind != "commit" and self._is_young(marks, _SETTLED_SECONDS):
-                return CheckpointFacts.of_incomplete(root, key, marks)
-            return CheckpointFacts.of_problem(root, key, problem, marks, fingerprint=fingerprint)
+                if not isinstance(error.__cause__ or error, PermissionError):
+                    raise
+                return self._without_index(candidate, "unreadable", observed_seconds, None, problem)
+            if candidate.kind != "commit" and self._is_young(candidate.marks, _SETTLED_SECONDS):
+                return self._without_index(candidate, "incomplete", observed_seconds, None)
+            return self._without_index(candidate, "unreadable", observed_seconds, fingerprint, problem)
+
+    def _without_index(
+        self,
+        candidate: Candidate,
+        state: FoundState,
+        observed_seconds: float,
+        fingerprint: str | None,
+        problem: str | None = None,
+    ) -> CheckpointFacts:
+        return facts_without_index(
+            self.root.name,
+            candidate.key,
+            state,
+            candidate.marks,
+            observed_seconds=observed_seconds,
+            fingerprint=fingerprint,
+            problem=problem,
+        )
 
     def fingerprint(self, candidate: Candidate) -> str | None:
         """What tells whether it has changed; None while that cannot be told."""
@@ -113,7 +139,9 @@ class Reader:
         age = self._clock() - max((info.modified_seconds for info in marks), default=0.0)
         return -_SKEW_SECONDS < age < seconds
 
-    def _read(self, candidate: Candidate, fingerprint: str | None) -> CheckpointFacts | None:
+    def _read(
+        self, candidate: Candidate, observed_seconds: float, fingerprint: str | None
+    ) -> CheckpointFacts:
         key, marks = candidate.key, candidate.marks
         if candidate.kind == "file":
             run, _, name = key.rpartition("/")
@@ -121,17 +149,23 @@ class Reader:
         else:
             place = Place(self._store(key))
         if candidate.kind == "commit":
-            found = self._from_manifest(place.store, candidate, fingerprint)
+            found = self._from_manifest(place.store, candidate, observed_seconds, fingerprint)
             if found is not None:
                 return found
         source = Source(place.store, index_at(place), key, place.file)
         listing = None if candidate.kind == "commit" else marks
-        return CheckpointFacts.of_source(
-            self.root.name, key, source, listing, marks=marks, fingerprint=fingerprint
+        return facts_of_source(
+            self.root.name,
+            key,
+            source,
+            listing,
+            observed_seconds=observed_seconds,
+            marks=marks,
+            fingerprint=fingerprint,
         )
 
     def _from_manifest(
-        self, store: Store, candidate: Candidate, fingerprint: str | None
+        self, store: Store, candidate: Candidate, observed_seconds: float, fingerprint: str | None
     ) -> CheckpointFacts | None:
         """The facts if the manifest is the truth about this folder, and says all; else None."""
         sizes = {info.name: info.size_bytes for info in candidate.marks}
@@ -147,19 +181,18 @@ class Reader:
             metadata = self._small_file(store, candidate.key, METADATA_NAME, _WHOLE_METADATA_BYTES)
             if crc32(metadata) not in (summary.torch_metadata_crc, summary.replaced_torch_metadata_crc):
                 return None
-        return CheckpointFacts.of_parts(
+        return facts_of_parts(
             self.root.name,
             candidate.key,
             format=summary.format,
             provenance=summary.provenance,
             user=summary.user,
-            structure=self._memo.get(
-                summary.structure_key, lambda: StructureFacts.of_index(decode_manifest(data))
-            ),
+            structure=self._memo.get(summary.structure_key, lambda: structure_of(decode_manifest(data))),
             fingerprint=fingerprint,
             bytes=summary.bytes,
             file_count=summary.file_count,
             modified_seconds=max(info.modified_seconds for info in candidate.marks),
+            observed_seconds=observed_seconds,
         )
 
     def _small_file(self, store: Store, key: str, name: str, limit_bytes: int) -> bytes:
