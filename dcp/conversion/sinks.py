@@ -13,11 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from dcp.storage.errors import CheckpointConflictError
 from dcp.storage.stores.base import Store, WriteHandle
 from dcp.storage.stores.buffers import ALIGNMENT_BYTES, POOL, BounceBuffer
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["FileSink", "Sink", "StreamSink", "announce", "observers"]
+__all__ = ["ComparingSink", "FileSink", "Sink", "StreamSink", "announce", "observers"]
 
 observers: Final[list[Callable[[str, str], None]]] = []
 """Called with (step, file name) before everything that changes local storage: crash tests kill there."""
@@ -205,3 +206,44 @@ class StreamSink(Sink):
     def abort(self) -> None:
         """Nothing of it stays."""
         self._handle.abort()
+
+
+class ComparingSink(Sink):
+    """A file of a store that is there already, since an attempt before this one wrote it: nothing is written.
+
+    Raises CheckpointConflictError if it has not the very bytes that would be.
+    """
+
+    def __init__(self, store: Store, name: str, size_bytes: int) -> None:
+        self._path = store.path_of(name)
+        self._memory = memoryview(bytearray(0))
+        self._handle = store.open_read(name)
+        if self._handle.size_bytes != size_bytes:
+            self._handle.close()
+            raise self._conflict()
+
+    def buffer(self, size_bytes: int) -> memoryview:
+        """One buffer for all stretches."""
+        if size_bytes > len(self._memory):
+            self._memory = memoryview(bytearray(size_bytes))
+        return self._memory[:size_bytes]
+
+    def write(self, buffer: memoryview, offset: int) -> None:
+        """Compare it with what is there."""
+        if self._handle.pread(len(buffer), offset) != buffer:
+            self._handle.close()
+            raise self._conflict()
+
+    def finish(self) -> None:
+        """It was the same."""
+        self._handle.close()
+
+    def abort(self) -> None:
+        """It stays."""
+        self._handle.close()
+
+    def _conflict(self) -> CheckpointConflictError:
+        return CheckpointConflictError(
+            f"{self._path} is there already, and not of this conversion; give another target, or delete it",
+            path=self._path,
+        )

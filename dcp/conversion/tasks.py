@@ -36,6 +36,7 @@ __all__ = [
     "Task",
     "TaskCopy",
     "TaskResult",
+    "carry_out",
     "close_all",
     "make_tasks",
     "run_task",
@@ -225,19 +226,37 @@ def run_task(job: Job, task: Task) -> bytes:
 
 
 def _run_task(job: Job, task: Task, gatherer: Gatherer) -> TaskResult:
-    gatherer.begin(task.source_files)
-    result = TaskResult(task.number)
     sink: Sink
     if job.is_local:
         sink = FileSink(job.target_folder, task.name)
     else:
         sink = StreamSink(job.open_target(job.target_folder), task.name, task.file_bytes, replace=job.replace)
+    return carry_out(task, gatherer, sink)
+
+
+def carry_out(
+    task: Task,
+    gatherer: Gatherer,
+    sink: Sink,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    check: Callable[[TaskResult], None] | None = None,
+) -> TaskResult:
+    """Read with ``gatherer`` what ``task`` needs, and write it to ``sink``, which it ends.
+
+    ``on_bytes`` hears of each stretch. ``check`` is called with the result while the sink can still be
+    aborted, and raises what is wrong with it.
+    """
+    gatherer.begin(task.source_files)
+    result = TaskResult(task.number)
     runner = _Runner(task, gatherer, result)
     with sink:
-        runner.run(sink)
-    result.bytes_read, result.sources = gatherer.bytes_read, gatherer.sources
-    result.targets += gatherer.targets
-    result.bytes_written = task.end - task.begin
+        runner.run(sink, on_bytes)
+        result.bytes_read, result.sources = gatherer.bytes_read, gatherer.sources
+        result.targets += gatherer.targets
+        result.bytes_written = task.end - task.begin
+        if check is not None:
+            check(result)
     return result
 
 
@@ -283,7 +302,7 @@ class _Runner:
         self._indexed = [0, 0]
         self._fragments: dict[int, list[Fragment]] = {}
 
-    def run(self, sink: Sink) -> None:
+    def run(self, sink: Sink, on_bytes: Callable[[int], None] | None) -> None:
         """All of the task."""
         task = self._task
         for begin in range(task.begin, task.end, STRETCH_BYTES):
@@ -291,6 +310,8 @@ class _Runner:
             buffer = sink.buffer(end - begin)
             self._assemble(buffer, begin, end)
             sink.write(buffer, begin)
+            if on_bytes is not None:
+                on_bytes(end - begin)
 
     def _assemble(self, buffer: memoryview, begin: int, end: int) -> None:
         later: list[Callable[[], None]] = []

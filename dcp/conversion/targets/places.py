@@ -23,19 +23,24 @@ _WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
 @dataclass(frozen=True)
 class Place:
     """A target. ``store`` is of the folder that its files are in; ``file_name`` is the file's, where the
-    target is just one. ``path`` is the target itself where it is local, else None."""
+    target is just one. ``path`` is the target itself where it is local, else None.
+
+    ``attempt`` tells attempts apart that may be under way at the same time: each has its own work folder.
+    """
 
     url: str
     store: Store
     file_name: str | None
     path: Path | None
+    attempt: str = ""
 
     @property
     def work_folder(self) -> Path:
         """Where a local target is built: beside it, so that it gets its name by a rename."""
         if self.path is None:
             raise PlanError(f"{self.url} is not local")
-        digest = hashlib.sha256(self.path.name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        name = self.path.name + (f"/{self.attempt}" if self.attempt else "")
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
         return self.path.parent / f"{_WORK_PREFIX}{digest}"
 
     @property

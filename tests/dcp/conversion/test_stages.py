@@ -1,0 +1,357 @@
+"""Conversions in stages of several processes: one target, the same bytes, whatever is repeated or dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.conversion import stages
+from dcp.conversion.parts import PartResult
+from dcp.conversion.plan import LayoutOptions
+from dcp.conversion.run import convert
+from dcp.conversion.stages import (
+    Prepared,
+    SourceChangedError,
+    StagedConversion,
+    StageOptions,
+    discard_attempt,
+)
+from dcp.conversion.targets.places import Place, place_of
+from dcp.demo.s3_server import S3Server
+from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
+from dcp.storage.formats.sources import open_source
+from dcp.storage.stores.opening import OpenWith
+from dcp.verification import verify_store
+from tests.support.conversion import training_state
+from tests.support.s3 import raw_s3
+
+_TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
+_SHARD_BYTES = 6 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training state and 24 MiB of tensors: several parts of several files."""
+    path = tmp_path_factory.mktemp("source") / "checkpoint"
+    state = training_state() | {f"t{n}": torch.full((1 << 20,), float(n)) for n in range(6)}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 8 MiB, so that there are some."""
+    monkeypatch.setattr(stages, "PART_BYTES", 8 << 20)
+    monkeypatch.setattr("dcp.conversion.tasks.TASK_BYTES", 8 << 20)
+
+
+def options_of(to: str) -> StageOptions:
+    """What all tests here convert with; objects have no place in safetensors."""
+    return StageOptions(LayoutOptions(to, files=2, shard_bytes=_SHARD_BYTES))  # type: ignore[arg-type]
+
+
+def staged(
+    source: str | Path, target: Place, to: str, attempt: str = "0123456789abcdef", options: Any = None
+) -> StagedConversion:
+    """One stage's own object."""
+    found = open_source(source, open_store=OpenWith(options))
+    return StagedConversion(found, target, options_of(to), attempt=attempt, seconds=1_700_000_000.0)
+
+
+def carry_out(source: str | Path, target: Place, to: str, *, times: int = 1) -> Prepared:
+    """All stages, each by an object of its own and ``times`` over, with JSON between them."""
+    with staged(source, target, to) as stage:
+        prepared = Prepared.of_json(json.loads(json.dumps(stage.prepare().to_json())))
+    results: list[PartResult] = []
+    for part in reversed(range(len(prepared.parts))):
+        for _ in range(times):
+            with staged(source, target, to) as stage:
+                result = stage.run(prepared, part).to_json()
+        results.insert(0, PartResult.of_json(json.loads(json.dumps(result))))
+    for _ in range(times):
+        with staged(source, target, to) as stage:
+            report = stage.publish(prepared, results)
+    assert report.bytes_written > 24 << 20
+    assert report.blocks_verified > 6
+    return prepared
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    """The content of a file, or of all files of a folder but the commit, whose ids and times differ."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    names = {file: file.name.split(".")[0] if file.name.endswith(".distcp") else file.name for file in files}
+    return {
+        names[file]: file.read_bytes()
+        for file in files
+        if path.is_file() or file.name not in (".metadata", "manifest.msgpack")
+    }
+
+
+@pytest.mark.parametrize("to", list(_TARGETS))
+@pytest.mark.parametrize("times", [1, 2])
+def test_local_stages_make_what_convert_makes(to: str, times: int, source: Path, tmp_path: Path) -> None:
+    """The same files with the same bytes, also if every part and the publishing are done twice."""
+    expected = tmp_path / "expected" / _TARGETS[to]
+    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")  # type: ignore[arg-type]
+    target = tmp_path / "made" / _TARGETS[to]
+    prepared = carry_out(source, place_of(target, to, OpenWith()), to, times=times)  # type: ignore[arg-type]
+    assert len(prepared.parts) >= 3
+    assert bytes_of(target) == bytes_of(expected)
+    assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
+    if to == "dcp":
+        assert verify_store(OpenWith()(target)).findings == []
+
+
+@pytest.mark.parametrize("to", list(_TARGETS))
+@pytest.mark.parametrize("times", [1, 2])
+def test_stages_on_s3(
+    to: str, times: int, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Objects with the same bytes as local files; what is repeated compares, and replaces nothing."""
+    expected = tmp_path / "expected" / _TARGETS[to]
+    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")  # type: ignore[arg-type]
+    opened = OpenWith(s3_server.storage_options)
+    url = f"{s3_root}/{_TARGETS[to]}"
+    carry_out(source, place_of(url, to, opened), to, times=times)  # type: ignore[arg-type]
+    with raw_s3(s3_server) as raw:
+        names = raw.list(s3_root)
+        assert not [name for name in names if ".tmp-" in name]
+        if to == "dcp":
+            assert verify_store(opened(url)).findings == []
+        else:
+            files = bytes_of(expected)
+            prefix = s3_root if expected.is_file() else url
+            assert {name: raw.read(f"{prefix}/{name}") for name in files} == files
+        assert not raw.uploads(s3_root)
+
+
+@pytest.mark.parametrize("to", list(_TARGETS))
+def test_what_is_at_the_target_stays(
+    to: str, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Nothing is prepared over it, and what comes into being meanwhile is not replaced by publishing."""
+    for opened, base in (
+        (OpenWith(), str(tmp_path / "made")),
+        (OpenWith(s3_server.storage_options), s3_root),
+    ):
+        url = f"{base}/{_TARGETS[to]}"
+        place = place_of(url, to, opened)  # type: ignore[arg-type]
+        with staged(source, place, to) as stage:
+            prepared = stage.prepare()
+            results = [stage.run(prepared, part) for part in range(len(prepared.parts))]
+        if place.path is not None:  # behind S3 the parts have made a file of this name themselves
+            convert(source, url, to=to, only="model", executor="inline")  # type: ignore[arg-type]
+            before = bytes_of(place.path)
+            with staged(source, place, to) as stage, pytest.raises(CheckpointConflictError):
+                stage.publish(prepared, results)
+            assert bytes_of(place.path) == before
+        else:
+            with staged(source, place, to) as stage:
+                stage.publish(prepared, results)
+        with (
+            staged(source, place, to, attempt="f" * 16) as stage,
+            pytest.raises(CheckpointConflictError, match="exists"),
+        ):
+            stage.prepare()
+
+
+def test_objects_of_somebody_else_are_not_taken_for_ones_own(
+    source: Path, s3_server: S3Server, s3_root: str
+) -> None:
+    """A shard's name that others took since preparing, even with a file of the same size, is a conflict."""
+    url = f"{s3_root}/folder"
+    place = place_of(url, "safetensors", OpenWith(s3_server.storage_options))
+    with staged(source, place, "safetensors") as stage:
+        prepared = stage.prepare()
+        stage.run(prepared, 0)
+        with raw_s3(s3_server) as raw:
+            name = next(name for name in raw.list(url) if name.startswith("model-00001"))
+            data = bytearray(raw.read(f"{url}/{name}"))
+            data[-1] ^= 1
+            raw.write(f"{url}/{name}", bytes(data))
+            with pytest.raises(CheckpointConflictError, match="not of this conversion"):
+                stage.run(prepared, 0)
+            discard_attempt(place, prepared.attempt, len(prepared.parts))
+            assert raw.read(f"{url}/{name}") == bytes(data)
+
+
+def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
+    """No part of another layout gets into a target, and nothing is published from it."""
+    mine = tmp_path / "source"
+    mine.mkdir()
+    for path in source.iterdir():
+        (mine / path.name).write_bytes(path.read_bytes())
+    place = place_of(tmp_path / "made.pt", "torch", OpenWith())
+    with staged(mine, place, "torch") as stage:
+        prepared = stage.prepare()
+        results = [stage.run(prepared, part) for part in range(len(prepared.parts))]
+    changed = next(mine.glob("*.distcp"))
+    os.utime(changed, (1, 1))
+    with staged(mine, place, "torch") as stage, pytest.raises(SourceChangedError, match="again"):
+        stage.run(prepared, 0)
+    with staged(mine, place, "torch") as stage, pytest.raises(SourceChangedError):
+        stage.publish(prepared, results)
+    assert not (tmp_path / "made.pt").exists()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_damage_publishes_nothing(
+    is_local: bool, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """One flipped bit of the source: a part or the publishing fails, and no file has the target's name."""
+    mine = tmp_path / "source"
+    mine.mkdir()
+    for path in source.iterdir():
+        (mine / path.name).write_bytes(path.read_bytes())
+    data = bytearray((damaged := next(mine.glob("*.distcp"))).read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    target = str(tmp_path / "made.pt") if is_local else f"{s3_root}/made.pt"
+    place = place_of(target, "torch", OpenWith(None if is_local else s3_server.storage_options))
+    with staged(mine, place, "torch") as stage:
+        prepared = stage.prepare()
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            stage.publish(prepared, [stage.run(prepared, part) for part in range(len(prepared.parts))])
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("to", list(_TARGETS))
+def test_what_is_given_up_leaves_nothing(
+    to: str, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Discarding removes what parts have written; what was published stays as it is."""
+    for opened, base in (
+        (OpenWith(), str(tmp_path / "made")),
+        (OpenWith(s3_server.storage_options), s3_root),
+    ):
+        place = place_of(f"{base}/{_TARGETS[to]}", to, opened)  # type: ignore[arg-type]
+        with staged(source, place, to) as stage:
+            prepared = stage.prepare()
+            for part in range(len(prepared.parts)):
+                stage.run(prepared, part)
+        for _ in range(2):
+            discard_attempt(place, prepared.attempt, len(prepared.parts))
+        if place.path is not None:
+            assert list(place.path.parent.iterdir()) == []
+        else:
+            with raw_s3(s3_server) as raw:
+                assert raw.list(s3_root) == {}
+        if place.file_name is not None:  # then the file itself is all that there is
+            continue
+        carry_out(source, place, to)
+        discard_attempt(place, prepared.attempt, len(prepared.parts))
+        found = opened(place.url)
+        assert verify_store(found).findings == []
+        assert found.list()
+
+
+_PROGRAM = """
+import json, os, signal, sys
+from dcp.conversion import stages, tasks
+stages.PART_BYTES = tasks.TASK_BYTES = 8 << 20
+from dcp.conversion.parts import PartResult
+from dcp.conversion.plan import LayoutOptions
+from dcp.conversion.sinks import observers
+from dcp.conversion.targets.places import place_of
+from dcp.storage.formats.sources import open_source
+from dcp.storage.stores.opening import OpenWith
+source, target, to, kill_at, stage, attempt, options = sys.argv[1:8]
+given = json.load(sys.stdin)
+steps = []
+def observe(op, name):
+    steps.append(op)
+    if len(steps) == int(kill_at):
+        os.kill(os.getpid(), signal.SIGKILL)
+observers.append(observe)
+layout = LayoutOptions(to, files=2, shard_bytes=6 << 20)
+place = place_of(target, to, OpenWith(json.loads(options)))
+with stages.StagedConversion(
+    open_source(source), place, stages.StageOptions(layout), attempt=attempt, seconds=1.0
+) as it:
+    if stage == "prepare":
+        answer = it.prepare().to_json()
+    else:
+        prepared = stages.Prepared.of_json(given["prepared"])
+        if stage == "publish":
+            it.publish(prepared, [PartResult.of_json(one) for one in given["results"]])
+            answer = None
+        else:
+            answer = it.run(prepared, int(stage)).to_json()
+assert "torch" not in sys.modules
+print(json.dumps([answer, len(steps)]))
+"""
+
+
+class _Deaths:
+    """Runs stages in processes that are killed at their n-th step, n = 1, 1 + stride, ..., then not."""
+
+    def __init__(self, source: Path, target: str, to: str, options: Any, stride: int) -> None:
+        self.arguments = [str(source), target, to]
+        self.options, self.stride, self.deaths = json.dumps(options), stride, 0
+        self.attempt = ""
+
+    def run(self, stage: str, given: object) -> Any:
+        for kill_at in range(1, 1000, self.stride):
+            attempt = f"{self.deaths:016x}" if stage == "prepare" else self.attempt
+            command = [sys.executable, "-c", _PROGRAM, *self.arguments, str(kill_at), stage, attempt]
+            done = subprocess.run(
+                [*command, self.options], input=json.dumps(given), capture_output=True, text=True, timeout=300
+            )
+            if done.returncode == 0:
+                self.attempt = attempt
+                return json.loads(done.stdout)[0]
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            self.deaths += 1
+        raise AssertionError("it never ended")
+
+    def convert(self) -> None:
+        prepared = self.run("prepare", {})
+        given: dict[str, Any] = {"prepared": prepared}
+        results = [self.run(str(part), given) for part in range(len(prepared["parts"]))]
+        self.run("publish", given | {"results": results})
+
+
+@pytest.mark.parametrize(
+    ("to", "is_local", "stride"),
+    [
+        ("dcp", True, 5),
+        ("dcp", False, 5),
+        *(
+            pytest.param(to, is_local, 1, marks=pytest.mark.exhaustive)
+            for to in _TARGETS
+            for is_local in (True, False)
+        ),
+    ],
+)
+def test_killed_anywhere(
+    to: str, is_local: bool, stride: int, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Every stage is killed at step after step and begun again: there is one target, and it is whole."""
+    expected = tmp_path / "expected" / _TARGETS[to]
+    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")  # type: ignore[arg-type]
+    options = None if is_local else s3_server.storage_options
+    url = f"{tmp_path / 'made' if is_local else s3_root}/{_TARGETS[to]}"
+    deaths = _Deaths(source, url, to, options, stride)
+    deaths.convert()
+    assert deaths.deaths >= 3
+    if is_local:
+        assert bytes_of(Path(url)) == bytes_of(expected)
+        left = [name.name for name in Path(url).parent.iterdir() if not name.name.startswith(".tmp-convert-")]
+        assert left == [_TARGETS[to]]
+    if to == "dcp":
+        assert verify_store(OpenWith(options)(url)).findings == []
+    elif not is_local:
+        prefix = s3_root if expected.is_file() else url
+        with raw_s3(s3_server) as raw:
+            files = bytes_of(expected)
+            assert {name: raw.read(f"{prefix}/{name}") for name in files} == files
+            assert sorted(raw.list(prefix)) == sorted(files)
