@@ -44,6 +44,10 @@ class _Blocks:
             del self._parts[fragment.owner, block]
         return total
 
+    def begun(self) -> list[tuple[int, int]]:
+        """(owner, block) of those that are not complete."""
+        return list(self._parts)
+
     def __len__(self) -> int:
         return len(self._parts)
 
@@ -95,17 +99,28 @@ class SourceChecks:
         self.stats.blocks_verified -= uncompared
         self.stats.blocks_unverified += uncompared
 
+    def finish_begun(self) -> None:
+        """As `finish`, of those blocks alone of which a part was read: for a range of the target."""
+        with self._lock:
+            begun = self._blocks.begun()
+        for chunk, block in begun:
+            self._read_block(chunk, block)
+        self._engine.payloads.verify_whole()
+
     def _finish_chunk(self, chunk: int) -> None:
         engine = self._engine
         size = int(engine.payload_lengths[chunk])
         left = [n for n in range(-(-size // BLOCK_BYTES)) if (chunk, n) not in self._seen]
         if not left:
             return
-        handle, origin = engine.locate(chunk)
         for block in left:
-            begin = block * BLOCK_BYTES
-            data = handle.pread(min(BLOCK_BYTES, size - begin), origin + begin)
-            engine.check_block(self.stats, chunk, block, crc32(data))
+            self._read_block(chunk, block)
+
+    def _read_block(self, chunk: int, block: int) -> None:
+        engine, begin = self._engine, block * BLOCK_BYTES
+        handle, origin = engine.locate(chunk)
+        size = min(BLOCK_BYTES, int(engine.payload_lengths[chunk]) - begin)
+        engine.check_block(self.stats, chunk, block, crc32(handle.pread(size, origin + begin)))
 
 
 class TargetChecksums:

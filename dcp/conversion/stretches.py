@@ -1,0 +1,47 @@
+"""A target file for somebody who reads it front to back while it is made, in place of a sink."""
+
+from __future__ import annotations
+
+from dcp.conversion.gather import Fragment, Gatherer
+from dcp.conversion.pieces import SourceBox
+from dcp.conversion.tasks import Task, TaskResult, _Runner
+from dcp.storage.stores.base import Store
+
+__all__ = ["StretchReader", "is_sequential"]
+
+
+class StretchReader:
+    """The bytes of ``task`` from its ``begin`` on. Use as a context manager; for one thread at a time."""
+
+    def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
+        self.position = task.begin
+        self._end = task.end
+        self._gatherer = Gatherer(store, verify=verify)
+        self._gatherer.begin(task.source_files)
+        self._runner = _Runner(task, self._gatherer, TaskResult(task.number))
+
+    def __enter__(self) -> StretchReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._gatherer.close()
+
+    def fill(self, buffer: memoryview) -> None:
+        """The next ``len(buffer)`` bytes; ValueError behind the end."""
+        end = self.position + len(buffer)
+        if end > self._end:
+            raise ValueError(f"byte {end} is behind the end of the task, {self._end}")
+        self._runner._assemble(buffer, self.position, end)
+        self.position = end
+
+    def take_sources(self) -> list[Fragment]:
+        """Checksums of what was read since the last call; nobody else needs them."""
+        found, self._gatherer.sources = self._gatherer.sources, []
+        return found
+
+
+def is_sequential(source: SourceBox) -> bool:
+    """Whether rows of a copy follow one another in the stored payload, so that a range of the copy is a few
+    ranges of the payload."""
+    strides = [step for step, n in zip(source.strides, source.lengths, strict=True) if n > 1]
+    return strides == sorted(strides, reverse=True)

@@ -1,0 +1,78 @@
+"""A checkpoint as one file of safetensors or torch.save, laid out before a byte is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dcp.conversion.entries import choose_entries
+from dcp.conversion.extras import with_extras
+from dcp.conversion.plan import LayoutOptions, plan_layout
+from dcp.conversion.targets.places import Place
+from dcp.server.data.bodies import Body, PlannedBody
+from dcp.server.data.opening import OpenCheckpoint
+from dcp.storage.engine.read import ReadEngine
+from dcp.version import __version__
+
+__all__ = [
+    "DownloadFormat",
+    "DownloadOptions",
+    "Planned",
+    "download_etag",
+    "download_name",
+    "plan_download",
+]
+
+DownloadFormat = Literal["safetensors", "torch"]
+
+_SUFFIXES: Final = {"safetensors": ".safetensors", "torch": ".pt"}
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadOptions:
+    """What is taken, as for `dcp.convert`: globs of names, a dtype to cast to, whether values that are no
+    plain data may be left out."""
+
+    to: DownloadFormat
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    dtype: str | None = None
+    drop_objects: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """``dropped`` names values that are not in it."""
+
+    body: Body
+    dropped: tuple[str, ...] = ()
+
+
+def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
+    """Of the very bytes: a layout depends on nothing but the files, the options and the version of ours."""
+    return opened.etag("download", __version__, options)
+
+
+def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
+    """What a client may call the file."""
+    stem = opened.key.rpartition("/")[2]
+    if opened.file is not None:
+        stem = stem.rpartition(".")[0] or stem
+    return f"{stem}{_SUFFIXES[options.to]}"
+
+
+def plan_download(opened: OpenCheckpoint, options: DownloadOptions) -> Planned:
+    """The file that ``options`` make of the checkpoint.
+
+    Raises PlanError for what such a file cannot hold, and for globs that match nothing.
+    """
+    store = opened.store
+    index = with_extras(store, opened.index)
+    only, exclude = list(options.only) or None, list(options.exclude) or None
+    entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
+    place = Place(store.url, store, f"download{_SUFFIXES[options.to]}", None)
+    with ReadEngine(store, index, verify="blocks") as engine:
+        layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
+        planned = plan_layout(entries, engine, place, layout_options, save_id="")
+    planned.layout.check()
+    return Planned(PlannedBody(store, index, planned.layout), planned.dropped)

@@ -1,0 +1,129 @@
+"""One tensor, or a slice of it, as a .npy or .safetensors file."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Final, Literal
+
+import numpy as np
+
+from dcp.conversion.casting import CASTABLE
+from dcp.conversion.layout import CopyBuilder, TargetLayout
+from dcp.conversion.layout import Literal as LiteralBytes
+from dcp.elements import decode, stored_dtype
+from dcp.server.data.bodies import ArrayBody, Body, PlannedBody
+from dcp.server.data.opening import OpenCheckpoint
+from dcp.server.problems import NotFoundError, UnprocessableError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.safetensors_writer import HeaderTensor, header_order, safetensors_header
+from dcp.tensor_boxes import lattice_of
+from dcp.tensor_reading import Slices
+
+__all__ = ["PlannedTensor", "TensorFormat", "parse_slices", "plan_tensor"]
+
+TensorFormat = Literal["npy", "safetensors"]
+
+_MAX_SLICES: Final = 64
+_PART: Final = re.compile(
+    r"(?P<start>-?[0-9]{1,18})?(?:(?P<is_slice>:)(?P<stop>-?[0-9]{1,18})?(?::(?P<step>-?[0-9]{1,18})?)?)?"
+)
+_FLOAT32: Final = dtypes.BY_NAME["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """``dtype`` is of the elements in the body: float32 where .npy has no type for those that are stored."""
+
+    body: Body
+    fqn: str
+    dtype: str
+    stored_dtype: str
+    shape: tuple[int, ...]
+
+
+def parse_slices(text: str | None) -> Slices | None:
+    """``0:2,:,3`` as numpy would take it; None for none. UnprocessableError for anything else."""
+    if text is None or not text.strip():
+        return None
+    parts: list[slice | int | EllipsisType] = []
+    for part in text.split(",", _MAX_SLICES):
+        stripped = part.strip()
+        match = _PART.fullmatch(stripped)
+        if stripped == "...":
+            parts.append(...)
+        elif match is None or not stripped or (match["step"] and int(match["step"]) == 0):
+            raise UnprocessableError(
+                f"{part[:40]!r} in the slice is none of 3, 0:2, ::-1 and ...", field="slice"
+            )
+        elif match["is_slice"]:
+            numbers = (match["start"], match["stop"], match["step"])
+            parts.append(slice(*(int(number) if number else None for number in numbers)))
+        else:
+            parts.append(int(match["start"]))
+    return tuple(parts)
+
+
+def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: TensorFormat) -> PlannedTensor:
+    """The file of the tensor ``fqn``.
+
+    Raises NotFoundError if there is none, UnprocessableError for types that the format has not, and PlanError
+    for slices that do not fit.
+    """
+    index = opened.index
+    row = index.position.get(fqn)
+    if row is None:
+        what = "a value, and no tensor" if fqn in index.objects.position else "not in the checkpoint"
+        raise NotFoundError(f"{fqn[:200]!r} is {what}")
+    dtype = index.dtype(row)
+    shape = lattice_of(index.shape(row), slices, fqn).shape
+    target = dtype if to == "safetensors" else _npy_dtype(dtype)
+    head = _npy_head(target, shape) if to == "npy" else _safetensors_head(fqn, dtype, shape)
+    is_castable = target == dtype or {dtype.code, target.code} <= CASTABLE
+    body: Body
+    if slices is None and is_castable:
+        copies = CopyBuilder()
+        copies.add(row, ((0,) * len(shape), shape), target.code, 0, len(head))
+        size = len(head) + math.prod(shape) * target.itemsize
+        layout = TargetLayout(["tensor"], [size], [LiteralBytes(0, 0, head)], copies.build())
+        body = PlannedBody(opened.store, index, layout)
+    else:
+        body = ArrayBody(
+            opened.store,
+            index,
+            row,
+            slices,
+            head=head,
+            itemsize=target.itemsize,
+            convert=(lambda array: array) if target == dtype else (lambda array: decode(array, dtype)),
+        )
+    return PlannedTensor(body, fqn, target.name, dtype.name, shape)
+
+
+def _npy_dtype(dtype: Dtype) -> Dtype:
+    """The element type of a .npy file: what numpy has, else one that has all values."""
+    if dtype.name == "float4_e2m1fn_x2":
+        raise UnprocessableError(f"numpy has no {dtype.name}; ask for safetensors", field="format")
+    sample = decode(np.zeros(1, stored_dtype(dtype)), dtype).dtype
+    if sample == stored_dtype(dtype):
+        return dtype
+    return _FLOAT32 if sample == np.float32 else dtypes.BY_NAME["complex64"]
+
+
+def _npy_head(dtype: Dtype, shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        buffer,
+        {"descr": np.lib.format.dtype_to_descr(stored_dtype(dtype)), "fortran_order": False, "shape": shape},
+    )
+    return buffer.getvalue()
+
+
+def _safetensors_head(fqn: str, dtype: Dtype, shape: tuple[int, ...]) -> bytes:
+    tensor = HeaderTensor(fqn, dtype.code, shape, math.prod(shape) * dtype.itemsize)
+    header_order([tensor])
+    return safetensors_header([tensor], {"format": "pt"})
