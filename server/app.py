@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from dcp.server import documentation
+from dcp.server import documentation, monitoring
 from dcp.server.access import check_routes
 from dcp.server.context import Service
 from dcp.server.handlers import install_handlers
@@ -23,19 +23,24 @@ from dcp.server.middleware.hosts import HostMiddleware
 from dcp.server.middleware.idempotency import IdempotencyMiddleware
 from dcp.server.middleware.limits import LimitMiddleware
 from dcp.server.middleware.requests import RequestMiddleware
-from dcp.server.routes import health
+from dcp.server.readiness import Readiness
+from dcp.server.routes import audit, health, keys, metrics, roots
 from dcp.server.settings import Settings
-from dcp.server.startup import Readiness, lifespan
+from dcp.server.startup import lifespan
 from dcp.version import __version__
 
 __all__ = ["API", "create_app"]
 
 API: Final = "/api/v1"
 
-_OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, documentation.router)
+_OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, metrics.router, documentation.router)
 """Not below `API`."""
 
-_ROUTERS: Final[tuple[APIRouter, ...]] = ()
+_ROUTERS: Final[tuple[APIRouter, ...]] = (
+    audit.router,
+    keys.router,
+    roots.router,
+)
 """Below `API`."""
 
 
@@ -58,7 +63,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         middleware=_middleware(service),
     )
     app.state.service = service
-    app.state.readiness = Readiness()
+    app.state.readiness = Readiness(service)
     install_handlers(app)
     for router in _OUTSIDE:
         app.include_router(router)
@@ -66,6 +71,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         app.include_router(router, prefix=API)
     check_routes(app)
     documentation.install(app)
+    monitoring.install(app, service.database)  # outermost of all, so that it sees what the others answer
     return app
 
 
@@ -74,8 +80,8 @@ def _middleware(service: Service) -> list[Middleware]:
     stack = [
         Middleware(RequestMiddleware),
         Middleware(HostMiddleware, allowed=settings.allowed_hosts),
-        Middleware(LimitMiddleware, max_body_bytes=settings.max_body_bytes, seconds=settings.request_seconds),
         Middleware(AuthenticationMiddleware, service=service),
+        Middleware(LimitMiddleware, max_body_bytes=settings.max_body_bytes, seconds=settings.request_seconds),
         Middleware(IdempotencyMiddleware, service=service),
     ]
     if settings.trusted_proxies:

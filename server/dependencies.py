@@ -78,11 +78,14 @@ class Requires:
     """The dependency behind `requires`; the walk over all routes looks for it."""
 
     scope: Scope
+    all_roots: bool = False
 
     async def __call__(self, caller: Caller) -> None:
         """Raises `ForbiddenError`."""
         if not caller.may(self.scope):
             raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)
+        if self.all_roots and caller.roots is not None:
+            raise ForbiddenError("this needs a key for all roots", scope=self.scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,12 @@ class Public:
         """Everybody may."""
 
 
-def requires(scope: Scope) -> Any:
-    """In a route's ``dependencies``: only for keys with this scope (or "admin")."""
-    return Depends(Requires(scope))
+def requires(scope: Scope, *, all_roots: bool = False) -> Any:
+    """In a route's ``dependencies``: only for keys with this scope (or "admin").
+
+    ``all_roots``: not for a key that is restricted to some, since what it does concerns all of them.
+    """
+    return Depends(Requires(scope, all_roots))
 
 
 public: Final[Any] = Depends(Public())

@@ -11,15 +11,28 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from dcp.server.catalog.errors import (
+    CatalogError,
+    ChangedError,
+    InvalidQueryError,
+    MissingError,
+    ProtectedError,
+    StateError,
+)
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.problems import (
     BadRequestError,
+    ConflictError,
+    ForbiddenError,
     NotFoundError,
+    PreconditionFailedError,
     ProblemError,
     UnavailableError,
     UnprocessableError,
 )
+from dcp.server.roots import storage_problem
 from dcp.server.schemas.common import PROBLEM_MEDIA_TYPE, is_clean
+from dcp.storage.errors import CheckpointError
 
 __all__ = ["install_handlers", "problem_of", "problem_response"]
 
@@ -32,7 +45,10 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ProblemError, _answer)
     app.add_exception_handler(RequestValidationError, _answer)
     app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(CatalogError, _answer)
     app.add_exception_handler(DatabaseUnavailableError, _answer)
+    app.add_exception_handler(CheckpointError, _answer)
+    app.add_exception_handler(OSError, _answer)
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
@@ -47,10 +63,31 @@ def problem_of(error: Exception) -> ProblemError:
         return _validation_problem(error)
     if isinstance(error, HTTPException):
         return _http_problem(error)
+    if isinstance(error, CatalogError):
+        return _catalog_problem(error)
     if isinstance(error, DatabaseUnavailableError):
         _log.warning("database unavailable", error=str(error))
         return UnavailableError("the database cannot be reached, is full or locked; it may be asked again")
+    if isinstance(error, CheckpointError | OSError):
+        _log.warning("storage failed", error=repr(error))
+        return storage_problem(error)
     return ProblemError("an error of the service; its log has more under this request's id")
+
+
+def _catalog_problem(error: CatalogError) -> ProblemError:
+    detail = str(error)
+    if isinstance(error, MissingError):
+        return NotFoundError(detail)
+    if isinstance(error, ChangedError):
+        return PreconditionFailedError(detail)
+    if isinstance(error, StateError):
+        return ConflictError(detail, state=error.state)
+    if isinstance(error, ProtectedError):
+        return ForbiddenError(detail, scope="admin")
+    if isinstance(error, InvalidQueryError):
+        found = {"location": [error.field], "message": _shown(detail)}
+        return UnprocessableError(_shown(detail), errors=[found])
+    return UnprocessableError(_shown(detail))
 
 
 def problem_response(problem: ProblemError, scope: Any) -> JSONResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,9 @@ from dcp.server.app import create_app
 from dcp.server.context import Service
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.logs import configure_logs
+from dcp.server.monitoring.processes import shared_folder
+from dcp.server.readiness import prepare_database
 from dcp.server.settings import Settings
-from dcp.server.startup import prepare_database
 
 __all__ = ["app_of_environment", "serve", "settings_environment"]
 
@@ -28,10 +30,17 @@ _log = structlog.get_logger(__name__)
 def serve(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits."""
     configure_logs(settings)
+    # For before uvicorn listens to signals and after: it sends itself again what has ended it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
     with _environment(settings):
         if settings.api_workers == 1:
             return _serve_here(settings)
         return _serve_many(settings)
+
+
+def _end(_number: int, _frame: object) -> None:
+    raise SystemExit(0)
 
 
 def _serve_here(settings: Settings) -> int:
@@ -57,7 +66,8 @@ def _serve_many(settings: Settings) -> int:
         workers=settings.api_workers,
         **_options(settings),
     )
-    Multiprocess(config, sockets=[config.bind_socket()]).run()
+    with shared_folder():
+        Multiprocess(config, sockets=[config.bind_socket()]).run()
     return 0
 
 

@@ -6,16 +6,18 @@ that is not valid goes nowhere, so that a wrong one is noticed.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
-from starlette.concurrency import run_in_threadpool
+from anyio import to_thread
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dcp.server.context import Service
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.handlers import problem_of, problem_response
-from dcp.server.problems import ProblemError, UnauthorizedError
+from dcp.server.problems import ProblemError, UnauthorizedError, UnavailableError
+from dcp.server.security.keys import KeyRecord
 from dcp.server.security.principal import LOCAL, Principal
 
 __all__ = ["API_PREFIX", "AuthenticationMiddleware"]
@@ -58,13 +60,22 @@ class AuthenticationMiddleware:
                 raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
             return None
         rates.check_refused(address)
-        record = await run_in_threadpool(self._service.keys.find, secret)
+        record = await self._find(secret)
         if record is None:
             rates.count_refused(address)
             raise UnauthorizedError("this key is unknown, has been revoked or has expired")
         if is_counted:
             rates.count(f"key:{record.id}")
         return record.principal
+
+    async def _find(self, secret: str) -> KeyRecord | None:
+        seconds = self._service.settings.request_seconds
+        try:
+            # The thread is left to itself, should the database hang.
+            looking = to_thread.run_sync(self._service.keys.find, secret, abandon_on_cancel=True)
+            return await asyncio.wait_for(looking, seconds)
+        except TimeoutError:
+            raise UnavailableError(f"the database does not answer within {seconds:g} s") from None
 
 
 def _secret_of(headers: Headers) -> str | None:

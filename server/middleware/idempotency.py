@@ -44,7 +44,7 @@ class IdempotencyMiddleware:
             if not _KEY.fullmatch(key):
                 raise BadRequestError("Idempotency-Key has 1 to 128 visible ASCII characters")
             message = await receive()  # whole, since the limits are kept outside of this
-            answer = await self._begin(scope, principal.name, key, message.get("body", b""))
+            answer = await self._begin(scope, principal.identity, key, message.get("body", b""))
         except (ProblemError, DatabaseUnavailableError) as error:
             await problem_response(problem_of(error), scope)(scope, receive, send)
             return
@@ -52,12 +52,14 @@ class IdempotencyMiddleware:
             headers = {**answer.headers, "Idempotency-Replayed": "true"}
             await Response(answer.body, answer.status, headers)(scope, receive, send)
             return
-        await self._run(scope, message, receive, send, principal.name, key)
+        await self._run(scope, message, receive, send, principal.identity, key)
 
     async def _begin(self, scope: Scope, actor: str, key: str, body: bytes) -> idempotency.KeptAnswer | None:
         request_hash = idempotency.hash_of(scope["method"], scope["path"], scope["query_string"], body)
+        service = self._service
+        taken_seconds = max(idempotency.TAKEN_SECONDS, 2 * service.settings.request_seconds)
         return await run_in_threadpool(
-            idempotency.begin, self._service.database, actor, key, request_hash, self._service.clock()
+            idempotency.begin, service.database, actor, key, request_hash, service.clock(), taken_seconds
         )
 
     async def _run(
@@ -66,17 +68,23 @@ class IdempotencyMiddleware:
         recorder = _Recorder(message, receive, send)
         try:
             await self.app(scope, recorder.receive, recorder.send)
-        finally:
-            answer = recorder.answer()
-            database = self._service.database
-            try:
-                if answer is None:
-                    await run_in_threadpool(idempotency.forget, database, actor, key)
-                else:
-                    await run_in_threadpool(idempotency.finish, database, actor, key, answer)
-            except DatabaseUnavailableError as error:
-                _log.warning("idempotency key not kept", error=str(error))
-            await recorder.release()
+        except Exception:
+            await self._keep(actor, key, None)
+            raise
+        # When it is cancelled, a thread may still do what was asked for, so that the key stays taken.
+        is_secret = scope["state"].get("is_secret", False)
+        await self._keep(actor, key, None if is_secret else recorder.answer())
+        await recorder.release()
+
+    async def _keep(self, actor: str, key: str, answer: idempotency.KeptAnswer | None) -> None:
+        database = self._service.database
+        try:
+            if answer is None:
+                await run_in_threadpool(idempotency.forget, database, actor, key)
+            else:
+                await run_in_threadpool(idempotency.finish, database, actor, key, answer)
+        except DatabaseUnavailableError as error:
+            _log.warning("idempotency key not kept", error=str(error))
 
 
 class _Recorder:

@@ -1,8 +1,9 @@
-"""How large a request may be, and how long it and its answer may take to begin."""
+"""How large a request may be, of which kind, and how long it and its answer may take to begin."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Final
 
 import structlog
@@ -10,10 +11,17 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcp.server.handlers import problem_response
-from dcp.server.problems import BadRequestError, ProblemError, TooLargeError, UnavailableError
+from dcp.server.problems import (
+    BadRequestError,
+    ProblemError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedMediaTypeError,
+)
 
 __all__ = ["LimitMiddleware"]
 
+_JSON: Final = re.compile(r"application/([a-z.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 _MAX_TARGET_BYTES: Final = 16 << 10
 _log = structlog.get_logger(__name__)
 
@@ -25,7 +33,7 @@ class _SlowRequestError(ProblemError):
 
 
 class LimitMiddleware:
-    """Bodies of ``max_body_bytes`` at most, answers that begin within ``seconds``.
+    """Bodies of JSON and of ``max_body_bytes`` at most, answers that begin within ``seconds``.
 
     The body is read before anything else is done, so that a slow or lying sender holds no thread and no
     connection to the database. An answer that has begun takes as long as it takes.
@@ -77,7 +85,10 @@ class LimitMiddleware:
                 raise self._too_large()
             parts.append(part)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                body = b"".join(parts)
+                if body and not _JSON.fullmatch(Headers(scope=scope).get("content-type", "")):
+                    raise UnsupportedMediaTypeError("bodies are application/json")
+                return body
 
     def _too_large(self) -> TooLargeError:
         return TooLargeError(f"bodies have {self._max_body_bytes} bytes at most")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
-from dcp.server.database.engine import DatabaseUnavailableError
-from dcp.server.dependencies import ServiceDep, public
+from dcp.server.dependencies import public
+from dcp.server.readiness import OK, Readiness
 from dcp.server.schemas.common import Answer
-from dcp.server.startup import Readiness
+from dcp.server.security.principal import Principal
 from dcp.version import __version__
 
 __all__ = ["router"]
@@ -26,7 +27,7 @@ class Health(Answer):
 
 
 class Ready(Answer):
-    """`checks` names what is looked at, and "ok" or what is wrong."""
+    """`checks` names what is looked at, and "ok" or what is wrong. Roots are named with a key only."""
 
     status: Literal["ok", "unavailable"]
     checks: dict[str, str]
@@ -44,16 +45,22 @@ async def get_health() -> Health:
 
 
 @router.get("/readyz", responses={503: {"model": Ready, "description": "Not ready; `checks` says why."}})
-def get_readiness(
-    service: ServiceDep, readiness: Annotated[Readiness, Depends(_readiness)], response: Response
+async def get_readiness(
+    request: Request, readiness: Annotated[Readiness, Depends(_readiness)], response: Response
 ) -> Ready:
-    """The database can be read and written and has the schema of this version."""
-    try:
-        service.database.ping()
-        problem = readiness.prepare(service)
-    except DatabaseUnavailableError:
-        problem = "unavailable"
-    if problem is not None:
+    """The database can be read and written and has the schema of this version; all roots answer."""
+    checks = await readiness.check()
+    is_ready = all(found == OK for found in checks.values())
+    if not is_ready:
         response.status_code = 503
         response.headers["Retry-After"] = "5"
-    return Ready(status="ok" if problem is None else "unavailable", checks={"database": problem or "ok"})
+    shown = _shown(checks, getattr(request.state, "principal", None))
+    return Ready(status="ok" if is_ready else "unavailable", checks=shown)
+
+
+def _shown(checks: Mapping[str, str], principal: Principal | None) -> dict[str, str]:
+    if principal is not None and principal.roots is None:
+        return dict(checks)
+    roots = [found for name, found in checks.items() if name != "database"]
+    bad = sum(found != OK for found in roots)
+    return {"database": checks["database"], "roots": f"{bad} of {len(roots)} unavailable" if bad else OK}

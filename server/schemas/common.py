@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 from fastapi import Path
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+)
 
 __all__ = [
     "MAX_ID",
@@ -22,6 +31,7 @@ __all__ = [
     "Problem",
     "Request",
     "Text",
+    "Time",
     "is_clean",
     "optional_rfc3339",
     "problems",
@@ -34,7 +44,8 @@ MAX_ID: Final = 2**53 - 1
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 _MAX_DEPTH: Final = 16
-_NAME: Final = r"^[A-Za-z0-9](?:[A-Za-z0-9._:=+/-]*[A-Za-z0-9])?$"
+_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*$"
+_TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)")
 
 IdPath = Annotated[int, Path(ge=1, le=MAX_ID)]
 
@@ -112,7 +123,7 @@ Text = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_clean)
 """Free text of one line."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=_NAME)]
-"""Of tags, aliases, metrics, keys, rules: letters, digits and ``._:=+/-`` between them."""
+"""Of tags, aliases, metrics, keys, rules: letters, digits and ``_./:@+=-``."""
 
 NamePath = Annotated[str, Path(min_length=1, max_length=128, pattern=_NAME)]
 
@@ -148,6 +159,23 @@ Plain = Annotated[Any, AfterValidator(_plain)]
 
 PlainData = Annotated[dict[str, Any], AfterValidator(_plain)]
 """A JSON object of such."""
+
+
+def _seconds(text: Any) -> float:
+    if not isinstance(text, str) or not _TIME.fullmatch(text):
+        raise ValueError("a time is such as 2026-01-31T12:00:00Z")
+    try:
+        return datetime.fromisoformat(text.upper()).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError("there is no such time") from None
+
+
+Time = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    WithJsonSchema({"type": "string", "format": "date-time", "examples": ["2026-01-31T12:00:00Z"]}),
+]
+"""A time that comes in: RFC 3339 with its offset; in Python seconds since the epoch."""
 
 
 def rfc3339(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """``Idempotency-Key``: a POST that is sent again, because its answer was lost, is done once.
 
 The answer of the first is kept for a day and given again. A request that is still at work, or that ended with
-the process it was in, answers 409 to a second one; after `TAKEN_SECONDS` the second is taken for the first.
+the process it was in, answers 409 to a second one; after ``taken_seconds`` the second is taken for the first.
 """
 
 from __future__ import annotations
@@ -52,21 +52,33 @@ def hash_of(method: str, path: str, query: bytes, body: bytes) -> bytes:
 
 
 def begin(
-    database: Database, actor: str, key: str, request_hash: bytes, now_seconds: float
+    database: Database,
+    actor: str,
+    key: str,
+    request_hash: bytes,
+    now_seconds: float,
+    taken_seconds: float = TAKEN_SECONDS,
 ) -> KeptAnswer | None:
     """Reserve the key for this request, or return the answer that there is.
 
     Raises ConflictError while the first is at work, UnprocessableError if the key was another request's.
     """
     try:
-        return database.transact(lambda connection: _begin(connection, actor, key, request_hash, now_seconds))
+        return database.transact(
+            lambda connection: _begin(connection, actor, key, request_hash, now_seconds, taken_seconds)
+        )
     except IntegrityError:
         # another one was quicker; it is at work now
         raise ConflictError("a request with this Idempotency-Key is being worked on") from None
 
 
 def _begin(
-    connection: Connection, actor: str, key: str, request_hash: bytes, now_seconds: float
+    connection: Connection,
+    actor: str,
+    key: str,
+    request_hash: bytes,
+    now_seconds: float,
+    taken_seconds: float,
 ) -> KeptAnswer | None:
     where = (idempotency.c.actor == actor, idempotency.c.key == key)
     row = connection.execute(select(idempotency).where(*where)).one_or_none()
@@ -75,7 +87,7 @@ def _begin(
         connection.execute(insert(idempotency).values(actor=actor, key=key, **values))
         return None
     age_seconds = now_seconds - row.created_seconds
-    if age_seconds > KEPT_SECONDS or (row.status_code is None and age_seconds > TAKEN_SECONDS):
+    if age_seconds > KEPT_SECONDS or (row.status_code is None and age_seconds > taken_seconds):
         connection.execute(update(idempotency).where(*where).values(**values, headers=None, body=None))
         return None
     if bytes(row.request_hash) != request_hash:

@@ -19,9 +19,19 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import api_keys
+from dcp.server.problems import ConflictError, NotFoundError
 from dcp.server.security.principal import ALL_SCOPES, Principal, Scope
 
-__all__ = ["KEY_PATTERN", "KeyRecord", "KeyRing", "create_key", "find_key", "list_keys", "revoke_key"]
+__all__ = [
+    "KEY_PATTERN",
+    "KeyRecord",
+    "KeyRing",
+    "create_key",
+    "find_key",
+    "get_key",
+    "list_keys",
+    "revoke_key",
+]
 
 KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
 _ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -46,7 +56,7 @@ class KeyRecord:
     @property
     def principal(self) -> Principal:
         """Who asks with it."""
-        return Principal(f"key:{self.name}", self.scopes, self.roots)
+        return Principal(f"key:{self.name}", self.scopes, self.roots, self.id)
 
     def is_valid(self, now_seconds: float) -> bool:
         """Neither revoked nor expired."""
@@ -64,7 +74,13 @@ def create_key(
     expires_seconds: float | None,
     now_seconds: float,
 ) -> tuple[KeyRecord, str]:
-    """Make a key; the string is shown once and cannot be had again."""
+    """Make a key; the string is shown once and cannot be had again.
+
+    Raises ConflictError if a valid key has this name, since the audit log names keys.
+    """
+    for row in connection.execute(select(api_keys).where(api_keys.c.name == name)):
+        if _record(row).is_valid(now_seconds):
+            raise ConflictError(f"there is a key {name!r}; revoke it first, or take another name")
     prefix = "".join(secrets.choice(_ALPHABET) for _ in range(8))
     secret = f"dcp_{prefix}_{secrets.token_urlsafe(32)}"
     values: dict[str, Any] = {
@@ -85,15 +101,23 @@ def list_keys(connection: Connection) -> list[KeyRecord]:
     return [_record(row) for row in connection.execute(select(api_keys).order_by(api_keys.c.id))]
 
 
-def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> KeyRecord | None:
-    """End a key at once; None if there is no such one. One that has ended stays as it is."""
+def get_key(connection: Connection, key_id: int) -> KeyRecord | None:
+    """One key; None if there is no such one."""
+    row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).one_or_none()
+    return None if row is None else _record(row)
+
+
+def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> KeyRecord:
+    """End a key at once. One that has ended stays as it is. Raises NotFoundError."""
     connection.execute(
         update(api_keys)
         .where(api_keys.c.id == key_id, api_keys.c.revoked_seconds.is_(None))
         .values(revoked_seconds=now_seconds)
     )
-    row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).one_or_none()
-    return None if row is None else _record(row)
+    record = get_key(connection, key_id)
+    if record is None:
+        raise NotFoundError(f"there is no key {key_id}")
+    return record
 
 
 def find_key(connection: Connection, secret: str, now_seconds: float) -> KeyRecord | None:

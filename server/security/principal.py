@@ -16,11 +16,17 @@ ALL_SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """``name`` is what the audit log says; ``roots`` None is all of them."""
+    """``name`` is what the audit log says; ``roots`` None is all of them; ``key_id`` is of an API key."""
 
     name: str
     scopes: frozenset[Scope]
     roots: frozenset[str] | None = None
+    key_id: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """No two have the same, and nobody gets one that was another's."""
+        return self.name if self.key_id is None else f"key#{self.key_id}"
 
     def may(self, scope: Scope) -> bool:
         """Whether it has the scope."""

@@ -1,0 +1,71 @@
+"""``dcp db``: the service's database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp.cli.common import EXIT_FAILURE, EXIT_FINDINGS, Debug, Json, errors_as_lines, print_error, print_json
+from dcp.cli.serve import Config, read_settings
+
+if TYPE_CHECKING:
+    from dcp.server.database.engine import Database
+
+__all__ = ["DatabaseUrl", "app", "open_database"]
+
+DatabaseUrl = Annotated[
+    str | None, typer.Option("--database", metavar="URL", help="Instead of the one of the settings.")
+]
+
+app = typer.Typer(help="The database of the service: bring it up to date, look at it.", no_args_is_help=True)
+
+
+@app.command("upgrade")
+def upgrade(config: Config = None, database: DatabaseUrl = None, debug: Debug = False) -> None:
+    """Bring the database up to date: from nothing, or from any older version. Back it up before."""
+    with errors_as_lines(debug=debug):
+        from dcp.server.database import migrations
+
+        opened = open_database(config, database)
+        try:
+            before = migrations.upgrade(opened)
+            after = migrations.current(opened)
+        finally:
+            opened.close()
+        print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
+
+
+@app.command("status")
+def status(
+    config: Config = None, database: DatabaseUrl = None, json: Json = False, debug: Debug = False
+) -> None:
+    """The revision that the database has, and the one that this version needs; 1 if they differ."""
+    with errors_as_lines(debug=debug):
+        from dcp.server.database import migrations
+
+        opened = open_database(config, database)
+        try:
+            current, head = migrations.current(opened), migrations.head()
+        finally:
+            opened.close()
+    if json:
+        print_json({"current": current, "needed": head, "is_current": current == head})
+    else:
+        print(f"{current or 'empty'}, needed is {head}" if current != head else f"up to date at {head}")
+    if current != head:
+        raise typer.Exit(EXIT_FINDINGS)
+
+
+def open_database(config: Config, url: str | None) -> Database:
+    """The database of the settings; exits with a line for a wrong URL."""
+    settings = read_settings(config, database_url=url)
+    from dcp.server.database.engine import Database, DatabaseUnavailableError
+
+    try:
+        opened = Database(settings.database_url.get_secret_value(), pool_size=2)
+        with opened.read():
+            return opened
+    except (ValueError, DatabaseUnavailableError) as error:
+        print_error(str(error))
+        raise typer.Exit(EXIT_FAILURE) from None

@@ -1,0 +1,155 @@
+"""Whether the service can do what it is there for: its database has the right schema, its roots answer.
+
+Each thing is looked at by a thread of its own, one at a time and not more often than every other second: the
+answer comes in time although what is looked at hangs, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final
+
+import structlog
+
+from dcp.server.catalog.roots import sync_roots
+from dcp.server.context import Service
+from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.roots import Root
+
+__all__ = ["OK", "Readiness", "prepare_database"]
+
+OK: Final = "ok"
+_FRESH_SECONDS: Final = 2.0
+_PATIENCE_SECONDS: Final = 5.0
+_NAME: Final = ".dcp-readiness"
+"""Of a file that there is not: to ask for it is the cheapest question that a storage has to answer."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Readiness:
+    """The checks of one service, by name: "ok", or what is wrong, without places and secrets."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = threading.Lock()
+        self._is_prepared = False
+        self._probes = {"database": _Probe("database", self._look_at_database)}
+        for root in service.roots:
+            name = f"root {root.name}"
+            self._probes[name] = _Probe(name, lambda root=root: _look_at_root(root))  # type: ignore[misc]
+
+    async def check(self) -> dict[str, str]:
+        """Look at all of them, at one time."""
+        results = await asyncio.gather(*(probe.ask() for probe in self._probes.values()))
+        return dict(zip(self._probes, results, strict=True))
+
+    def prepare(self) -> str | None:
+        """Bring the database up to date where the settings allow that; what is missing, or None.
+
+        Raises `DatabaseUnavailableError`. Once all is well nothing more is done.
+        """
+        with self._lock:
+            if not self._is_prepared:
+                problem = prepare_database(self._service)
+                if problem is not None:
+                    return problem
+                self._is_prepared = True
+        return None
+
+    def _look_at_database(self) -> str:
+        try:
+            self._service.database.ping()
+            return self.prepare() or OK
+        except DatabaseUnavailableError as error:
+            _log.warning("database unavailable", error=str(error))
+            return "cannot be reached, is full or locked"
+
+
+def prepare_database(service: Service) -> str | None:
+    """Migrate SQLite if ``migrate`` is set; else only look. What is to be done by the operator, or None.
+
+    The roots of the settings are made known to the catalog. Raises `DatabaseUnavailableError`.
+    """
+    # here, because alembic is needed for a moment only
+    from dcp.server.database import migrations
+
+    database = service.database
+    if not migrations.is_current(database):
+        if not (service.settings.migrate and database.dialect == "sqlite"):
+            return (
+                f"at revision {migrations.current(database)}, and not at {migrations.head()}: dcp db upgrade"
+            )
+        before = migrations.upgrade(database)
+        _log.info("database upgraded", before=before, after=migrations.current(database))
+    urls = {root.name: root.url for root in service.roots}
+    database.transact(lambda connection: sync_roots(connection, urls, now=service.clock()))
+    return None
+
+
+def _look_at_root(root: Root) -> str:
+    try:
+        if root.path is None:
+            root.store("").stat(_NAME)
+        else:
+            # A folder that is not there yet is one without checkpoints.
+            with suppress(FileNotFoundError), os.scandir(root.path) as entries:
+                next(entries, None)
+    except Exception as error:  # noqa: BLE001 - whatever a storage raises, it is not ready
+        _log.warning("root unavailable", root=root.name, error=repr(error))
+        return "unavailable"
+    return OK
+
+
+class _Probe:
+    """Asks ``look`` in a thread, never in two."""
+
+    def __init__(self, name: str, look: Callable[[], str]) -> None:
+        self._name = name
+        self._look = look
+        self._lock = threading.Lock()
+        self._result = ""
+        self._until_seconds = 0.0
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._is_running = False
+
+    async def ask(self) -> str:
+        """What it found, at most some seconds ago."""
+        done = asyncio.Event()
+        with self._lock:
+            if time.monotonic() < self._until_seconds:
+                return self._result
+            self._waiting.append((asyncio.get_running_loop(), done))
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name=f"probe {self._name}", daemon=True).start()
+        try:
+            await asyncio.wait_for(done.wait(), _PATIENCE_SECONDS)
+        except TimeoutError:
+            return "does not answer"
+        return self._result
+
+    def _run(self) -> None:
+        result = "failed"
+        try:
+            result = self._look()
+        finally:
+            with self._lock:
+                self._result = result
+                self._until_seconds = time.monotonic() + _FRESH_SECONDS
+                self._is_running = False
+                waiting, self._waiting = self._waiting, []
+            _wake(waiting)
+
+
+def _wake(waiting: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    for loop, event in waiting:
+        try:
+            loop.call_soon_threadsafe(event.set)
+        except RuntimeError:  # its loop has ended, and nobody waits any more
+            continue

@@ -1,0 +1,336 @@
+"""Tests of what every request goes through: hosts, limits, keys, errors, headers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import APIRouter
+from fastapi.testclient import TestClient
+
+from dcp.server.access import access_of, check_routes, walk_routes
+from dcp.server.app import API, create_app
+from dcp.server.dependencies import Public, Requires, public, requires
+from dcp.server.settings import Settings
+from tests.support.app import App, running_app
+from tests.support.databases import MakeDatabase
+
+PUBLIC_PATHS = {
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+    "/redoc",
+    "/docs/static/{name}",
+}
+
+
+@pytest.fixture
+def sqlite_app(tmp_path: Path) -> Iterator[App]:
+    """The application on SQLite: what is tested here does not differ between the databases."""
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
+        yield app
+
+
+def test_every_route_says_who_may_use_it(sqlite_app: App) -> None:
+    """Below the API each has a scope; what is public is a short list; the names are unique."""
+    check_routes(sqlite_app.app)
+    found = {route.path: access_of(route) for route in walk_routes(sqlite_app.app)}
+    assert {path for path, access in found.items() if isinstance(access, Public)} == PUBLIC_PATHS
+    below = {path: access for path, access in found.items() if str(path).startswith(API)}
+    assert below
+    assert all(isinstance(access, Requires) for access in below.values())
+
+
+def test_a_route_without_scope_is_refused(tmp_path: Path) -> None:
+    """Neither one that says nothing, nor one that says two things, nor one of another's name passes."""
+    for dependencies in ([], [public, requires("read")]):
+        app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'a.sqlite'}"))
+        router = APIRouter()
+        router.add_api_route("/somewhere", lambda: None, name="somewhere", dependencies=dependencies)
+        app.include_router(router)
+        with pytest.raises(ValueError, match="/somewhere"):
+            check_routes(app)
+    app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'a.sqlite'}"))
+    app.add_api_route("/again", lambda: None, name="get_health", dependencies=[public])
+    with pytest.raises(ValueError, match="get_health"):
+        check_routes(app)
+
+
+def test_nobody_without_a_key(sqlite_app: App) -> None:
+    """Every route of the API, and every path that is none, answers 401 without a key and with a wrong one."""
+    client = sqlite_app.client()
+    wrong = {"Authorization": f"Bearer dcp_abcdefgh_{'x' * 43}"}
+    sqlite_app.service.rates._refused.amount = 10_000
+    for route in walk_routes(sqlite_app.app):
+        path = str(route.path).replace("{", "").replace("}", "")
+        if not path.startswith(API):
+            continue
+        for method in getattr(route, "methods", None) or ():
+            for headers in ({}, wrong):
+                answer = client.request(method, path, headers=headers, json={})
+                assert answer.status_code == 401, (method, path)
+                assert answer.headers["www-authenticate"] == 'Bearer realm="dcp"'
+    assert client.get(f"{API}/no/such/thing").status_code == 401
+
+
+@pytest.mark.parametrize("value", ["Basic YTpi", "Bearer", "bearer  ", "dcp_x", "Bearer a, Bearer b"])
+def test_authorization_of_another_kind(sqlite_app: App, value: str) -> None:
+    """What is no bearer key is refused, wherever it is sent."""
+    assert sqlite_app.client().get("/healthz", headers={"Authorization": value}).status_code == 401
+
+
+def test_scopes(sqlite_app: App) -> None:
+    """A key does what its scopes say; admin implies the others; one for some roots does not administrate."""
+    assert sqlite_app.client("read").get(f"{API}/roots").status_code == 200
+    refused = sqlite_app.client("write").get(f"{API}/roots")
+    assert (refused.status_code, refused.json()["scope"]) == (403, "read")
+    assert sqlite_app.client("admin").get(f"{API}/roots").status_code == 200
+    assert sqlite_app.client("read", name="reader").get(f"{API}/keys").status_code == 403
+    assert sqlite_app.client("admin", roots=["main"]).get(f"{API}/keys").status_code == 403
+
+
+def test_a_key_for_some_roots_sees_no_others(sqlite_app: App) -> None:
+    """Not in the list, not by name; a root that there is not looks the same."""
+    client = sqlite_app.client("read", roots=["main"])
+    assert [root["name"] for root in client.get(f"{API}/roots").json()["items"]] == ["main"]
+    hidden, missing = client.get(f"{API}/roots/other"), client.get(f"{API}/roots/nowhere")
+    assert hidden.status_code == missing.status_code == 404
+    assert hidden.json()["detail"].replace("other", "nowhere") == missing.json()["detail"]
+
+
+def test_hosts(sqlite_app: App) -> None:
+    """Only by the names of the settings, with or without a port, of which there is exactly one."""
+    client = sqlite_app.client()
+    for host in ("localhost", "LOCALHOST:1234", "127.0.0.1:8470", "[::1]:8470"):
+        assert client.get("/healthz", headers={"Host": host}).status_code == 200, host
+    for host in ("evil.example", "localhost.evil.example", "", "127.0.0.2", "[::2]"):
+        answer = client.get("/healthz", headers={"Host": host})
+        assert answer.status_code == 421, host
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_pages_of_other_sites(sqlite_app: App) -> None:
+    """A browser that comes from elsewhere changes nothing; CORS allows nothing."""
+    client = sqlite_app.client("admin")
+    own, other = {"Origin": "http://localhost"}, {"Origin": "http://evil.example"}
+    body = {"name": "new"}
+    assert client.post(f"{API}/keys", json=body, headers=other).status_code == 403
+    assert client.post(f"{API}/keys", json=body, headers={"Origin": "null"}).status_code == 403
+    assert client.post(f"{API}/keys", json=body, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert client.post(f"{API}/keys", json=body, headers=own).status_code == 201
+    preflight = client.options(f"{API}/keys", headers={**other, "Access-Control-Request-Method": "POST"})
+    assert preflight.status_code == 405
+    assert "access-control-allow-origin" not in preflight.headers
+    assert "access-control-allow-origin" not in client.get(f"{API}/roots", headers=other).headers
+
+
+def test_headers_of_every_answer(sqlite_app: App) -> None:
+    """Fine answers, errors and pages have the same guards; nothing of the API is kept in caches."""
+    client = sqlite_app.client("admin")
+    for path in ("/healthz", f"{API}/roots", f"{API}/nowhere", "/docs", "/metrics"):
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff", path
+        assert headers["x-frame-options"] == "DENY", path
+        assert headers["content-security-policy"].startswith("default-src 'none'"), path
+        assert headers["cache-control"] == "no-store", path
+        assert headers["x-request-id"], path
+        assert "server" not in headers, path
+
+
+def test_request_ids(sqlite_app: App) -> None:
+    """The caller's goes on if it is a tame one; errors name it."""
+    client = sqlite_app.client("read")
+    answer = client.get(f"{API}/roots/nowhere", headers={"X-Request-ID": "trace-1"})
+    assert answer.headers["x-request-id"] == answer.json()["request_id"] == "trace-1"
+    answer = client.get("/healthz", headers={"X-Request-ID": "a b\tc"})
+    assert answer.headers["x-request-id"] != "a b\tc"
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b'{"name": "x"', "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"1" * 5_000, "application/json", 400),
+        (b'"text"', "application/json", 422),
+        (b'{"name": "x", "more": 1}', "application/json", 422),
+        (b'{"name": "x\\u0000"}', "application/json", 422),
+        (b'{"name": "\\ud800"}', "application/json", 422),
+        (b'{"\\ud800": 1, "name": "x"}', "application/json", 422),
+        (b'{"name": "x"}', "text/plain", 415),
+        (b'{"name": "x"}', "", 415),
+        (b"name=x", "application/x-www-form-urlencoded", 415),
+    ],
+)
+def test_bodies_that_are_none(sqlite_app: App, content: bytes, content_type: str, status: int) -> None:
+    """Each is refused with a problem document, none is an error of the service."""
+    client = sqlite_app.client("admin")
+    headers = {"Content-Type": content_type} if content_type else {}
+    answer = client.post(f"{API}/keys", content=content, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert set(answer.json()) >= {"type", "title", "status", "detail", "instance"}
+
+
+def test_large_bodies(tmp_path: Path) -> None:
+    """One byte too many is 413, whether the length is told beforehand or not."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, max_body_bytes=2048) as app:
+        client = app.client("admin")
+        body = b'{"name": "x", "scopes": ["read"]}'
+        assert client.post(f"{API}/keys", content=body.ljust(2048)).status_code == 415
+        headers = {"Content-Type": "application/json"}
+        assert client.post(f"{API}/keys", content=body.ljust(2048), headers=headers).status_code == 201
+        assert client.post(f"{API}/keys", content=body.ljust(2049), headers=headers).status_code == 413
+        parts = iter([body, b" " * 1024, b" " * 1024])
+        assert client.post(f"{API}/keys", content=parts, headers=headers).status_code == 413
+        assert client.get(f"/healthz?{'x' * 20_000}").status_code == 400
+
+
+def test_slow_routes_are_given_up(tmp_path: Path) -> None:
+    """An answer that does not begin in time is 503, while the next request is answered as ever."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, request_seconds=0.2) as app:
+        app.app.add_api_route("/slow", lambda: time.sleep(1.5), name="slow", dependencies=[public])
+        answer = app.client().get("/slow")
+        assert answer.status_code == 503
+        assert "retry-after" in answer.headers
+        assert app.client().get("/healthz").status_code == 200
+
+
+def test_unexpected_errors(sqlite_app: App, caplog: pytest.LogCaptureFixture) -> None:
+    """What nobody caught is a 500 that tells nothing of itself; the log has the cause."""
+
+    def fail() -> None:
+        raise RuntimeError("secret cause")
+
+    sqlite_app.app.add_api_route("/fail", fail, name="fail", dependencies=[public])
+    answer = sqlite_app.client().get("/fail")
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+
+
+def test_rates(tmp_path: Path) -> None:
+    """So many requests of a key, so many refused keys of an address; health is not counted."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, rate_limit="5/hour", login_limit="3/hour") as app:
+        client = app.client("read", name="a")
+        assert [client.get(f"{API}/roots").status_code for _ in range(6)] == [200] * 5 + [429]
+        refused = client.get(f"{API}/roots")
+        assert 3500 <= int(refused.headers["retry-after"]) <= 3600
+        assert app.client("read", name="b").get(f"{API}/roots").status_code == 200
+        assert [app.client().get("/healthz").status_code for _ in range(20)] == [200] * 20
+        wrong = {"Authorization": f"Bearer dcp_abcdefgh_{'x' * 43}"}
+        statuses = [app.client().get(f"{API}/roots", headers=wrong).status_code for _ in range(4)]
+        assert statuses == [401, 401, 401, 429]
+
+
+def test_addresses_behind_a_proxy(tmp_path: Path) -> None:
+    """Only a trusted proxy says for whom it asks."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    settings = {"auth": "off", "rate_limit": "2/hour"}
+
+    def statuses(app: App) -> list[int]:
+        paths = [f"10.0.0.{number}" for number in (1, 2, 3)]
+        return [
+            app.base.get(f"{API}/roots", headers={"X-Forwarded-For": address}).status_code
+            for address in paths
+        ]
+
+    with running_app(url, tmp_path, **settings) as app:
+        assert statuses(app) == [200, 200, 429]
+    with running_app(url, tmp_path, **settings, trusted_proxies=("testclient",)) as app:
+        assert statuses(app) == [200, 200, 200]
+
+
+def test_the_description_is_complete(sqlite_app: App) -> None:
+    """OpenAPI names each operation as its function, with the scope it needs and how it can fail."""
+    document = sqlite_app.client().get("/openapi.json").json()
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names)
+    for operation in operations:
+        assert {"400", "408", "413", "421", "429", "500", "503"} <= set(operation["responses"])
+        if "x-required-scope" in operation:
+            assert {"401", "403"} <= set(operation["responses"])
+            assert operation["security"] == [{"key": []}]
+    assert "HTTPValidationError" not in str(document)
+
+
+def test_documentation_is_offline(sqlite_app: App) -> None:
+    """The pages name no other host, their scripts are ours, and the policy lets no other one run."""
+    client = sqlite_app.client()
+    for path in ("/docs", "/redoc"):
+        page = client.get(path)
+        assert page.status_code == 200
+        assert "http://" not in page.text.replace("http://www.w3.org", "")
+        assert "https://" not in page.text
+        assert "sha256-" in page.headers["content-security-policy"] or "<script>" not in page.text
+        assert "unsafe-eval" not in page.headers["content-security-policy"]
+    for name in ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png"):
+        assert len(client.get(f"/docs/static/{name}").content) > 1000
+    for name in ("nothing.js", "..%2Fcore.py", "%2e%2e%2fcore.py"):
+        assert client.get(f"/docs/static/{name}").status_code == 404
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    """A process that has made the application and its description has not imported torch."""
+    program = (
+        "import sys; from dcp.server.app import create_app; from dcp.server.settings import Settings\n"
+        f"create_app(Settings(database_url='sqlite:///{tmp_path / 'a.sqlite'}')).openapi()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
+    """Ready with the database and the roots; roots are named to those with a key for all of them only."""
+    with running_app(make_database(), tmp_path) as app:
+        named = app.client("read").get("/readyz")
+        assert named.status_code == 200
+        assert named.json() == {
+            "status": "ok",
+            "checks": {"database": "ok", "root main": "ok", "root other": "ok"},
+        }
+        unnamed = {"status": "ok", "checks": {"database": "ok", "roots": "ok"}}
+        assert app.client().get("/readyz").json() == unnamed
+        assert app.client("read", roots=["main"]).get("/readyz").json() == unnamed
+
+
+def test_not_ready_without_the_schema(tmp_path: Path) -> None:
+    """Without migrations an empty database is told of, and `dcp db upgrade` named."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, auth="off", migrate=False) as app:
+        answer = app.base.get("/readyz")
+        assert answer.status_code == 503
+        assert "dcp db upgrade" in answer.json()["checks"]["database"]
+
+
+def test_not_ready_with_a_root_that_cannot_be_used(tmp_path: Path) -> None:
+    """A root that is no folder makes the service not ready; it is ready again once that is put right."""
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    roots = {"main": {"url": str(tmp_path / "file")}}
+    (tmp_path / "file").write_text("no folder")
+    with running_app(url, tmp_path, auth="off", roots=roots) as app:
+        assert app.base.get("/readyz").json()["checks"]["root main"] == "unavailable"
+        (tmp_path / "file").unlink()
+        (tmp_path / "file").mkdir()
+        give_up = time.monotonic() + 60
+        while app.base.get("/readyz").status_code != 200:
+            assert time.monotonic() < give_up
+            time.sleep(0.1)
+
+
+def test_the_client_is_not_needed(sqlite_app: App) -> None:
+    """The fixture's own client has no key: it is nobody."""
+    assert isinstance(sqlite_app.base, TestClient)
+    assert sqlite_app.base.get(f"{API}/roots").status_code == 401

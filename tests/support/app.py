@@ -1,0 +1,60 @@
+"""The application in this process, for tests of routes: no socket, everything else real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from dcp.server.app import create_app
+from dcp.server.security.keys import create_key
+from dcp.server.security.principal import Scope
+from dcp.server.settings import Settings
+
+__all__ = ["App", "running_app"]
+
+
+class App:
+    """A started application; `client` makes clients, with a key or without."""
+
+    def __init__(self, app: FastAPI, base: TestClient) -> None:
+        self.app = app
+        self.service = app.state.service
+        self.base = base
+
+    def client(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> TestClient:
+        """Of a new key with these scopes; without scopes one without a key (everybody, with auth=off)."""
+        headers = {"Authorization": f"Bearer {self.key(*scopes, roots=roots, name=name)}"} if scopes else {}
+        # no context manager: the application runs already
+        return TestClient(
+            self.app, base_url="http://localhost", headers=headers, raise_server_exceptions=False
+        )
+
+    def key(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> str:
+        """A new key."""
+        with self.service.database.write() as connection:
+            _, secret = create_key(
+                connection,
+                name=name or "-".join([*scopes, *(roots or ())]),
+                scopes=scopes,
+                roots=roots,
+                expires_seconds=None,
+                now_seconds=self.service.clock(),
+            )
+        return secret
+
+
+@contextmanager
+def running_app(database_url: str, folder: Path, **settings: Any) -> Iterator[App]:
+    """The application over ``database_url`` (migrated), with the roots "main" and "other" below ``folder``."""
+    roots = {name: {"url": str(folder / name)} for name in ("main", "other")}
+    for name in roots:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    given = {"roots": roots, "auth": "keys", "log_level": "warning", **settings}
+    app = create_app(Settings(database_url=database_url, **given))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as base:
+        yield App(app, base)
