@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fastapi import APIRouter
 from fastapi.testclient import TestClient
+from pydantic import SecretStr
 
 from dcp.server.access import access_of, check_routes, walk_routes
 from dcp.server.app import API, create_app
@@ -50,13 +51,13 @@ def test_every_route_says_who_may_use_it(sqlite_app: App) -> None:
 def test_a_route_without_scope_is_refused(tmp_path: Path) -> None:
     """Neither one that says nothing, nor one that says two things, nor one of another's name passes."""
     for dependencies in ([], [public, requires("read")]):
-        app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'a.sqlite'}"))
+        app = create_app(Settings(database_url=SecretStr(f"sqlite:///{tmp_path / 'a.sqlite'}")))
         router = APIRouter()
         router.add_api_route("/somewhere", lambda: None, name="somewhere", dependencies=dependencies)
         app.include_router(router)
         with pytest.raises(ValueError, match="/somewhere"):
             check_routes(app)
-    app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'a.sqlite'}"))
+    app = create_app(Settings(database_url=SecretStr(f"sqlite:///{tmp_path / 'a.sqlite'}")))
     app.add_api_route("/again", lambda: None, name="get_health", dependencies=[public])
     with pytest.raises(ValueError, match="get_health"):
         check_routes(app)

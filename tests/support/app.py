@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from pydantic import SecretStr
 
 from dcp.server.app import create_app
 from dcp.server.security.keys import create_key
@@ -50,11 +51,11 @@ class App:
 
 @contextmanager
 def running_app(database_url: str, folder: Path, **settings: Any) -> Iterator[App]:
-    """The application over ``database_url`` (migrated), with the roots "main" and "other" below ``folder``."""
+    """The application over ``database_url``, with the roots "main" and "other" below ``folder``."""
     roots = {name: {"url": str(folder / name)} for name in ("main", "other")}
     for name in roots:
         (folder / name).mkdir(parents=True, exist_ok=True)
     given = {"roots": roots, "auth": "keys", "log_level": "warning", **settings}
-    app = create_app(Settings(database_url=database_url, **given))
+    app = create_app(Settings(database_url=SecretStr(database_url), **given))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as base:
         yield App(app, base)
