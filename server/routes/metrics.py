@@ -19,7 +19,6 @@ router = APIRouter(tags=["monitoring"])
 # Public to the walk over all routes, because a setting decides: the check is the first thing it does.
 @router.get(
     "/metrics",
-    operation_id="getMetrics",
     dependencies=[public],
     response_class=Response,
     responses={

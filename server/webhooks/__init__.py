@@ -1,1 +1,5 @@
 """What delivers events to other services: who is told, where it may go, how it is signed, how often."""
+
+from dcp.server.webhooks.delivering import Deliverer, deliver_due
+
+__all__ = ["Deliverer", "deliver_due"]
