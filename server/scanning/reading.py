@@ -24,7 +24,7 @@ from dcp.server.scanning.facts import (
     fingerprint_of,
     structure_of,
 )
-from dcp.server.scanning.walk import Candidate
+from dcp.server.scanning.walk import Candidate, classify
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.manifest import (
@@ -92,16 +92,25 @@ class Reader:
         then nothing is known about the checkpoint.
         """
         observed_seconds = self._clock()
-        fingerprint = self.fingerprint(candidate)
-        if candidate.kind == "incomplete":
-            return self._without_index(candidate, "incomplete", observed_seconds, fingerprint)
         try:
+            if candidate.kind == "incomplete":
+                # What was listed a while ago may be committed by now, and its trainer may have said so.
+                found = classify(
+                    candidate.key, {info.name: info for info in self._store(candidate.key).list()}
+                )
+                if not found:
+                    return None
+                candidate = found[0]
+            fingerprint = self.fingerprint(candidate)
+            if candidate.kind == "incomplete":
+                return self._without_index(candidate, "incomplete", observed_seconds, fingerprint)
             return self._read(candidate, observed_seconds, fingerprint)
         except CheckpointNotFoundError:
             return None
         except (CheckpointError, OSError) as error:
             if isinstance(error, CheckpointConflictError):
                 return None  # replaced again and again just now: the next scan sees it
+            fingerprint = self.fingerprint(candidate)
             problem = self.root.problem(error).detail
             if isinstance(error, OSError):
                 if not isinstance(error.__cause__ or error, PermissionError):

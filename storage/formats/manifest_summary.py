@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgpack
-import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.column_codec import Budget, decode_bytes, decode_column
@@ -50,12 +49,12 @@ def summarize_manifest(data: bytes) -> ManifestSummary:
     fields = unpack_manifest(data)
     budget = Budget(len(data))
     sizes = decode_column(_item(_item(fields, "files"), "sizes"), budget)
-    known = not (sizes == UNKNOWN).any() and float(sizes.sum(dtype=np.float64)) < 2.0**62
+    known = not (sizes == UNKNOWN).any()
     return ManifestSummary(
         format=_typed(fields, "format", str),
         structure_key=_structure_key(fields),
         file_count=len(sizes),
-        bytes=int(sizes.sum()) if known else None,
+        bytes=sum(sizes.tolist()) if known else None,
         provenance=_plain_dict(fields, "provenance", budget),
         user=_plain_dict(fields, "user", budget),
         torch_metadata_crc=_crc(fields.get("torch_metadata_crc")),

@@ -1,0 +1,72 @@
+"""A manifest's summary says what its index says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.manifest_summary import summarize_manifest
+from tests.storage.formats.index_cases import indexes, small_index
+from tests.storage.formats.test_manifest import resealed
+
+
+@settings(max_examples=100)
+@given(indexes())
+def test_as_the_index(index: CheckpointIndex) -> None:
+    """Whatever the index is, and whatever plain data it carries: tuples, large numbers, bytes."""
+    data = encode_manifest(index)
+    summary = summarize_manifest(data)
+    assert summary.format == index.format
+    assert summary.file_count == len(index.files)
+    known = not (index.file_sizes == UNKNOWN).any()
+    assert summary.bytes == (sum(index.file_sizes.tolist()) if known else None)
+    assert msgpack.packb(repr(summary.provenance)) == msgpack.packb(repr(dict(index.provenance)))
+    assert repr(summary.user) == repr(dict(index.user))
+    assert summary.torch_metadata_crc == index.torch_metadata_crc
+    assert summary.replaced_torch_metadata_crc == index.replaced_torch_metadata_crc
+
+
+def test_the_key_is_that_of_the_structure() -> None:
+    """Other values, files and user metadata have the same key; other shapes have another one."""
+    from dataclasses import replace
+
+    index = small_index()
+    key = summarize_manifest(encode_manifest(index)).structure_key
+    later = replace(index, user={"step": 7}, provenance={"save_id": "x"}, crcs=index.crcs + np.uint32(1))
+    assert summarize_manifest(encode_manifest(later)).structure_key == key
+    renamed = replace(index, fqns=[f"{fqn}x" for fqn in index.fqns], planner_data=None)
+    assert summarize_manifest(encode_manifest(renamed)).structure_key != key
+    assert decode_manifest(encode_manifest(renamed)).fqns == renamed.fqns
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.pop("files"),
+        lambda fields: fields.update(files=7),
+        lambda fields: fields["tensors"].pop("shapes"),
+        lambda fields: fields.update(user=[1, 0, b"\xc0"]),
+        lambda fields: fields.update(provenance=[1, 0, b"\xc1"]),
+        lambda fields: fields.update(format=7),
+        lambda fields: fields.update(torch_metadata_crc=-1),
+    ],
+)
+def test_hostile_fields_are_refused(change: Any) -> None:
+    """What no writer produces is an error of the format, and no other."""
+    with pytest.raises(CheckpointFormatError):
+        summarize_manifest(resealed(change))
+
+
+def test_damage_is_noticed() -> None:
+    """The checksum over all of the file is checked."""
+    data = bytearray(encode_manifest(small_index()))
+    data[len(data) // 2] ^= 1
+    with pytest.raises(CorruptCheckpointError):
+        summarize_manifest(bytes(data))

@@ -1,0 +1,96 @@
+"""Roots with checkpoints of all kinds, and a scanner over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlalchemy import select
+
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import checkpoints
+from dcp.server.roots import Roots
+from dcp.server.scanning.scanner import Scanner, ScanReport
+from dcp.server.settings import RootSettings
+from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.formats.manifest import MANIFEST_NAME, encode_manifest
+
+__all__ = ["OLD_SECONDS", "age", "index_of", "roots_of", "rows", "scan", "write_manifest"]
+
+OLD_SECONDS = 1_700_000_000.0
+"""A time of files that nobody is writing any more."""
+
+
+def roots_of(url: str | Path, name: str = "main", **settings: Any) -> Roots:
+    """One root."""
+    return Roots({name: RootSettings(url=str(url), **settings)})
+
+
+def scan(database: Database, roots: Roots, name: str = "main", **options: Any) -> ScanReport:
+    """A scan by a new scanner."""
+    return Scanner(database, roots).scan(name, **options)
+
+
+def rows(database: Database) -> dict[str, dict[str, Any]]:
+    """All checkpoints as they are in the table, by key."""
+    with database.read() as connection:
+        found = connection.execute(select(checkpoints).order_by(checkpoints.c.key)).mappings()
+        return {row["key"]: dict(row) for row in found}
+
+
+def age(path: Path, seconds: float = OLD_SECONDS) -> None:
+    """Make a file, or all below a folder, look as if last written then."""
+    for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
+        os.utime(each, (seconds, seconds))
+
+
+@cache
+def index_of(tensors: int = 3) -> CheckpointIndex:
+    """An index of some tensors of 4 x 8 bfloat16 in one file."""
+    shape = np.tile(np.array([4, 8], dtype=np.int64), tensors)
+    places = np.arange(tensors, dtype=np.int64) * 64
+    lengths = np.full(tensors, 64, dtype=np.int64)
+    return CheckpointIndex(
+        format="dcp",
+        fqns=[f"layers.{number}.weight" for number in range(tensors)],
+        dtype_codes=np.full(tensors, 4, dtype=np.uint8),
+        shape_start=starts([2] * tensors),
+        shape_values=shape,
+        requires_grad=np.zeros(tensors, dtype=np.uint8),
+        chunk_start=np.arange(tensors + 1, dtype=np.int64),
+        chunk_offsets=np.zeros(2 * tensors, dtype=np.int64),
+        chunk_sizes=shape,
+        chunk_files=np.zeros(tensors, dtype=np.int64),
+        record_offsets=places,
+        record_lengths=lengths,
+        payload_offsets=places,
+        payload_lengths=lengths,
+        crc_start=np.zeros(tensors + 1, dtype=np.int64),
+        files=["__0_0.0000abcd.distcp"],
+        file_sizes=np.array([64 * tensors], dtype=np.int64),
+    )
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    save_id: str = "0000abcd",
+    tensors: int = 3,
+    user: Mapping[str, Any] | None = None,
+    seconds: float | None = OLD_SECONDS,
+    **changes: Any,
+) -> Path:
+    """A committed checkpoint: its manifest alone, which is all that the catalog reads; it looks old."""
+    provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2}
+    index = replace(index_of(tensors), provenance=provenance, user=dict(user or {}), **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / MANIFEST_NAME
+    path.write_bytes(encode_manifest(index))
+    if seconds is not None:
+        age(path, seconds)
+    return path
