@@ -81,6 +81,7 @@ class Settings(BaseSettings):
     embedded_worker: bool = True  # `dcp serve` starts one `dcp worker`
     executor: str = "processes"  # or dask://HOST:PORT
     concurrency: int = Field(default=2, ge=1, le=1024)
+    kind_concurrency: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)  # over all workers
     task_memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
     task_seconds: Seconds = 6 * 3600.0
     lease_seconds: float = Field(default=30.0, ge=1)

@@ -72,6 +72,7 @@ __all__ = [
     "fail",
     "find_job",
     "get_job",
+    "has_expired",
     "has_work",
     "job_events_after",
     "list_jobs",
@@ -242,6 +243,9 @@ def _fail_task(
 def _fail_phase(connection: Connection, job: Job, error: JobError, now: float, backoff: Backoff) -> None:
     attempt = job.attempt + 1
     is_last = attempt >= job.max_attempts or not error.is_retryable
+    if error is _LOST and job.state == "publishing" and not job.is_ending:
+        # Nobody knows whether it is published: only another attempt finds out, so this is never the last.
+        attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
     if job.is_ending and (job.state == "planning" or is_last):
         if job.state != "planning":
             emit(connection, job.id, "discard_failed", now, error=error.document())
@@ -272,8 +276,23 @@ def _tell_retry(
     emit(connection, job.id, "retry", now, error=error.document(), delay_seconds=round(delay, 3), **where)
 
 
+def has_expired(connection: Connection, now: float) -> bool:
+    """Whether `expire_leases` would find something: asked without a lock."""
+    return bool(_expired(connection, now))
+
+
 def expire_leases(connection: Connection, now: float, backoff: Backoff = DEFAULT_BACKOFF) -> int:
     """Whatever is not renewed any more has failed; how many that were."""
+    count = 0
+    for held in _expired(connection, now):
+        lock_job(connection, held.job_id)
+        if _is_over(connection, held, now):  # still: it may have been renewed while this waited for the lock
+            fail(connection, held, _LOST, now, backoff)
+            count += 1
+    return count
+
+
+def _expired(connection: Connection, now: float) -> list[Held]:
     of_jobs = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.state.in_(("planning", "running", "publishing")), jobs.c.lease_until_seconds < now
     )
@@ -282,13 +301,7 @@ def expire_leases(connection: Connection, now: float, backoff: Backoff = DEFAULT
     )
     over = [Held(row.id, None, row.fence) for row in connection.execute(of_jobs)]
     over += [Held(row.job_id, row.id, row.fence) for row in connection.execute(of_tasks)]
-    count = 0
-    for held in sorted(over, key=lambda held: (held.job_id, held.task_id or 0)):
-        lock_job(connection, held.job_id)
-        if _is_over(connection, held, now):  # still: it may have been renewed while this waited for the lock
-            fail(connection, held, _LOST, now, backoff)
-            count += 1
-    return count
+    return sorted(over, key=lambda held: (held.job_id, held.task_id or 0))
 
 
 def _is_over(connection: Connection, held: Held, now: float) -> bool:
@@ -304,7 +317,7 @@ def _is_over(connection: Connection, held: Held, now: float) -> bool:
 
 
 def release(connection: Connection, held: Held, now: float) -> None:
-    """Give a claim back that was stopped, by no fault of its own: it counts as no attempt, but to publish."""
+    """Give a claim back that was stopped, by no fault of its own: it counts as no attempt."""
     if held.task_id is not None:
         job, task = held_task(connection, held)
         state = "cancelled" if job.is_ending else "queued"
@@ -319,7 +332,7 @@ def release(connection: Connection, held: Held, now: float) -> None:
     state = "queued" if job.state == "planning" else job.state
     values: dict[str, Any] = {"state": state, **NO_LEASE}
     if job.state == "publishing" and not job.is_ending:
-        values["attempt"] = job.attempt + 1  # so that it counts as begun, and is not cancelled any more
+        values["attempt"] = max(job.attempt, 1)  # it counts as begun, and is not cancelled any more
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
     if state != job.state:
         emit(connection, job.id, "state", now, state=state)

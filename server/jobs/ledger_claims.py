@@ -25,9 +25,11 @@ _CLAIMS_LOCK: Final = 7_218_330_041
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many phases and tasks of one kind may run at a time, over all workers; other kinds: any number."""
+    """``by_kind``: how many phases and tasks of one kind may run at a time, over all workers; of other kinds
+    any number. ``only``: the kinds that the one who claims can do; None is all."""
 
     by_kind: Mapping[str, int] = field(default_factory=dict)
+    only: frozenset[str] | None = None
 
 
 NO_LIMITS: Final = Limits()
@@ -104,11 +106,14 @@ def _claim_phase(
 def _next(
     connection: Connection, now: float, limits: Limits, *, only_job: int | None = None
 ) -> _Candidate | None:
-    if (ending := _ending(connection, now, only_job)) is not None:
-        return ending
-    allowed = _allowed(connection, limits)
+    known: ColumnElement[bool] = true()
+    if limits.only is not None:
+        known = jobs.c.kind.in_(sorted(limits.only))
     if only_job is not None:
-        allowed = and_(allowed, jobs.c.id == only_job)
+        known = and_(known, jobs.c.id == only_job)
+    if (ending := _ending(connection, now, known)) is not None:
+        return ending
+    allowed = and_(known, _allowed(connection, limits))
     found = [
         candidate
         for candidate in (
@@ -121,7 +126,7 @@ def _next(
     return max(found, key=lambda one: one.priority, default=None)  # the first of the highest
 
 
-def _ending(connection: Connection, now: float, only_job: int | None) -> _Candidate | None:
+def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Candidate | None:
     """A job that was given up, and of which nothing runs any more."""
     running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
     query = (
@@ -132,7 +137,7 @@ def _ending(connection: Connection, now: float, only_job: int | None) -> _Candid
             jobs.c.lease_owner.is_(None),
             jobs.c.not_before_seconds <= now,
             ~running.exists(),
-            true() if only_job is None else jobs.c.id == only_job,
+            known,
         )
         .order_by(jobs.c.id)
         .limit(1)

@@ -1,0 +1,339 @@
+"""A worker: claims what is to be done, has it carried out, and tells the ledger what became of it.
+
+One thread does all that touches the ledger. Phases and tasks run elsewhere (`dcp.server.jobs.executors`), as
+many at a time as there may be; their ends arrive in a queue. A database that is away stops nothing that runs:
+results are kept until it is back, or until the lease is over and somebody else may have the work.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from sqlalchemy import Connection
+
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.jobs.executors import Executor, Running, open_executor
+from dcp.server.jobs.kind import Kind
+from dcp.server.jobs.ledger import (
+    DEFAULT_BACKOFF,
+    Backoff,
+    Claim,
+    Held,
+    JobError,
+    Limits,
+    StaleFenceError,
+    TaskSpec,
+    claim,
+    complete_discard,
+    complete_plan,
+    complete_publish,
+    complete_task,
+    expire_leases,
+    fail,
+    has_expired,
+    has_work,
+    release,
+    renew,
+    stopped,
+)
+from dcp.server.jobs.schedules import Schedule, Scheduler
+from dcp.server.jobs.schedules_built_in import built_in_schedules
+from dcp.server.jobs.states import Json
+from dcp.server.jobs.subprocess_main import error_of, load_kinds
+from dcp.server.jobs.subprocess_messages import Order
+from dcp.server.jobs.subprocesses import Outcome
+from dcp.server.settings import Settings
+
+__all__ = ["DEFAULT_KINDS", "Worker"]
+
+DEFAULT_KINDS: Final = "dcp.server.jobs.kinds:KINDS"
+_LOOK_SECONDS: Final = 0.5
+_PROGRESS_SECONDS: Final = 1.0
+_SWEEP_SECONDS: Final = 2.0
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Something that was claimed, until the ledger knows how it ended."""
+
+    claim: Claim
+    renewed_seconds: float  # of the monotonic clock
+    running: Running | None = None
+    done_bytes: int | None = None
+    is_told: bool = True  # whether the ledger knows `done_bytes`
+    outcome: Outcome | None = None
+
+
+class Worker:
+    """Does jobs of the ledger until it is told to stop; any number of them may share a database."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        kinds: str = DEFAULT_KINDS,
+        schedules: Sequence[Schedule] | None = None,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.owner = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._settings = settings
+        self._kinds = load_kinds(kinds)
+        self._limits = Limits(by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds))
+        self._backoff = backoff
+        self._clock = clock
+        self._database = Database(
+            settings.database_url.get_secret_value(), pool_size=settings.database_pool_size
+        )
+        self._executor: Executor = open_executor(settings, kinds)
+        self._scheduler = Scheduler(
+            settings,
+            self._database,
+            built_in_schedules(settings) if schedules is None else schedules,
+            self.owner,
+            clock,
+        )
+        self._entries: dict[Held, _Entry] = {}
+        self._ended: queue.SimpleQueue[tuple[Held, Outcome]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._next_sweep = 0.0
+        self._next_renewal = 0.0
+        self._next_progress = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Until ``stop`` is set. Then what runs may finish for a while, and is given back after that."""
+        _log.info("worker started", owner=self.owner, executor=self._settings.executor)
+        try:
+            while not stop.is_set():
+                self._step(self._expire, self._scheduler.tick, self._look, self._settle, self._fill)
+                self._wait()
+            self._drain()
+        finally:
+            self._scheduler.close()
+            self._executor.close()
+            self._database.close()
+            _log.info("worker stopped", owner=self.owner)
+
+    def _step(self, *parts: Callable[[], None]) -> None:
+        for part in parts:
+            try:
+                part()
+            except DatabaseUnavailableError as error:
+                _log.warning("database unavailable", error=str(error))
+            except Exception:  # noqa: BLE001 - whatever it is, the worker goes on and its leases are kept
+                _log.exception("worker failed in a step", part=part.__name__)
+
+    def _wait(self) -> None:
+        # What runs is looked after more often: cancelling takes effect within two seconds.
+        seconds = self._settings.poll_seconds
+        self._wake.wait(min(seconds, _LOOK_SECONDS) if self._entries else seconds)
+        self._wake.clear()
+
+    def _drain(self) -> None:
+        """Let what runs finish for half of the time that there is, then stop it, and give it back."""
+        until = time.monotonic() + self._settings.shutdown_seconds / 2
+        while self._entries and time.monotonic() < until:
+            self._step(self._look, self._settle)
+            if self._entries:
+                self._wake.wait(min(0.1, self._settings.poll_seconds))
+                self._wake.clear()
+        self._executor.close()
+        self._step(self._settle)
+
+    # -- claims --
+
+    def _fill(self) -> None:
+        """Claim and start as much as there is room for."""
+        while len(self._entries) < self._settings.concurrency:
+            now = self._clock()
+            with self._database.read() as connection:
+                if not has_work(connection, now, self._limits):
+                    return
+            begun = time.monotonic()  # before the lease begins: it is over here first
+            made = self._database.transact(self._claim)
+            if made is None:
+                return
+            self._entries[made.held] = _Entry(made, begun)
+            try:
+                self._start(made)
+            except DatabaseUnavailableError:
+                self._ended.put((made.held, Outcome()))
+                raise
+            except Exception as error:  # noqa: BLE001 - told to the ledger
+                _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
+                self._ended.put((made.held, Outcome(error=error_of(error))))
+
+    def _claim(self, connection: Connection) -> Claim | None:
+        return claim(connection, self.owner, self._clock(), self._settings.lease_seconds, self._limits)
+
+    def _start(self, made: Claim) -> None:
+        held = made.held
+        if made.phase == "discard" and made.job.plan is None:
+            self._ended.put((held, Outcome(result={})))
+            return
+        order = self._order(made)
+        entry = self._entries[held]
+
+        def on_progress(done_bytes: int) -> None:
+            entry.done_bytes, entry.is_told = done_bytes, False
+
+        def on_done(outcome: Outcome) -> None:
+            self._ended.put((held, outcome))
+            self._wake.set()
+
+        entry.running = self._executor.start(order, on_progress, on_done)
+
+    def _order(self, made: Claim) -> Order:
+        job, task = made.job, made.task
+        number = "job" if task is None else str(task.number)
+        prepared: Json = {}
+        if made.phase == "plan":
+            kind = self._kinds[job.kind]
+            with self._database.read() as connection:
+                prepared = kind.prepare(connection, kind.params.model_validate(job.params))
+        return Order(
+            kind=job.kind,
+            phase=made.phase,
+            job_id=job.id,
+            attempt_name=f"{job.id}-{number}-{made.fence}",
+            task_number=None if task is None else task.number,
+            params=job.params if made.phase == "plan" else {},
+            prepared=prepared,
+            payload={} if task is None else task.payload,
+            plan_data=job.plan or {},
+            results=made.results,
+            memory_bytes=self._settings.task_memory_bytes,
+            seconds=self._settings.task_seconds,
+        )
+
+    # -- what runs --
+
+    def _expire(self) -> None:
+        """What workers have left that are not heard of any more."""
+        if (begun := time.monotonic()) < self._next_sweep:
+            return
+        self._next_sweep = begun + min(_SWEEP_SECONDS, self._settings.lease_seconds / 3)
+        now = self._clock()
+        with self._database.read() as connection:
+            if not has_expired(connection, now):
+                return
+        count = self._database.transact(lambda connection: expire_leases(connection, now, self._backoff))
+        if count:
+            _log.warning("leases were over", count=count)
+
+    def _look(self) -> None:
+        """Stop what was cancelled or is ours no longer, and renew the rest."""
+        alive = {held: entry for held, entry in self._entries.items() if entry.outcome is None}
+        over = time.monotonic() - self._settings.lease_seconds
+        for entry in alive.values():
+            if entry.renewed_seconds < over:  # the database was away for so long; others may have it now
+                self._kill(entry, "the lease is over")
+        if not self._entries:
+            return
+        with self._database.read() as connection:
+            for held in stopped(connection, alive):
+                self._kill(alive[held], "cancelled, or claimed by others")
+        self._renew()
+
+    def _renew(self) -> None:
+        begun = time.monotonic()
+        if begun >= self._next_renewal:
+            wanted = {held: entry.done_bytes for held, entry in self._entries.items()}
+        elif begun >= self._next_progress:
+            wanted = {held: entry.done_bytes for held, entry in self._entries.items() if not entry.is_told}
+        else:
+            return
+        if not wanted:
+            return
+        lost = self._database.transact(
+            lambda connection: renew(
+                connection, self.owner, wanted, self._clock(), self._settings.lease_seconds
+            )
+        )
+        for held, done_bytes in wanted.items():
+            entry = self._entries[held]
+            if held in lost:
+                self._kill(entry, "claimed by others")
+            else:
+                entry.renewed_seconds = begun
+                entry.is_told = entry.done_bytes == done_bytes
+        self._next_progress = begun + _PROGRESS_SECONDS
+        if len(wanted) == len(self._entries):
+            self._next_renewal = begun + self._settings.lease_seconds / 3
+
+    def _kill(self, entry: _Entry, why: str) -> None:
+        if entry.running is not None and entry.outcome is None:
+            _log.info("stopped", job=entry.claim.job.id, phase=entry.claim.phase, why=why)
+            entry.running.kill()
+
+    # -- what has ended --
+
+    def _settle(self) -> None:
+        """Tell the ledger how things have ended. What cannot be told is kept for the next time."""
+        while True:
+            try:
+                held, outcome = self._ended.get_nowait()
+            except queue.Empty:
+                break
+            self._entries[held].outcome = outcome
+        for held, entry in list(self._entries.items()):
+            if entry.outcome is None:
+                continue
+            try:
+                self._tell(entry.claim, entry.outcome)
+            except StaleFenceError as error:
+                _log.info("too late", job=held.job_id, error=str(error))
+            except DatabaseUnavailableError:
+                raise
+            except Exception:  # noqa: BLE001 - it is left to its lease, and must not hold up the others
+                _log.exception("cannot be told", job=held.job_id)
+            del self._entries[held]
+
+    def _tell(self, made: Claim, outcome: Outcome) -> None:
+        error = outcome.error
+        if outcome.result is not None:
+            result = outcome.result
+            try:
+                self._database.transact(lambda connection: self._complete(connection, made, result))
+                return
+            except (StaleFenceError, DatabaseUnavailableError):
+                raise
+            except Exception as failure:  # noqa: BLE001 - what cannot be recorded has failed
+                _log.exception("cannot be recorded", job=made.job.id, phase=made.phase)
+                error = error_of(failure)
+        if error is None:
+            self._database.transact(lambda connection: release(connection, made.held, self._clock()))
+        else:
+            self._fail(made, error)
+
+    def _fail(self, made: Claim, error: JobError) -> None:
+        _log.warning(
+            "failed", job=made.job.id, phase=made.phase, type=error.type, retryable=error.is_retryable
+        )
+        self._database.transact(
+            lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
+        )
+
+    def _complete(self, connection: Connection, made: Claim, result: Json) -> None:
+        now = self._clock()
+        if made.phase == "plan":
+            specs = [TaskSpec(**spec) for spec in result["tasks"]]
+            complete_plan(connection, made.held, result["plan_data"], specs, now)
+        elif made.phase == "task":
+            complete_task(connection, made.held, result, now)
+        elif made.phase == "publish":
+            job = complete_publish(connection, made.held, result, now)
+            kind: Kind[Any] = self._kinds[job.kind]
+            kind.record(connection, job, result)
+        else:
+            complete_discard(connection, made.held, now)

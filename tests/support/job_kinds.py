@@ -1,0 +1,184 @@
+"""Kinds of jobs that do what a test wants: write, wait, fail, take memory, die. They work in one folder.
+
+Each act leaves a line in ``log`` there, so that a test sees what was done how often, whatever was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from pydantic import BaseModel
+from sqlalchemy import Connection, insert
+
+from dcp.server.database.tables import audit
+from dcp.server.jobs.kind import (
+    JobContext,
+    JobPlan,
+    Kind,
+    PermanentJobError,
+    ReportProgress,
+    TaskSpec,
+    TransientJobError,
+)
+from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+
+__all__ = ["KINDS", "NO_KINDS", "TEST_KINDS", "log_lines", "note"]
+
+TEST_KINDS: Final = "tests.support.job_kinds:KINDS"
+
+
+def note(folder: str | Path, line: str) -> None:
+    """Add a line to the log, whole, whoever else does."""
+    fd = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(fd, f"{line}\n".encode())
+    os.close(fd)
+
+
+def log_lines(folder: Path) -> list[str]:
+    """What was noted."""
+    path = folder / "log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+class MadeParams(BaseModel):
+    """``acts`` has one for each task; see `_act`."""
+
+    folder: str
+    acts: list[str] = []
+    plan_act: str = "write"
+    publish_act: str = "write"
+
+
+class MadeKind(Kind[MadeParams]):
+    """Tasks that act; publishing makes ``target`` of what they wrote, once."""
+
+    name: ClassVar[str] = "made"
+    scope: ClassVar[Scope] = "write"
+    params = MadeParams
+
+    def specify(
+        self, connection: Connection, params: MadeParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As it is asked for."""
+        return JobSpec(kind=self.name, params=params.model_dump(), created_by=caller.name)
+
+    def prepare(self, connection: Connection, params: MadeParams) -> Json:
+        """Something to be found again."""
+        return {"prepared": len(params.acts)}
+
+    def plan(self, context: JobContext, params: MadeParams) -> JobPlan:
+        """One task for each act."""
+        note(params.folder, f"plan {context.prepared['prepared']}")
+        _act(params.plan_act, context, Path(params.folder), lambda done_bytes: None)
+        specs = [
+            TaskSpec(payload={"folder": params.folder, "act": act, "number": number}, weight_bytes=100)
+            for number, act in enumerate(params.acts)
+        ]
+        return JobPlan(tasks=specs, plan_data={"folder": params.folder, "act": params.publish_act})
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """The act."""
+        folder = Path(payload["folder"])
+        note(folder, f"task {payload['number']} {os.getpid()}")
+        _act(payload["act"], context, folder, report_progress)
+        (folder / f"part-{payload['number']}").write_text(payload["act"])
+        note(folder, f"done {payload['number']}")
+        return {"number": payload["number"], "roots": sorted(context.settings.roots)}
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """All parts in one file, which appears whole, once."""
+        folder = Path(plan_data["folder"])
+        note(folder, f"publish {os.getpid()}")
+        if plan_data["act"] != "die_after":
+            _act(plan_data["act"], context, folder, lambda done_bytes: None)
+        text = "\n".join(f"{result['number']}" for result in results)
+        aside = context.work_folder / "aside"
+        aside.write_text(text)
+        try:
+            os.link(aside, folder / "target")
+            note(folder, "published")
+        except FileExistsError:
+            note(folder, "was published")
+        if plan_data["act"] == "die_after":
+            _act("die_once", context, folder, lambda done_bytes: None)
+        return {"parts": len(results), "text": (folder / "target").read_text()}
+
+    def discard(self, context: JobContext, plan_data: Json) -> None:
+        """The parts."""
+        folder = Path(plan_data["folder"])
+        for part in folder.glob("part-*"):
+            part.unlink()
+        note(folder, "discard")
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """A line of the audit log."""
+        row = {"at_seconds": time.time(), "actor": "test", "action": "made", "target": f"job {job.id}"}
+        connection.execute(insert(audit).values(**row, detail=dict(result)))
+
+
+def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) -> None:
+    name, _, argument = act.partition(":")
+    if name == "sleep":
+        _sleep(float(argument), report)
+    elif name == "wait":
+        while not (folder / argument).exists():
+            time.sleep(0.01)
+    elif name == "hold":  # the interpreter's lock, deaf to everything but SIGKILL
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+        end = time.monotonic() + float(argument)
+        while time.monotonic() < end:
+            sum(range(1000))
+    elif name == "take":
+        _take(int(argument))
+    elif name == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif name == "exit":
+        os._exit(int(argument))
+    elif name == "die_once":
+        if _is_first(folder, f"died-{context.task_number}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif name == "fail_once":
+        if _is_first(folder, f"failed-{context.task_number}"):
+            raise TransientJobError("not this time")
+    elif name == "fail":
+        raise PermanentJobError("never")
+    elif name == "away":
+        raise OSError("the storage is away: https://user:SECRET@host/")
+    elif name == "keep":  # in the work folder
+        (context.work_folder / "kept").write_bytes(bytes(1000))
+        note(folder, f"work {context.work_folder}")
+
+
+def _sleep(seconds: float, report: ReportProgress) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        report(int(100 * (1 - left / seconds)))
+        time.sleep(0.02)
+
+
+def _take(mebibytes: int) -> None:
+    taken = [b"\1" * (1 << 20) for _ in range(mebibytes)]
+    threading.Event().wait(5)
+    del taken
+
+
+def _is_first(folder: Path, name: str) -> bool:
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+KINDS: Final = {"made": MadeKind()}
+
+NO_KINDS: Final[dict[str, MadeKind]] = {}
+"""Of a worker that is too old for all of them."""
