@@ -60,7 +60,7 @@ def post(
                     raise TimeoutError
                 return Answer(response.status, _retry_after(response.getheader("Retry-After")))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if late.is_set():
+            if late.is_set() or isinstance(error, TimeoutError):  # of the socket, in the same moment
                 raise SendError(f"no answer within {timeout_seconds:g} s") from error
             raise SendError(_explained(error)) from error
 
