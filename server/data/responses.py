@@ -35,7 +35,11 @@ __all__ = [
     "choose_range",
     "disposition",
     "is_unchanged",
+    "not_modified",
 ]
+
+CACHE: Final = "private, no-cache"
+"""To be kept by whoever asked, and asked for again each time: there are entity tags."""
 
 STALL_SECONDS: Final = 120.0
 """A client that has taken nothing for so long is gone, or means to hold the place of another."""
@@ -92,6 +96,11 @@ def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
     return known is not None and _names(known, etag, is_weak=True)
 
 
+def not_modified(etag: str) -> Response:
+    """304: what the client has is still what it is."""
+    return Response(None, 304, {"ETag": etag, "Cache-Control": CACHE})
+
+
 def _names(text: str, etag: str, *, is_weak: bool) -> bool:
     tags = [tag.strip() for tag in text.split(",")]
     if is_weak:
@@ -102,7 +111,9 @@ def _names(text: str, etag: str, *, is_weak: bool) -> bool:
 def disposition(name: str) -> str:
     """``Content-Disposition`` of a file to be kept as ``name`` (RFC 6266), whatever characters it has."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-128:] or "download"
-    return f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='')}"
+    return (
+        f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='', errors='replace')}"
+    )
 
 
 class Streams:
@@ -164,7 +175,7 @@ class BodyResponse(Response):
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         length = chosen.end - chosen.begin
-        every = {**headers, "Accept-Ranges": "bytes", "Content-Length": str(length)}
+        every = {"Cache-Control": CACHE, **headers, "Accept-Ranges": "bytes", "Content-Length": str(length)}
         if chosen.is_part:
             every["Content-Range"] = f"bytes {chosen.begin}-{chosen.end - 1}/{chosen.size}"
         super().__init__(None, 206 if chosen.is_part else 200, every, media_type)

@@ -252,6 +252,16 @@ class S3Client(PartsClient):
                 raise
             self._request("delete_object", Key=key)
 
+    def presigned_url(self, key: str, seconds: int) -> str:
+        """A URL that anybody may GET the object by for ``seconds``; computed here, without a request."""
+
+        async def sign(s3: Any) -> str:
+            arguments = self._arguments("get_object", {"Key": key})
+            url: str = await s3.generate_presigned_url("get_object", Params=arguments, ExpiresIn=seconds)
+            return url
+
+        return self._call(sign)
+
     # -- one attempt -----------------------------------------------------------------------------------------
 
     def _request(self, method: str, size_bytes: int = 0, /, **arguments: Any) -> dict[str, Any]:

@@ -310,6 +310,14 @@ class FsspecStore(Store):
             raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
         return self._handle(name, info)
 
+    def presigned_url(self, name: str, seconds: int) -> str | None:
+        """A URL that anybody may read the file by for ``seconds``; None where there is no such thing."""
+        key, client = self._file_key(name), self._client
+        sign = getattr(client, "presigned_url", None)
+        if sign is None:
+            return None
+        return str(self._run("presign", key, lambda: sign(key, seconds)))
+
     def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
         """On S3 without a request; that the name is taken shows when the file is finished."""
         key, path, client = self._file_key(name), self.path_of(name), self._client

@@ -1,0 +1,85 @@
+"""From a checkpoint of the catalog to its bytes, for those who may see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Final, cast
+
+from fastapi import Depends, Request
+
+from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.context import Service
+from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
+from dcp.server.data.responses import Streams
+from dcp.server.dependencies import ServiceDep
+from dcp.server.problems import ConflictError, GoneError
+from dcp.server.roots import Root
+from dcp.server.security.principal import Principal
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["DataAccess", "DataDep", "Readable"]
+
+_GONE: Final = {
+    "deleted": "it was deleted; restore it first",
+    "purged": "it was deleted, and its files are gone",
+}
+_NOT_YET: Final = {
+    "incomplete": "its save has not been committed",
+    "unreadable": "it cannot be read",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """A checkpoint as the catalog has it, its root, and its index as the storage has it now."""
+
+    row: CheckpointDetail
+    root: Root
+    opened: OpenCheckpoint
+
+    @contextmanager
+    def problems(self) -> Iterator[None]:
+        """Errors of reading it become problems."""
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            raise self.root.problem(error, is_known=True) from error
+
+
+class DataAccess:
+    """What requests for bytes share in one process."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.checkpoints = OpenCheckpoints()
+        self.streams = Streams(service.settings.max_downloads)
+
+    def row(self, checkpoint_id: int, caller: Principal) -> CheckpointDetail:
+        """The checkpoint as the catalog has it. Raises MissingError."""
+        with self._service.database.read() as connection:
+            return get_checkpoint(connection, checkpoint_id, caller.roots)
+
+    def open(self, checkpoint_id: int, caller: Principal) -> Readable:
+        """The checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its state),
+        and problems of the storage."""
+        row = self.row(checkpoint_id, caller)
+        if row.state in _GONE:
+            raise GoneError(f"checkpoint {checkpoint_id}: {_GONE[row.state]}", state=row.state)
+        if row.state in _NOT_YET:
+            raise ConflictError(f"checkpoint {checkpoint_id}: {_NOT_YET[row.state]}", state=row.state)
+        if row.root not in self._service.roots:
+            raise GoneError(f"the root {row.root} is not configured any more")
+        root = self._service.roots.get(row.root)
+        return Readable(row, root, self.checkpoints.open(root, row.key))
+
+
+async def _data(request: Request, service: ServiceDep) -> DataAccess:
+    found = getattr(request.app.state, "data", None)
+    if found is None:
+        found = request.app.state.data = DataAccess(service)
+    return cast(DataAccess, found)
+
+
+DataDep = Annotated[DataAccess, Depends(_data)]
