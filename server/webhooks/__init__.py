@@ -1,5 +1,6 @@
 """What delivers events to other services: who is told, where it may go, how it is signed, how often."""
 
 from dcp.server.webhooks.delivering import Deliverer, deliver_due
+from dcp.server.webhooks.ledger import forget_deliveries, is_anything_due
 
-__all__ = ["Deliverer", "deliver_due"]
+__all__ = ["Deliverer", "deliver_due", "forget_deliveries", "is_anything_due"]

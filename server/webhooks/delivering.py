@@ -28,8 +28,6 @@ from dcp.server.webhooks.ledger import (
     Outcome,
     claim_next,
     due_hooks,
-    forget,
-    has_forgettable,
     has_news,
     queue_events,
     record,
@@ -85,13 +83,12 @@ class Deliverer:
     ) -> None:
         self._database = database
         self._seconds = settings.webhook_seconds
-        self._keep_seconds = settings.keep_jobs_seconds
         self._allowed = Allowed.parse(settings.webhook_allow_private)
         self._resolve = resolve
         self._context = context or _trusted()
 
     def round(self, now: float) -> int:
-        """Queue, deliver, forget; see `deliver_due`."""
+        """Queue and deliver; see `deliver_due`."""
         began = time.monotonic()
 
         def clock() -> float:
@@ -100,9 +97,6 @@ class Deliverer:
         self._queue(now)
         with self._database.read() as connection:
             due = due_hooks(connection, now)
-            is_old = has_forgettable(connection, now - self._keep_seconds)
-        if is_old:
-            self._database.transact(lambda connection: forget(connection, now - self._keep_seconds))
         if not due:
             return 0
         give_up = now + _ROUND_FACTOR * self._seconds

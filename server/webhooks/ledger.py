@@ -31,7 +31,9 @@ __all__ = [
     "Outcome",
     "claim_next",
     "due_hooks",
-    "forget",
+    "forget_deliveries",
+    "has_news",
+    "is_anything_due",
     "list_deliveries",
     "queue_events",
     "record",
@@ -133,6 +135,11 @@ def queue_events(connection: Connection, now: float) -> int:
 def has_news(connection: Connection) -> bool:
     """Whether `queue_events` has something to do."""
     return last_event_id(connection) > position(connection, CONSUMER)
+
+
+def is_anything_due(connection: Connection, now: float) -> bool:
+    """Whether a round has something to do; only reads."""
+    return has_news(connection) or bool(due_hooks(connection, now))
 
 
 def due_hooks(connection: Connection, now: float) -> list[int]:
@@ -241,21 +248,14 @@ def send_test(connection: Connection, hook: Hook, now: float) -> Delivery:
     return _delivery(connection, delivery_id)
 
 
-def has_forgettable(connection: Connection, before: float) -> bool:
-    """Whether `forget` has something to do."""
-    return connection.execute(_ended_before(before).limit(1)).first() is not None
-
-
-def forget(connection: Connection, before: float) -> None:
-    """Remove some of the deliveries that ended before then."""
-    ids = connection.execute(_ended_before(before).limit(_FORGET_BATCH)).scalars().all()
-    connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
-
-
-def _ended_before(before: float) -> Select[int]:
-    return select(deliveries.c.id).where(
+def forget_deliveries(connection: Connection, before: float) -> int:
+    """Remove some of the deliveries that ended before then; how many, 0 when none is left."""
+    ended = select(deliveries.c.id).where(
         deliveries.c.state.in_(("delivered", "failed")), deliveries.c.due_seconds < before
     )
+    ids = connection.execute(ended.limit(_FORGET_BATCH)).scalars().all()
+    connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
+    return len(ids)
 
 
 def _waiting(hook_id: int, event_id: int, now: float) -> dict[str, Any]:

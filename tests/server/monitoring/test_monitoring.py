@@ -222,8 +222,8 @@ def fill(database: Database, now: float) -> None:
                     webhook_id=1, event_id=number, state=state, created_seconds=now - age, due_seconds=now
                 )
             )
-        connection.execute(insert(schedules).values(name="consume", due_seconds=now - 33))
-        connection.execute(insert(schedules).values(name="scan:prod", due_seconds=now + 33))
+        connection.execute(insert(schedules).values(name="clean-up", due_seconds=now - 33))
+        connection.execute(insert(schedules).values(name="webhooks", due_seconds=now - 3333))
 
 
 def test_the_state_of_the_database_is_told(watched: tuple[FastAPI, TestClient], database: Database) -> None:
@@ -265,7 +265,7 @@ def test_the_state_of_the_database_is_told(watched: tuple[FastAPI, TestClient], 
     for name, least in (
         ("dcp_jobs_oldest_queued_seconds", 100),
         ("dcp_webhook_oldest_waiting_seconds", 70),
-        ("dcp_schedules_overdue_seconds", 33),
+        ("dcp_worker_late_seconds", 33),
         ("dcp_database_bytes", 100_000),
         ("dcp_api_resident_bytes", 10 << 20),
     ):

@@ -418,17 +418,38 @@ def test_tests_and_redeliveries_go_to_one_webhook(bench: Bench, receiver: Receiv
         assert [request.headers["webhook-id"] for request in receiver.requests] == ["evt_1", "evt_1"]
 
 
+def test_whether_anything_is_due_is_told_without_writing(bench: Bench, receiver: Receiver) -> None:
+    """An event that nobody has looked at, a delivery that is due; not one that rests."""
+
+    def is_due(now: float) -> bool:
+        with bench.database.read() as connection:
+            return ledger.is_anything_due(connection, now)
+
+    assert not is_due(NOW)
+    bench.hook(receiver.url)
+    bench.emit()
+    assert is_due(NOW)
+    receiver.answers = [500]
+    bench.round()
+    assert not is_due(NOW + 1)
+    assert is_due(NOW + 60)
+    bench.round(NOW + 60)
+    assert not is_due(NOW + 60)
+
+
 def test_old_deliveries_are_forgotten_and_waiting_ones_are_not(bench: Bench, receiver: Receiver) -> None:
-    """After as long as jobs are kept."""
+    """Those that ended before a time, a number at a time."""
     hook = bench.hook(receiver.url)
     bench.emit()
     bench.round()
     bench.emit()
     receiver.answers = [500]
     bench.round(NOW + 10)
-    old = NOW + bench.settings.keep_jobs_seconds + 60
-    bench.change(hook, is_enabled=False)
-    bench.round(old)
+    counts = [
+        bench.database.transact(lambda connection: ledger.forget_deliveries(connection, NOW + DAY))
+        for _ in range(2)
+    ]
+    assert counts == [1, 0]
     assert [delivery.state for delivery in bench.deliveries(hook)] == ["waiting"]
 
 
