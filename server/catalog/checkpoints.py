@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, bindparam, delete, select, update
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, labels_of, lock_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, emit_all
 from dcp.server.catalog.facts import CheckpointFacts, State, Upserted
@@ -215,16 +215,26 @@ class _Batch:
             audit.record(self.connection, self.actor, action, f"checkpoint:{number}", detail, now=self.now)
 
     def _add_labels(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
-        new_tags = [
-            {"checkpoint_id": self.done[place].id, "tag": tag, "created_seconds": self.now}
-            for place, one in facts.items()
-            for tag in sorted(one.tags)
-        ]
-        new_metrics = [
-            {"checkpoint_id": self.done[place].id, "name": name, "value": float(value)}
-            for place, one in facts.items()
-            for name, value in sorted(one.metrics.items())
-        ]
+        """Tags and metrics that are new; to a checkpoint that has not changed else they are a change."""
+        labelled = {place: one for place, one in facts.items() if one.tags or one.metrics}
+        known = labels_of(self.connection, [self.done[place].id for place in labelled])
+        new_tags: list[dict[str, Any]] = []
+        new_metrics: list[dict[str, Any]] = []
+        for place, one in labelled.items():
+            done = self.done[place]
+            has = known[done.id]
+            more_tags = sorted(one.tags - set(has["tags"]))
+            more_metrics = {name: x for name, x in one.metrics.items() if has["metrics"].get(name) != x}
+            new_tags += [
+                {"checkpoint_id": done.id, "tag": tag, "created_seconds": self.now} for tag in more_tags
+            ]
+            new_metrics += [
+                {"checkpoint_id": done.id, "name": name, "value": float(x)}
+                for name, x in sorted(more_metrics.items())
+            ]
+            if (more_tags or more_metrics) and not done.is_changed:
+                bump(self.connection, done.id, self.now)
+                self._did(place, done.id, one, is_new=False, committed=False)
         insert_missing(self.connection, tags, new_tags)
         insert_or_update(self.connection, metrics, new_metrics)
 

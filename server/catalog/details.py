@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, select
+from sqlalchemy import Connection, Select, select, update
 
 from dcp.server.catalog.errors import ChangedError, MissingError
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, structures, tags
@@ -141,12 +141,12 @@ def get_checkpoint(
     row = connection.execute(query).mappings().one_or_none()
     if row is None or (visible is not None and row["root"] not in visible):
         raise MissingError("checkpoint", checkpoint_id)
-    return CheckpointDetail(**row, **_labels(connection, [checkpoint_id])[checkpoint_id])
+    return CheckpointDetail(**row, **labels_of(connection, [checkpoint_id])[checkpoint_id])
 
 
 def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> list[Checkpoint]:
     """Rows of `row_columns` as checkpoints, in the same order."""
-    labels = _labels(connection, [row["id"] for row in rows])
+    labels = labels_of(connection, [row["id"] for row in rows])
     return [Checkpoint(**row, **labels[row["id"]]) for row in rows]
 
 
@@ -175,7 +175,17 @@ def lock_checkpoint(
     return row
 
 
-def _labels(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+def bump(connection: Connection, checkpoint_id: int, now: float) -> None:
+    """Something about the checkpoint has changed: another version."""
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.id == checkpoint_id)
+        .values(version=checkpoints.c.version + 1, updated_seconds=now)
+    )
+
+
+def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """By id: ``tags`` and ``aliases`` (sorted), and ``metrics``."""
     wanted = list(numbers)
     found: dict[int, dict[str, Any]] = {
         number: {"tags": (), "aliases": (), "metrics": {}} for number in wanted

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, Select, bindparam, select, tuple_, update
+from sqlalchemy import Column, Connection, Select, bindparam, select, tuple_, update
 
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.patterns import check_pattern, contains, matches
 from dcp.server.catalog.sql import insert_missing
 from dcp.server.database.tables import checkpoints, roots, runs
 
-__all__ = ["Run", "RunChange", "ensure_run", "ensure_runs", "get_run", "refresh_runs"]
+__all__ = [
+    "Run",
+    "RunChange",
+    "RunFilter",
+    "RunPage",
+    "RunSort",
+    "ensure_run",
+    "ensure_runs",
+    "get_run",
+    "list_runs",
+    "refresh_runs",
+]
 
 
+RunSort = Literal["latest", "-latest", "key", "-key", "bytes", "-bytes", "checkpoints", "-checkpoints"]
+"""With a minus the greatest first. A run without committed checkpoints is the oldest."""
+
+_SORTS: Final[Mapping[str, tuple[Column[Any], type]]] = {
+    "latest": (runs.c.latest_order, float),
+    "key": (runs.c.key, str),
+    "bytes": (runs.c.bytes, int),
+    "checkpoints": (runs.c.checkpoint_count, int),
+}
 _CHUNK: Final = 250
 _OWN: Final = (
     "key",
@@ -57,6 +79,38 @@ class Run:
     updated_seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFilter:
+    """Runs of a root, whose key has a part, or matches a glob; all of what is given holds."""
+
+    root: str | None = None
+    contains: str | None = None
+    glob: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("contains", "glob"):
+            if (pattern := getattr(self, name)) is not None:
+                check_pattern(name, pattern)
+
+    def apply(self, connection: Connection, query: Select[Any]) -> Select[Any]:
+        """``query``, which has `runs` and `roots`, of these only."""
+        if self.root is not None:
+            query = query.where(roots.c.name == self.root)
+        if self.contains is not None:
+            query = query.where(contains(connection, runs.c.key, self.contains))
+        if self.glob is not None:
+            query = query.where(matches(connection, runs.c.key, self.glob))
+        return query
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """Runs in order, and where the next page begins."""
+
+    runs: list[Run]
+    next_cursor: str | None
+
+
 def ensure_run(connection: Connection, root_id: int, key: str, *, now: float) -> int:
     """The id of the run, which is made if it is not there."""
     return ensure_runs(connection, [(root_id, key)], now=now)[root_id, key]
@@ -85,6 +139,32 @@ def get_run(connection: Connection, run_id: int, visible: frozenset[str] | None 
     if row is None:
         raise MissingError("run", run_id)
     return Run(**row._mapping)
+
+
+def list_runs(
+    connection: Connection,
+    run_filter: RunFilter,
+    sort: RunSort = "-latest",
+    cursor: str | None = None,
+    limit: int = 50,
+    visible: frozenset[str] | None = None,
+) -> RunPage:
+    """A page of runs. Raises `InvalidQueryError` for a cursor of another query."""
+    column, value_type = _SORTS[sort.removeprefix("-")]
+    mark = query_mark("runs", run_filter, sort, visible if visible is None else sorted(visible))
+    query = run_filter.apply(connection, select_runs(visible))
+    order = tuple_(column, runs.c.id)
+    if cursor is not None:
+        last = tuple_(*decode_cursor(cursor, mark, value_type, int))
+        query = query.where(order < last if sort.startswith("-") else order > last)
+    for each in (column, runs.c.id):
+        query = query.order_by(each.desc() if sort.startswith("-") else each.asc())
+    rows = connection.execute(query.add_columns(column.label("position")).limit(limit + 1)).mappings().all()
+    found = [
+        Run(**{name: value for name, value in row.items() if name != "position"}) for row in rows[:limit]
+    ]
+    more = len(rows) > limit
+    return RunPage(found, encode_cursor(mark, rows[limit - 1]["position"], found[-1].id) if more else None)
 
 
 def refresh_runs(connection: Connection, changes: Mapping[int, RunChange], *, now: float) -> None:

@@ -1,0 +1,136 @@
+"""Where checkpoints come from: converted from one, resumed from another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from sqlalchemy import ColumnElement, Connection, select
+
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.sql import insert_missing
+from dcp.server.database.tables import checkpoints, lineage, roots
+
+__all__ = ["Ancestry", "Edge", "Node", "add_lineage", "lineage_of"]
+
+Kind = Literal["converted_from", "resumed_from"]
+
+MAX_NODES: Final = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A checkpoint in a lineage; ``distance`` is in edges, negative for ancestors."""
+
+    id: int
+    root: str
+    key: str
+    step: int | None
+    format: str
+    state: str
+    distance: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """``child_id`` was made of ``parent_id``."""
+
+    child_id: int
+    parent_id: int
+    kind: str
+    job_id: int | None
+    created_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """All ancestors and descendants of a checkpoint, with itself; ``is_cut`` where there are too many."""
+
+    nodes: list[Node]
+    edges: list[Edge]
+    is_cut: bool
+
+
+def add_lineage(
+    connection: Connection,
+    child_id: int,
+    parent_id: int,
+    kind: Kind,
+    *,
+    job_id: int | None = None,
+    now: float | None = None,
+) -> None:
+    """``child`` was made of ``parent``; once, however often it is said. None is its own parent."""
+    if child_id == parent_id:
+        raise InvalidQueryError("parent", "a checkpoint does not come from itself")
+    row = {
+        "child_id": child_id,
+        "parent_id": parent_id,
+        "kind": kind,
+        "job_id": job_id,
+        "created_seconds": time.time() if now is None else now,
+    }
+    insert_missing(connection, lineage, [row])
+
+
+def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None) -> Ancestry:
+    """Ancestors and descendants, nearest first. `MissingError` if the checkpoint may not be seen.
+
+    What may not be seen is not there, and nor is what is only connected through it.
+    """
+    start = get_checkpoint(connection, checkpoint_id, visible)
+    nodes = {start.id: _node(connection, [start.id], visible, 0)[0]}
+    edges: dict[tuple[int, int, str], Edge] = {}
+    is_cut = False
+    for direction in (-1, 1):
+        level = [start.id]
+        distance = 0
+        while level:
+            distance += direction
+            found = _edges(connection, level, direction)
+            ends = {edge.parent_id if direction < 0 else edge.child_id for edge in found} - nodes.keys()
+            new = _node(connection, ends, visible, distance)
+            is_cut = is_cut or len(nodes) + len(new) > MAX_NODES
+            new = new[: MAX_NODES - len(nodes)]
+            nodes |= {node.id: node for node in new}
+            edges |= {(edge.child_id, edge.parent_id, edge.kind): edge for edge in found}
+            level = [node.id for node in new]
+    kept = [edge for edge in edges.values() if edge.child_id in nodes and edge.parent_id in nodes]
+    return Ancestry(sorted(nodes.values(), key=lambda node: (abs(node.distance), node.id)), kept, is_cut)
+
+
+def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> list[Edge]:
+    end: ColumnElement[Any] = lineage.c.child_id if direction < 0 else lineage.c.parent_id
+    query = (
+        select(lineage)
+        .where(end.in_(sorted(numbers)))
+        .order_by(lineage.c.child_id, lineage.c.parent_id, lineage.c.kind)
+        .limit(4 * MAX_NODES)
+    )
+    return [Edge(**row._mapping) for row in connection.execute(query)]
+
+
+def _node(
+    connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None, distance: int
+) -> list[Node]:
+    query = (
+        select(
+            checkpoints.c.id,
+            roots.c.name.label("root"),
+            checkpoints.c.key,
+            checkpoints.c.step,
+            checkpoints.c.format,
+            checkpoints.c.state,
+        )
+        .join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
+        .where(checkpoints.c.id.in_(sorted(numbers)))
+        .order_by(checkpoints.c.id)
+    )
+    return [
+        Node(**row._mapping, distance=distance)
+        for row in connection.execute(query)
+        if visible is None or row.root in visible
+    ]

@@ -1,0 +1,98 @@
+"""Searching in names, on both databases alike: parts of them, and globs. Case matters, and `*` crosses `/`.
+
+A glob has `*`, `?` and `[...]` (`[!...]` is "none of"), as `fnmatch` has. In brackets are letters, digits and
+underscores, single or as ranges such as `a-f`; brackets around anything else stand for themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, func
+
+from dcp.server.catalog.errors import InvalidQueryError
+
+__all__ = ["check_pattern", "contains", "is_glob", "matches"]
+
+_MAX_CHARACTERS: Final = 256
+_MAX_STARS: Final = 8
+_BAD: Final = re.compile("[\x00\ud800-\udfff]")
+_SET: Final = re.compile(r"(!?)((?:[0-9](?:-[0-9])?|[A-Z](?:-[A-Z])?|[a-z](?:-[a-z])?|_)+)\]")
+
+
+def check_pattern(field: str, pattern: str) -> str:
+    """``pattern`` if it may be searched for; `InvalidQueryError` if not. More stars take longer to match."""
+    if not pattern or len(pattern) > _MAX_CHARACTERS or _BAD.search(pattern):
+        raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
+    sets = [text for kind, text in _tokens(pattern) if kind in ("of", "not of")]
+    if any(found[0] > found[2] for text in sets for found in re.findall(r"\w-\w", text)):
+        raise InvalidQueryError(field, "a range in brackets is the wrong way round")
+    if re.sub(r"\*+", "*", pattern).count("*") > _MAX_STARS:
+        raise InvalidQueryError(field, f"{_MAX_STARS} stars at most")
+    return pattern
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether it says anything that a plain name does not."""
+    return any(character in pattern for character in "*?[")
+
+
+def contains(connection: Connection, column: ColumnElement[Any], part: str) -> ColumnElement[bool]:
+    """``column`` has ``part`` in it."""
+    if connection.dialect.name == "postgresql":
+        return func.strpos(column, part) > 0
+    return func.instr(column, part) > 0
+
+
+def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> ColumnElement[bool]:
+    """The whole of ``column`` matches ``glob``."""
+    tokens = _tokens(glob)
+    if connection.dialect.name == "postgresql":
+        return column.regexp_match("^(?:" + "".join(map(_as_regex, tokens)) + ")$")
+    return column.op("GLOB", is_comparison=True)("".join(map(_as_sqlite, tokens)))
+
+
+_Token = tuple[str, str]
+"""What it is ("any", "one", "of", "not of", "text"), and the characters."""
+
+
+def _tokens(glob: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    position = 0
+    while position < len(glob):
+        character = glob[position]
+        position += 1
+        if character == "*":
+            if not tokens or tokens[-1][0] != "any":
+                tokens.append(("any", ""))
+        elif character == "?":
+            tokens.append(("one", ""))
+        elif character == "[" and (found := _SET.match(glob, position)):
+            tokens.append(("not of" if found[1] else "of", found[2]))
+            position = found.end()
+        else:
+            tokens.append(("text", character))
+    return tokens
+
+
+def _as_regex(token: _Token) -> str:
+    kind, text = token
+    if kind == "any":
+        return ".*"
+    if kind == "one":
+        return "."
+    if kind == "text":
+        return f"\\U{ord(text):08x}"
+    return f"[{'^' if kind == 'not of' else ''}{text}]"
+
+
+def _as_sqlite(token: _Token) -> str:
+    kind, text = token
+    if kind == "any":
+        return "*"
+    if kind == "one":
+        return "?"
+    if kind == "text":
+        return f"[{text}]" if text in "*?[" else text
+    return f"[{'^' if kind == 'not of' else ''}{text}]"

@@ -1,0 +1,171 @@
+"""What was found out about the bytes of checkpoints: verifications, and statistics of their values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import Connection, insert, select, update
+
+from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
+from dcp.server.catalog.events import emit
+from dcp.server.catalog.sql import insert_or_update
+from dcp.server.catalog.values import clean_json, clean_text
+from dcp.server.database.tables import checkpoints, statistics, verifications
+
+__all__ = [
+    "Statistics",
+    "Verified",
+    "add_verification",
+    "get_statistics",
+    "list_verifications",
+    "set_statistics",
+]
+
+Outcome = Literal["good", "damaged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """One verification. ``fingerprint`` is of what was verified; another one now means other content."""
+
+    id: int
+    checkpoint_id: int
+    fingerprint: str | None
+    mode: str
+    outcome: str
+    findings: Any
+    checked_bytes: int
+    seconds: float
+    created_seconds: float
+    job_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Statistics of a checkpoint's values; of content that has been replaced since if ``is_stale``."""
+
+    checkpoint_id: int
+    fingerprint: str
+    result: Any
+    created_seconds: float
+    job_id: int | None
+    is_stale: bool
+
+
+def add_verification(
+    connection: Connection,
+    checkpoint_id: int,
+    *,
+    fingerprint: str | None,
+    mode: str,
+    outcome: Outcome,
+    findings: Any,
+    checked_bytes: int,
+    seconds: float,
+    job_id: int | None = None,
+    now: float | None = None,
+) -> bool:
+    """Write what a verification found; whether it is of what is there now.
+
+    Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged".
+    """
+    now = time.time() if now is None else now
+    row = lock_checkpoint(connection, checkpoint_id)
+    connection.execute(
+        insert(verifications).values(
+            checkpoint_id=checkpoint_id,
+            fingerprint=fingerprint,
+            mode=mode,
+            outcome=outcome,
+            findings=clean_json(findings),
+            checked_bytes=checked_bytes,
+            seconds=seconds,
+            created_seconds=now,
+            job_id=job_id,
+        )
+    )
+    if row["fingerprint"] != fingerprint:
+        return False
+    problem = None if outcome == "good" else _first(findings)
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.id == checkpoint_id)
+        .values(
+            verification=outcome,
+            verified_seconds=now,
+            problem=problem,
+            version=checkpoints.c.version + 1,
+            updated_seconds=now,
+        )
+    )
+    data = {
+        "root": row["root"],
+        "run": row["run"],
+        "key": row["key"],
+        "step": row["step"],
+        "format": row["format"],
+        "mode": mode,
+        "problem": problem,
+    }
+    kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
+    emit(connection, kind, root_id=row["root_id"], checkpoint_id=checkpoint_id, data=data, now=now)
+    return True
+
+
+def list_verifications(
+    connection: Connection,
+    checkpoint_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    limit: int = 20,
+) -> list[Verified]:
+    """The last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
+    get_checkpoint(connection, checkpoint_id, visible)
+    query = (
+        select(verifications)
+        .where(verifications.c.checkpoint_id == checkpoint_id)
+        .order_by(verifications.c.id.desc())
+        .limit(limit)
+    )
+    return [Verified(**row._mapping) for row in connection.execute(query)]
+
+
+def set_statistics(
+    connection: Connection,
+    checkpoint_id: int,
+    *,
+    fingerprint: str,
+    result: Any,
+    job_id: int | None = None,
+    now: float | None = None,
+) -> None:
+    """Keep statistics, in place of earlier ones. ``result`` is JSON."""
+    row = {
+        "checkpoint_id": checkpoint_id,
+        "fingerprint": fingerprint,
+        "result": result,
+        "created_seconds": time.time() if now is None else now,
+        "job_id": job_id,
+    }
+    insert_or_update(connection, statistics, [row])
+
+
+def get_statistics(
+    connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
+) -> Statistics | None:
+    """What is kept, None if nothing; `MissingError` for a checkpoint that may not be seen."""
+    detail = get_checkpoint(connection, checkpoint_id, visible)
+    row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
+    if row is None:
+        return None
+    return Statistics(**row._mapping, is_stale=row.fingerprint != detail.fingerprint)
+
+
+def _first(findings: Any) -> str:
+    first = findings[0] if isinstance(findings, list) and findings else findings
+    if isinstance(first, Mapping) and "message" in first:
+        first = first["message"]
+    return clean_text(str(first))[:4000]
