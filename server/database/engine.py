@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event, make_url, text
+from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
@@ -126,6 +127,13 @@ class Database:
             self._turns.release()
 
 
+class _HintingCompiler(SQLiteCompiler):
+    """Writes `Select.with_hint` behind the table's name: ``INDEXED BY ...``, ``NOT INDEXED``."""
+
+    def get_from_hint_text(self, table: FromClause, text: str | None) -> str | None:
+        return text
+
+
 def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine:
     engine = create_engine(
         url,
@@ -134,6 +142,8 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
         pool_timeout=_BUSY_SECONDS,
         connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
     )
+
+    engine.dialect.statement_compiler = _HintingCompiler
 
     @event.listens_for(engine, "connect")
     def _(connection: sqlite3.Connection, _record: Any) -> None:

@@ -82,11 +82,13 @@ runs: Final = Table(
     Column("checkpoint_count", Integer, nullable=False, server_default="0"),  # committed ones
     Column("latest_step", BigInteger),
     Column("latest_seconds", Float),  # when the newest was committed
+    Column("latest_order", Float, Computed("coalesce(latest_seconds, -1)", persisted=True)),
     Column("bytes", BigInteger, nullable=False, server_default="0"),
     Column("created_seconds", Float, nullable=False),
     Column("updated_seconds", Float, nullable=False),
     UniqueConstraint("root_id", "key"),
-    Index(None, "latest_seconds"),
+    Index(None, "latest_order", "id"),
+    Index(None, "key", "id"),
 )
 
 structures: Final = Table(

@@ -214,7 +214,7 @@ FILTERS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "min_step": 3,
         "is_pinned": False,
-        "root": "main",
+        "root": "other",
     },
 }
 SORTS = ("-time", "time", "-step", "step", "-bytes", "bytes", "-name", "name", "-metric:loss", "metric:loss")

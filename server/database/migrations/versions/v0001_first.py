@@ -180,6 +180,7 @@ def upgrade() -> None:
         Column("checkpoint_count", Integer, server_default="0", nullable=False),
         Column("latest_step", BigInteger),
         Column("latest_seconds", Float),
+        Column("latest_order", Float, Computed("coalesce(latest_seconds, -1)", persisted=True)),
         Column("bytes", BigInteger, server_default="0", nullable=False),
         Column("created_seconds", Float, nullable=False),
         Column("updated_seconds", Float, nullable=False),
@@ -187,7 +188,8 @@ def upgrade() -> None:
         PrimaryKeyConstraint("id", name="pk_runs"),
         UniqueConstraint("root_id", "key", name="uq_runs_root_id_key"),
     )
-    op.create_index("ix_runs_latest_seconds", "runs", ["latest_seconds"])
+    op.create_index("ix_runs_key_id", "runs", ["key", "id"])
+    op.create_index("ix_runs_latest_order_id", "runs", ["latest_order", "id"])
     op.create_table(
         "structure_dtypes",
         Column("structure_id", ID, nullable=False),
