@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from dcp.inspection import open_index as open_index
     from dcp.manager.manager import CheckpointManager as CheckpointManager
+    from dcp.manager.registration import CatalogRegistration as CatalogRegistration
     from dcp.manager.restore import Restored as Restored
     from dcp.manager.retention import Best as Best
     from dcp.manager.retention import Retention as Retention
@@ -104,6 +105,7 @@ _NAMES = {
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
     "dcp.inspection": ("open_index",),
     "dcp.manager.manager": ("CheckpointManager",),
+    "dcp.manager.registration": ("CatalogRegistration",),
     "dcp.manager.restore": ("Restored",),
     "dcp.manager.retention": ("Best", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),

@@ -74,11 +74,16 @@ class Events:
     """Where a manager's events go."""
 
     def __init__(
-        self, root: str, rank: int, callbacks: EventCallback | Sequence[EventCallback] | None = None
+        self,
+        root: str,
+        rank: int,
+        callbacks: EventCallback | Sequence[EventCallback] | None = None,
+        *,
+        also: Sequence[EventCallback] = (),
     ) -> None:
         self._root = root
         self._rank = rank
-        self._callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks or ())
+        self._callbacks = (*also, *((callbacks,) if callable(callbacks) else callbacks or ()))
         self._telling = threading.local()
 
     def emit(

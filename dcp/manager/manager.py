@@ -18,6 +18,7 @@ from dcp.collectives import DEFAULT_TIMEOUT_SECONDS
 from dcp.manager import endings
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
+from dcp.manager.registration import CatalogRegistration, registrar_of
 from dcp.manager.restore import Restored, restore
 from dcp.manager.retention import Retention
 from dcp.manager.saves import Mode, SaveOptions, check_group, saves_of
@@ -91,6 +92,8 @@ class CheckpointManager:
       ranks whether to stop, or to save by the clock, only at each so many-th step.
     - ``storage_options``: for a ``root`` such as ``s3://bucket/run``, as for `dcp.save`. A ``writer`` that
       has options of its own keeps them.
+    - ``catalog``: the service (``dcp serve``) that is told of commits and deletions, in the background: its
+      URL, or a `CatalogRegistration`. That it is away never slows or fails training.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class CheckpointManager:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         agree_every_steps: int = 1,
         storage_options: Mapping[str, Any] | None = None,
+        catalog: str | CatalogRegistration | None = None,
     ) -> None:
         _check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
         _check_choice("on_failure", on_failure, ("warn", "raise"))
@@ -139,7 +143,9 @@ class CheckpointManager:
         channel = None if alone else own_channel(process_group, timeout_seconds)
         self.rank = 0 if channel is None else channel.rank
         self.world_size = 1 if channel is None else channel.world_size
-        self._events = Events(self._folders.root.url, self.rank, on_event)
+        self._registrar = registrar_of(catalog, self._folders, self.rank)
+        told = () if self._registrar is None else (self._registrar.on_event,)
+        self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
         schedule = Schedule(
             every_steps=every_steps,
             every_seconds=every_seconds,
@@ -398,6 +404,8 @@ class CheckpointManager:
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
         if self._upkeep is not None:
             self._upkeep.close(max(_UPKEEP_SECONDS, deadline - time.monotonic()))
+        if self._registrar is not None:
+            self._registrar.close()
         self._turns.close(together=together)
 
     def _check_open(self) -> None:

@@ -1,0 +1,112 @@
+"""An HTTP server that answers as a test says: slow, with errors, or never. For clients of the service."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+__all__ = ["Answer", "Asked", "ScriptedService", "scripted_service"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``hang``: never answer; ``cut``: so many bytes of the body are sent, and the connection ends."""
+
+    status: int = 200
+    body: Any = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    hang: bool = False
+    cut: int | None = None
+
+
+class ScriptedService:
+    """``answer`` is called with each request, in the thread of its connection."""
+
+    def __init__(self, answer: Callable[[Asked], Answer] = lambda asked: Answer(201)) -> None:
+        self.answer = answer
+        self.asked: list[Asked] = []
+        self.arrived = threading.Condition()
+        self.ended = threading.Event()
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                service._handle(self)
+
+            do_GET = do_DELETE = do_PUT = do_PATCH = do_POST
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def bodies(self) -> list[Any]:
+        """What came, in order."""
+        return [asked.body for asked in self.asked]
+
+    def wait_for(self, count: int, seconds: float = 60.0) -> None:
+        """Until so many requests have come; AssertionError after a time in which none hangs by accident."""
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self.asked) >= count, seconds), self.asked
+
+    def close(self) -> None:
+        """Stop; the port refuses connections then."""
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(30)
+
+    def _handle(self, handler: BaseHTTPRequestHandler) -> None:
+        data = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        asked = Asked(
+            handler.command, handler.path, dict(handler.headers), json.loads(data) if data else None
+        )
+        with self.arrived:
+            self.asked.append(asked)
+            self.arrived.notify_all()
+        answer = self.answer(asked)
+        if answer.hang:
+            self.ended.wait(60)
+            handler.close_connection = True
+            return
+        body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        handler.send_response(answer.status)
+        for name, value in ({"Content-Type": "application/json"} | answer.headers).items():
+            handler.send_header(name, value)
+        if "Transfer-Encoding" not in answer.headers and "Content-Length" not in answer.headers:
+            handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body[: answer.cut])
+        if answer.cut is not None:
+            handler.close_connection = True
+
+
+@contextmanager
+def scripted_service(answer: Callable[[Asked], Answer] | None = None) -> Iterator[ScriptedService]:
+    """A server for the block."""
+    service = ScriptedService() if answer is None else ScriptedService(answer)
+    try:
+        yield service
+    finally:
+        service.close()
