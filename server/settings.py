@@ -26,6 +26,10 @@ __all__ = ["CONFIG_VARIABLE", "RootSettings", "Settings"]
 CONFIG_VARIABLE: Final = "DCP_SERVER_CONFIG"
 _ROOT_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
+_HOST_NAME: Final = re.compile(
+    r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*[A-Za-z_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.?"
+)
+
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -105,6 +109,19 @@ class Settings(BaseSettings):
             if not _ROOT_NAME.fullmatch(name):
                 raise ValueError(f"root {name!r}: lower-case letters, digits, '.', '_' and '-', 63 at most")
         return roots
+
+    @field_validator("webhook_allow_private")
+    @classmethod
+    def _allowed(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in entries:
+            try:
+                ipaddress.ip_network(entry)
+            except ValueError:
+                if not _HOST_NAME.fullmatch(entry):
+                    raise ValueError(
+                        f"{entry!r} is neither a network such as 10.0.0.0/8 nor a host"
+                    ) from None
+        return entries
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:

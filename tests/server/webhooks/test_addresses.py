@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dcp.server.settings import Settings
 from dcp.server.webhooks.addresses import (
     Allowed,
     RefusedUrlError,
@@ -227,7 +228,8 @@ def test_http_is_for_what_the_operator_names_only() -> None:
 
 def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
     """10.1.0.0/16 allows just that, in IPv6's clothes too; a host's name allows whatever it resolves to."""
-    allowed = Allowed.parse(["10.1.0.0/16", "fd12::/16", "192.168.7.7", "Hooks.Internal."])
+    entries = ("10.1.0.0/16", "fd12::/16", "192.168.7.7", "Hooks.Internal.")
+    allowed = Allowed.parse(Settings(webhook_allow_private=entries).webhook_allow_private)
     for url in (
         "https://10.1.2.3/",
         "https://[::ffff:10.1.2.3]/",
@@ -250,6 +252,8 @@ def test_entries_that_mean_nothing_are_refused(entry: str) -> None:
     """A mistake in the settings does not silently allow nothing, or something else."""
     with pytest.raises(ValueError):
         Allowed.parse([entry])
+    with pytest.raises(ValueError, match="webhook_allow_private"):
+        Settings(webhook_allow_private=(entry,))
 
 
 def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
