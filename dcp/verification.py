@@ -23,7 +23,7 @@ from dcp.storage.formats.sources import FILE_FORMATS, Place, index_at, locate
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["Finding", "Progress", "VerifyReport", "verify", "verify_store"]
+__all__ = ["Finding", "Progress", "VerifyReport", "verify", "verify_place", "verify_store"]
 
 _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
 
@@ -42,17 +42,20 @@ def verify(
     nothing is committed, and `StorageError` where the store as a whole cannot be read.
     """
     place = locate(checkpoint_id, open_store=OpenWith(storage_options))
-    return _verify(place, threads=threads, progress=progress)
+    return verify_place(place, threads=threads, progress=progress)
 
 
 def verify_store(
     store: Store, *, threads: int | None = None, progress: Progress | None = None
 ) -> VerifyReport:
     """`verify` of the checkpoint in ``store``."""
-    return _verify(Place(store), threads=threads, progress=progress)
+    return verify_place(Place(store), threads=threads, progress=progress)
 
 
-def _verify(place: Place, *, threads: int | None, progress: Progress | None) -> VerifyReport:
+def verify_place(
+    place: Place, *, threads: int | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """`verify` of the checkpoint at ``place``."""
     store, report = place.store, VerifyReport(place.url)
     try:
         index = index_at(place)

@@ -199,22 +199,30 @@ class StagedConversion:
             layout.planned.dropped,
         )
 
-    def run(self, prepared: Prepared, part: int, on_bytes: Callable[[int], None] | None = None) -> PartResult:
-        """Carry out part number ``part``; what it writes is durable when this returns.
+    def run(
+        self,
+        prepared: Prepared,
+        part: int,
+        on_bytes: Callable[[int], None] | None = None,
+        *,
+        number: int | None = None,
+    ) -> PartResult:
+        """Carry out ``prepared.parts[part]``; what it writes is durable when this returns.
 
-        ``on_bytes`` hears of each stretch that is written. Source checksums that are complete within the part
+        ``number`` is that of the part among all, where ``prepared`` has only some of them. ``on_bytes`` hears
+        of each stretch that is written. Source checksums that are complete within the part
         are compared before a file of an object store appears.
         """
         self._check_unchanged(prepared)
         first, last, _ = prepared.parts[part]
         checks = SourceChecks(self._engine)
-        result = PartResult(part)
+        result = PartResult(part if number is None else number)
         gatherer = Gatherer(self._source.store, verify=self._engine.verify != "none")
         try:
             for task in self._layout.tasks[first : last + 1]:
                 done = self._carry_out(task, gatherer, checks, on_bytes, is_all=len(self._layout.tasks) == 1)
                 result.add(done)
-            self._target.note(part, [task.name for task in self._layout.tasks[first : last + 1]])
+            self._target.note(result.part, [task.name for task in self._layout.tasks[first : last + 1]])
         finally:
             gatherer.close()
         return result

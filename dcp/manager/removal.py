@@ -79,14 +79,19 @@ class _PinnedError(CheckpointError):
     """The checkpoint was pinned before the tombstone could be set."""
 
 
-def remove_checkpoint(store: Store, now_seconds: float) -> Removed:
+def remove_checkpoint(
+    store: Store, now_seconds: float, *, is_meant: Callable[[Commit], bool] | None = None
+) -> Removed:
     """Remove what is committed in ``store``, or finish a removal that a crash interrupted.
 
+    ``is_meant`` says whether a commit is the one to be removed; another one has "replaced" it, and stays.
     May be repeated after any error. Raises the store's errors.
     """
     commit = read_commit(store)
     if commit is None:
         return finish_removal(store, now_seconds)
+    if is_meant is not None and not is_meant(commit):
+        return Removed("replaced")
     tombstone = _tombstone(store, commit, now_seconds)
     uploads = unfinished_uploads(store)  # of saves that have seen this commit, or an earlier state
     try:

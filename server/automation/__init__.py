@@ -1,0 +1,1 @@
+"""What the service does by itself: rules that make jobs of events, and what is due by the clock."""

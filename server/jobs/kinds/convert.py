@@ -1,0 +1,279 @@
+"""``convert``: a checkpoint in another format, under a root; the tasks are parts of a staged conversion."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, model_validator
+from sqlalchemy import Connection, select
+
+from dcp.conversion.casting import check_castable
+from dcp.conversion.parts import PartResult
+from dcp.conversion.plan import LayoutOptions
+from dcp.conversion.stages import Prepared, StagedConversion, StageOptions, discard_attempt
+from dcp.conversion.targets.places import Place, place_of
+from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.database.tables import checkpoints, roots
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters, PlainText
+from dcp.server.jobs.kinds.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.jobs.kinds.targets import record_target
+from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
+from dcp.server.roots import Root, check_key
+from dcp.server.scanning.facts import facts_of_source
+from dcp.server.schemas.common import Name
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.sources import FILE_SUFFIXES
+
+__all__ = ["Convert", "ConvertOptions", "ConvertParams", "target_dedup_key"]
+
+_TORCH_SUFFIXES: Final = tuple(suffix for suffix in FILE_SUFFIXES if suffix != ".safetensors")
+_MAX_LISTED: Final = 100
+_LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
+
+
+class ConvertOptions(Parameters):
+    """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target."""
+
+    to: Literal["dcp", "torch", "safetensors"]
+    target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    only: Globs | None = None
+    exclude: Globs | None = None
+    rename: (
+        Annotated[dict[PlainText, Annotated[str, Field(max_length=1024)]], Field(max_length=64)] | None
+    ) = None
+    dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = None
+    shard_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
+    files: Annotated[int, Field(ge=1, le=4096)] = 1
+    chunks: Literal["keep", "split"] = "keep"
+    drop_objects: bool = False
+    tags: Annotated[tuple[Name, ...], Field(max_length=32)] = ()
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in [self.dtype] if isinstance(self.dtype, str) else (self.dtype or {}).values():
+            try:
+                check_castable(name)
+            except PlanError as error:
+                raise ValueError(str(error)) from None
+        for pattern, replacement in (self.rename or {}).items():
+            try:
+                re.compile(pattern).sub(replacement, "")
+            except (re.error, IndexError, OverflowError, RecursionError) as error:
+                raise ValueError(f"rename: {pattern[:100]!r} is no regular expression: {error}") from None
+        return self
+
+    def options(self) -> StageOptions:
+        """Of the conversion."""
+        layout = LayoutOptions(
+            self.to,
+            files=self.files,
+            chunks=self.chunks,
+            shard_bytes=self.shard_bytes,
+            drop_objects=self.drop_objects,
+        )
+        return StageOptions(layout, self.only, self.exclude, self.rename, self.dtype)
+
+
+class ConvertParams(ConvertOptions):
+    """A checkpoint of the catalog, and the key of what is made of it, where nothing may be yet.
+
+    ``target_key`` ends in ``.pt`` or another suffix of torch.save files for "torch", in ``.safetensors`` for
+    one file of "safetensors"; without a suffix it is a folder, of shards for "safetensors".
+    """
+
+    checkpoint_id: CheckpointId
+    target_key: Annotated[str, Field(min_length=1, max_length=1024)]
+
+    @model_validator(mode="after")
+    def _found_again(self) -> Self:
+        fault = _fault_of_name(self.to, self.target_key.lower())
+        if fault is not None:
+            raise ValueError(f"target_key: {fault}")
+        return self
+
+
+def _fault_of_name(to: str, key: str) -> str | None:
+    """Checkpoints are found again by their names."""
+    if to == "torch":
+        return None if key.endswith(_TORCH_SUFFIXES) else f"for torch it ends in {', '.join(_TORCH_SUFFIXES)}"
+    if to == "safetensors" and key.endswith(".safetensors"):
+        return None
+    return f"a folder must not end in {', '.join(FILE_SUFFIXES)}" if key.endswith(FILE_SUFFIXES) else None
+
+
+def target_dedup_key(root: str, key: str) -> str:
+    """One conversion to a target at a time."""
+    return f"convert:{hashlib.sha256(f'{root}/{key}'.encode()).hexdigest()[:40]}"
+
+
+class Convert(Kind[ConvertParams]):
+    """Prepared in the plan, a part a task, published by one rename or one conditional request."""
+
+    name: ClassVar[str] = "convert"
+    scope: ClassVar[Scope] = "convert"
+    params = ConvertParams
+
+    def specify(
+        self, connection: Connection, params: ConvertParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        target_root = params.target_root or subject.root
+        if not caller.may_see(target_root) or target_root not in settings.roots:
+            raise NotFoundError(f"there is no root {target_root!r}")
+        if settings.roots[target_root].readonly:
+            raise ForbiddenError(f"root {target_root} is read-only")
+        check_key(params.target_key)
+        if target_root == subject.root and f"{params.target_key}/".startswith(f"{subject.key}/"):
+            raise UnprocessableError("the target is in the source itself", field="target_key")
+        _refuse_known(connection, target_root, params.target_key)
+        return JobSpec(
+            kind=self.name,
+            params=params.model_copy(update={"target_root": target_root}).model_dump(mode="json"),
+            created_by=caller.name,
+            root=target_root,
+            checkpoint_id=subject.id,
+            dedup_key=target_dedup_key(target_root, params.target_key),
+            max_attempts=self.max_attempts,
+        )
+
+    def prepare(self, connection: Connection, params: ConvertParams) -> Json:
+        """As `Kind.prepare`."""
+        return find_subject(connection, params.checkpoint_id).to_json()
+
+    def plan(self, context: JobContext, params: ConvertParams) -> JobPlan:
+        """As `Kind.plan`."""
+        shared: dict[str, Any] = {
+            "params": params.model_dump(mode="json"),
+            "subject": dict(context.prepared),
+            "attempt": uuid.uuid4().hex[:16],
+            "seconds": time.time(),
+        }
+        with _staged(context, shared) as staged:
+            prepared = staged.prepare().to_json()
+        parts = prepared.pop("parts")
+        shared["prepared"] = prepared
+        specs = [
+            TaskSpec(payload={**shared, "part": number, "span": part}, weight_bytes=part[2])
+            for number, part in enumerate(parts)
+        ]
+        return JobPlan(tasks=specs, plan_data={**shared, "parts": parts})
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        done = 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            report_progress(done)
+
+        prepared = Prepared.of_json({**payload["prepared"], "parts": [payload["span"]]})
+        with _staged(context, payload) as staged:
+            return staged.run(prepared, 0, on_bytes, number=payload["part"]).to_json()
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        params = ConvertParams.model_validate(plan_data["params"])
+        prepared = Prepared.of_json({**plan_data["prepared"], "parts": plan_data["parts"]})
+        with _staged(context, plan_data) as staged:
+            report = staged.publish(prepared, [PartResult.of_json(result) for result in results])
+        root = _root(context, params)
+        return {
+            "root": root.name,
+            "key": params.target_key,
+            "format": params.to,
+            "files": list(report.files[:_MAX_LISTED]),
+            "file_count": len(report.files),
+            "tensor_count": report.tensor_count,
+            "bytes_read": report.bytes_read,
+            "bytes_written": report.bytes_written,
+            "blocks_verified": report.blocks_verified,
+            "blocks_unverified": report.blocks_unverified,
+            "dropped_objects": list(report.dropped_objects[:_MAX_LISTED]),
+            "target": _facts_document(root, params.target_key),
+        }
+
+    def discard(self, context: JobContext, plan_data: Json) -> None:
+        """As `Kind.discard`."""
+        if "attempt" not in plan_data:
+            return
+        params = ConvertParams.model_validate(plan_data["params"])
+        root = _root(context, params)
+        with storage_errors(root):
+            discard_attempt(_target(root, params), plan_data["attempt"], len(plan_data["parts"]))
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """As `Kind.record`."""
+        record_target(connection, job, ConvertParams.model_validate(job.params), result)
+
+
+def _refuse_known(connection: Connection, root: str, key: str) -> None:
+    """ConflictError if the catalog knows something there, or a checkpoint that it would be inside of."""
+    parts = key.split("/")
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    query = (
+        select(checkpoints.c.key, checkpoints.c.state)
+        .join(roots, roots.c.id == checkpoints.c.root_id)
+        .where(roots.c.name == root, checkpoints.c.key.in_(above), checkpoints.c.state.in_(_LIVING))
+    )
+    found = connection.execute(query).first()
+    if found is not None:
+        raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
+
+
+def _root(context: JobContext, params: ConvertParams) -> Root:
+    name = params.target_root or ""
+    if name not in context.roots:
+        raise PermanentJobError(f"root {name} is not configured any more")
+    root = context.roots.get(name)
+    if root.readonly:
+        raise PermanentJobError(f"root {name} is read-only")
+    return root
+
+
+def _target(root: Root, params: ConvertParams) -> Place:
+    return place_of(root.url_of(params.target_key), params.to, root.open_store)
+
+
+@contextmanager
+def _staged(context: JobContext, shared: Mapping[str, Any]) -> Iterator[StagedConversion]:
+    """One stage of the conversion that plan, tasks and publishing share."""
+    params = ConvertParams.model_validate(shared["params"])
+    root = _root(context, params)
+    source_root, source = open_source(context, Subject(**shared["subject"]))
+    with (
+        storage_errors(root, source_root),
+        StagedConversion(
+            source,
+            _target(root, params),
+            params.options(),
+            attempt=shared["attempt"],
+            seconds=shared["seconds"],
+        ) as staged,
+    ):
+        yield staged
+
+
+def _facts_document(root: Root, key: str) -> dict[str, Any]:
+    """What the catalog notes at once; the structure is left to a scan."""
+    facts: CheckpointFacts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
+    return {
+        "format": facts.format,
+        "committed_seconds": facts.committed_seconds,
+        "step": facts.step,
+        "save_id": facts.save_id,
+        "bytes": facts.bytes,
+        "file_count": facts.file_count,
+        "observed_seconds": facts.observed_seconds,
+    }

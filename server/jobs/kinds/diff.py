@@ -1,0 +1,91 @@
+"""``diff``: what differs between two checkpoints, of whatever formats, roots and shardings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from sqlalchemy import Connection
+
+from dcp.difference import diff_readers
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.numbers import difference_document
+from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters
+from dcp.server.jobs.kinds.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.jobs.states import JobSpec, Json
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+from dcp.tensor_reading import TensorReader
+
+__all__ = ["Diff", "DiffParams"]
+
+
+class DiffParams(Parameters):
+    """``b`` is compared with ``a``, the one before; without ``values`` no payload is read."""
+
+    a: CheckpointId
+    b: CheckpointId
+    values: bool = True
+    only: Globs | None = None
+    exclude: Globs | None = None
+
+
+class Diff(Kind[DiffParams]):
+    """One task; the result is the job's."""
+
+    name: ClassVar[str] = "diff"
+    scope: ClassVar[Scope] = "read"
+    params = DiffParams
+
+    def specify(
+        self, connection: Connection, params: DiffParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        find_subject(connection, params.a, caller.roots)
+        second = find_subject(connection, params.b, caller.roots)
+        document = params.model_dump(mode="json")
+        digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:40]
+        return JobSpec(
+            kind=self.name,
+            params=document,
+            created_by=caller.name,
+            root=second.root,
+            checkpoint_id=second.id,
+            dedup_key=f"diff:{digest}",
+        )
+
+    def prepare(self, connection: Connection, params: DiffParams) -> Json:
+        """As `Kind.prepare`."""
+        return {name: find_subject(connection, getattr(params, name)).to_json() for name in ("a", "b")}
+
+    def plan(self, context: JobContext, params: DiffParams) -> JobPlan:
+        """As `Kind.plan`."""
+        payload = {**context.prepared, "params": params.model_dump(mode="json")}
+        weight = context.prepared["a"]["bytes"] + context.prepared["b"]["bytes"]
+        return JobPlan(tasks=[TaskSpec(payload=payload, weight_bytes=weight)])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        params = DiffParams.model_validate(payload["params"])
+        root_a, a = open_source(context, Subject(**payload["a"]))
+        root_b, b = open_source(context, Subject(**payload["b"]))
+        with (
+            storage_errors(root_a, root_b),
+            TensorReader(a.store, a.index, verify="full", name=a.name) as first,
+            TensorReader(b.store, b.index, verify="full", name=b.name) as second,
+        ):
+            found = diff_readers(
+                first,
+                second,
+                values=params.values,
+                only=params.only,
+                exclude=params.exclude,
+                progress=lambda done, total: report_progress(done),
+            )
+        return {"a": params.a, "b": params.b, **difference_document(found)}
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return dict(results[0])

@@ -1,0 +1,104 @@
+"""Statistics and differences as JSON, which has no NaN and no infinity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from dcp.difference import Difference, TensorFacts
+from dcp.statistics import CheckpointStatistics
+from dcp.value_summaries import Statistics
+
+__all__ = ["difference_document", "statistics_document"]
+
+_HISTOGRAMS: Final = 512
+"""Of so many tensors histograms are kept; of more they would be larger than some checkpoints."""
+_MAX_DIFFERENCES: Final = 5000
+_MAX_TEXT: Final = 200
+
+
+def _number(value: float | int | None) -> float | int | None:
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else float(value)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _statistics(found: Statistics | None, *, histogram: bool) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    numbers = ("min", "max", "mean", "std", "norm")
+    document: dict[str, Any] = {name: getattr(found, name) for name in ("count", "nans", "infs", "zeros")}
+    document |= {name: _number(getattr(found, name)) for name in numbers}
+    bins = found.histogram if histogram else None
+    document["histogram"] = (
+        None
+        if bins is None
+        else {"edges": [_number(edge) for edge in bins.edges], "counts": list(bins.counts)}
+    )
+    return document
+
+
+def statistics_document(found: CheckpointStatistics) -> dict[str, Any]:
+    """``tensors`` in their order, and the ``total``. What is not finite is null."""
+    histograms = len(found.tensors) <= _HISTOGRAMS
+    return {
+        "tensors": [
+            {
+                "fqn": tensor.fqn,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "statistics": _statistics(tensor.statistics, histogram=histograms),
+            }
+            for tensor in found.tensors
+        ],
+        "total": _statistics(found.total, histogram=True),
+        "bytes_read": found.bytes_read,
+    }
+
+
+def difference_document(found: Difference) -> dict[str, Any]:
+    """What differs, up to some thousands of each; ``is_cut`` says whether there was more."""
+    tensors = []
+    for one in found.tensors[:_MAX_DIFFERENCES]:
+        values = one.values
+        tensors.append(
+            {
+                "fqn": one.fqn,
+                "kind": one.kind,
+                "before": _facts(one.before),
+                "after": _facts(one.after),
+                "values": None
+                if values is None
+                else {
+                    "elements": values.elements,
+                    "differing": values.differing,
+                    "nonfinite": values.nonfinite,
+                    "max_abs": _number(values.max_abs),
+                    "relative_l2": _number(values.relative_l2),
+                },
+            }
+        )
+    objects = [
+        {
+            "fqn": one.fqn,
+            "kind": one.kind,
+            "before": None if one.before is None else repr(one.before)[:_MAX_TEXT],
+            "after": None if one.after is None else repr(one.after)[:_MAX_TEXT],
+        }
+        for one in found.objects[:_MAX_DIFFERENCES]
+    ]
+    return {
+        "is_empty": found.is_empty,
+        "tensors": tensors,
+        "objects": objects,
+        "tensor_count": len(found.tensors),
+        "object_count": len(found.objects),
+        "equal_tensors": len(found.equal),
+        "equal_objects": found.equal_objects,
+        "bytes_read": found.bytes_read,
+        "is_cut": max(len(found.tensors), len(found.objects)) > _MAX_DIFFERENCES,
+    }
+
+
+def _facts(facts: TensorFacts | None) -> dict[str, Any] | None:
+    return None if facts is None else {"fqn": facts.fqn, "dtype": facts.dtype, "shape": list(facts.shape)}

@@ -1,0 +1,31 @@
+"""What the parameters of several kinds have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from dcp.server.schemas.common import MAX_ID, is_clean
+
+__all__ = ["CheckpointId", "Globs", "Parameters", "PlainText"]
+
+
+class Parameters(BaseModel):
+    """Parameters of a job: unknown members are refused, since they are typing errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _clean(text: str) -> str:
+    if not is_clean(text):
+        raise ValueError("control characters are not allowed")
+    return text
+
+
+CheckpointId = Annotated[int, Field(ge=1, le=MAX_ID)]
+
+PlainText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_clean)]
+
+Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256)]
+"""Shell globs on the names of tensors and values, as for `dcp.load`."""

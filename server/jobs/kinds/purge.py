@@ -1,0 +1,195 @@
+"""``purge``: the bytes of a checkpoint that was deleted by order, and whose grace is over, are removed.
+
+What is removed is what the catalog knows. If something else was saved under the key since, it stays. While a
+purge waits, the checkpoint may be restored, and the job is cancelled; once it has begun it may not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from sqlalchemy import Connection, select
+
+from dcp.manager.removal import Removed, remove_checkpoint
+from dcp.manager.steps import Commit
+from dcp.server.catalog import audit
+from dcp.server.catalog.checkpoints import get_checkpoint, set_state
+from dcp.server.catalog.errors import StateError
+from dcp.server.database.tables import checkpoints
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
+from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.problems import ForbiddenError
+from dcp.server.scanning.facts import fingerprint_of, marks_of
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats.open import is_commit_object
+from dcp.storage.formats.sources import Place, index_at
+from dcp.storage.stores.base import Store
+
+__all__ = ["Purge", "PurgeParams", "purge_dedup_key"]
+
+_INDEX_ENDING: Final = ".safetensors.index.json"
+
+
+class PurgeParams(Parameters):
+    """The checkpoint, which is deleted; without ``now`` its grace must be over."""
+
+    checkpoint_id: CheckpointId
+    now: bool = False
+
+
+def purge_dedup_key(checkpoint_id: int) -> str:
+    """One at a time of a checkpoint."""
+    return f"purge:{checkpoint_id}"
+
+
+class Purge(Kind[PurgeParams]):
+    """One task, which may be repeated from any point on."""
+
+    name: ClassVar[str] = "purge"
+    scope: ClassVar[Scope] = "delete"
+    params = PurgeParams
+    max_attempts: ClassVar[int] = 5
+
+    def specify(
+        self, connection: Connection, params: PurgeParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots, state="deleted")
+        if subject.root in settings.roots and settings.roots[subject.root].readonly:
+            raise ForbiddenError(f"root {subject.root} is read-only")
+        self._check_due(connection, params)
+        return JobSpec(
+            kind=self.name,
+            params=params.model_dump(mode="json"),
+            created_by=caller.name,
+            root=subject.root,
+            checkpoint_id=subject.id,
+            dedup_key=purge_dedup_key(subject.id),
+            max_attempts=self.max_attempts,
+        )
+
+    def prepare(self, connection: Connection, params: PurgeParams) -> Json:
+        """As `Kind.prepare`."""
+        try:
+            subject = find_subject(connection, params.checkpoint_id, state="deleted")
+            self._check_due(connection, params)
+        except StateError as error:
+            raise PermanentJobError(str(error)) from error
+        return subject.to_json()
+
+    @staticmethod
+    def _check_due(connection: Connection, params: PurgeParams) -> None:
+        query = select(checkpoints.c.purge_after_seconds).where(checkpoints.c.id == params.checkpoint_id)
+        after = connection.execute(query).scalar_one()
+        if not params.now and after is not None and after > time.time():
+            raise StateError(
+                f"the grace of checkpoint {params.checkpoint_id} is not over yet", state="deleted"
+            )
+
+    def plan(self, context: JobContext, params: PurgeParams) -> JobPlan:
+        """Which files go is decided once: of half of them nobody could tell any more."""
+        subject = Subject(**context.prepared)
+        root, place = open_place(context, subject)
+        with storage_errors(root):
+            weights = _weights(place, subject)
+        shared = {"subject": subject.to_json(), "weights": weights}
+        return JobPlan(
+            tasks=[TaskSpec(payload=shared, weight_bytes=subject.bytes)], plan_data={"id": subject.id}
+        )
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        subject = Subject(**payload["subject"])
+        root, place = open_place(context, subject)
+        if root.readonly:
+            raise PermanentJobError(f"root {root.name} is read-only")
+        with storage_errors(root):
+            if payload["weights"] is None:
+                removed = _remove_commit(place, subject)
+            elif payload["weights"]:
+                removed = _remove_files(place.store, payload["weights"])
+            else:
+                removed = Removed("replaced")
+        return {
+            "outcome": removed.outcome,
+            "files": removed.files,
+            "bytes": removed.size_bytes,
+            "left": list(removed.left[:20]),
+        }
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return {**results[0], "checkpoint_id": plan_data["id"]}
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Purged; or, where it was pinned in its folder, as it was before it was deleted."""
+        number, now = result["checkpoint_id"], time.time()
+        detail = {name: result[name] for name in ("outcome", "files", "bytes")}
+        audit.record(connection, job.created_by, "checkpoint.purge", f"checkpoint:{number}", detail, now=now)
+        if get_checkpoint(connection, number).state != "deleted":  # saved anew, and found by a scan
+            return
+        state, problem = {
+            "deleted": ("purged", None),
+            "absent": ("purged", None),
+            "pinned": ("committed", "it was not purged: its folder says that it is pinned"),
+            "replaced": ("vanished", "it was not purged: something else was saved in its place"),
+        }[result["outcome"]]
+        set_state(
+            connection,
+            number,
+            state,  # type: ignore[arg-type]  # one of the four above
+            actor=job.created_by,
+            now=now,
+            problem=problem,
+        )
+
+
+def _remove_commit(place: Place, subject: Subject) -> Removed:
+    def is_meant(commit: Commit) -> bool:
+        if subject.save_id is not None:
+            return commit.save_id == subject.save_id
+        return subject.fingerprint in (None, fingerprint_at(place))
+
+    return remove_checkpoint(place.store, time.time(), is_meant=is_meant)
+
+
+def _weights(place: Place, subject: Subject) -> list[tuple[str, int]] | None:
+    """Names and sizes of the files of weights without a commit, the index first; none if others are there.
+
+    None: it has a commit, or had one.
+    """
+    listing = {info.name: info for info in place.store.list()}
+    if place.file is None and (
+        subject.format in ("dcp", "torch_dcp") or any(is_commit_object(name) for name in listing)
+    ):
+        return None
+    marks = [info for name, info in listing.items() if name == place.file]
+    marks = marks if place.file is not None else marks_of(listing.values())
+    if subject.fingerprint not in (None, fingerprint_of(marks)):
+        return []
+    try:
+        names = list(index_at(place).files)
+    except CheckpointFormatError:  # which is why it was deleted
+        names = [info.name for info in marks]
+    indexes = [name for name in listing if name.endswith(_INDEX_ENDING)] if place.file is None else []
+    return [(name, listing[name].size_bytes) for name in dict.fromkeys([*indexes, *names]) if name in listing]
+
+
+def _remove_files(store: Store, files: Sequence[tuple[str, int]]) -> Removed:
+    """The first one on its own: without the index nothing loads that is not whole any more."""
+    there = {info.name: info.size_bytes for info in store.list()}
+    gone = [name for name, size in files if there.get(name) == size]
+    for name in gone[:1]:
+        store.delete(name)
+    store.sync()
+    for error in store.delete_all(gone[1:]).values():
+        raise error
+    store.remove_root()
+    left = tuple(info.name for info in store.list())
+    return Removed("deleted", len(gone), sum(there[name] for name in gone), left)

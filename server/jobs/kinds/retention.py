@@ -1,0 +1,134 @@
+"""``retention``: a policy is applied to all its runs; what goes is deleted with the policy's grace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from sqlalchemy import Connection
+
+from dcp.server.catalog.errors import CatalogError
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.deletion import delete_softly
+from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.subjects import open_database
+from dcp.server.jobs.states import JobSpec, Json
+from dcp.server.problems import ForbiddenError
+from dcp.server.retention.planning import plan_run, runs_of
+from dcp.server.retention.policies import Policy, get_policy
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+
+__all__ = ["Retention", "RetentionParams", "retention_spec"]
+
+_RUNS: Final = 100
+_MAX_LISTED: Final = 200
+
+
+class RetentionParams(Parameters):
+    """The policy; a dry run deletes nothing."""
+
+    policy_id: CheckpointId
+    dry_run: bool = False
+
+
+def retention_spec(policy: Policy, *, created_by: str, dry_run: bool = False) -> JobSpec:
+    """The job; there is one of a policy at a time."""
+    return JobSpec(
+        kind="retention",
+        params={"policy_id": policy.id, "dry_run": dry_run},
+        created_by=created_by,
+        root=policy.root,
+        dedup_key=f"retention:{policy.id}:{'dry' if dry_run else 'real'}",
+    )
+
+
+class Retention(Kind[RetentionParams]):
+    """A task for some runs, a transaction for each."""
+
+    name: ClassVar[str] = "retention"
+    scope: ClassVar[Scope] = "delete"
+    params = RetentionParams
+    needs_database: ClassVar[bool] = True
+
+    def specify(
+        self, connection: Connection, params: RetentionParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        policy = get_policy(connection, params.policy_id, caller.roots)
+        is_readonly = policy.root not in settings.roots or settings.roots[policy.root].readonly
+        if is_readonly and not params.dry_run:
+            raise ForbiddenError(f"root {policy.root} is read-only")
+        return retention_spec(policy, created_by=caller.name, dry_run=params.dry_run)
+
+    def plan(self, context: JobContext, params: RetentionParams) -> JobPlan:
+        """As `Kind.plan`."""
+        with open_database(context) as database, database.read() as connection:
+            policy = _policy(connection, params.policy_id)
+            found = runs_of(connection, policy.root, policy.run_glob)
+        shared = {"policy_id": policy.id, "version": policy.version, "dry_run": params.dry_run}
+        return JobPlan(
+            tasks=[TaskSpec(payload=shared | {"runs": list(some)}) for some in _batches(found)],
+            plan_data=shared,
+        )
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        totals: dict[str, Any] = {"runs": 0, "kept": 0, "deleted": 0, "bytes": 0, "keys": []}
+        with open_database(context) as database:
+            for run_id, run in payload["runs"]:
+                if payload["dry_run"]:
+                    with database.read() as connection:
+                        kept, gone = _apply(connection, payload, run_id, run)
+                else:
+                    kept, gone = database.transact(
+                        lambda connection, run_id=run_id, run=run: _apply(  # type: ignore[misc]
+                            connection, payload, run_id, run
+                        )
+                    )
+                totals["runs"] += 1
+                totals["kept"] += kept
+                totals["deleted"] += len(gone)
+                totals["bytes"] += sum(size for _, size in gone)
+                totals["keys"] = (totals["keys"] + [key for key, _ in gone])[:_MAX_LISTED]
+        return totals
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        sums = {name: sum(one[name] for one in results) for name in ("runs", "kept", "deleted", "bytes")}
+        keys = [key for one in results for key in one["keys"]][:_MAX_LISTED]
+        return {"policy_id": plan_data["policy_id"], "dry_run": plan_data["dry_run"], **sums, "keys": keys}
+
+
+def _batches(found: Sequence[tuple[int, str]]) -> list[list[tuple[int, str]]]:
+    return [list(found[start : start + _RUNS]) for start in range(0, len(found), _RUNS)]
+
+
+def _policy(connection: Connection, policy_id: int) -> Policy:
+    try:
+        policy = get_policy(connection, policy_id)
+    except CatalogError as error:
+        raise PermanentJobError(str(error)) from error
+    if not policy.is_enabled:
+        raise PermanentJobError(f"retention policy {policy.name} is disabled")
+    return policy
+
+
+def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> tuple[int, list[tuple[str, int]]]:
+    """(how many stay, (key, bytes) of those that go)."""
+    policy, now = _policy(connection, payload["policy_id"]), time.time()
+    if policy.version != payload["version"]:
+        raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
+    found = plan_run(connection, run_id, run, policy.retention, now)
+    kept, gone = len(found.decisions) - len(found.deleted), []
+    for one in found.deleted:
+        try:
+            if not payload["dry_run"]:
+                actor = f"retention:{policy.name}"
+                delete_softly(connection, one.checkpoint_id, policy.grace_seconds, actor=actor, now=now)
+        except CatalogError:  # pinned or named in this instant
+            kept += 1
+            continue
+        gone.append((one.key, one.bytes))
+    return kept, gone

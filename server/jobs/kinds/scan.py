@@ -1,0 +1,75 @@
+"""``scan``: the catalog is brought up to date with a root, or with a folder in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from sqlalchemy import Connection
+
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.parameters import Parameters
+from dcp.server.jobs.kinds.subjects import open_database, storage_errors
+from dcp.server.jobs.states import JobSpec, Json
+from dcp.server.problems import NotFoundError
+from dcp.server.roots import check_key
+from dcp.server.scanning.scanner import Scanner
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+
+__all__ = ["Scan", "ScanParams", "scan_spec"]
+
+
+class ScanParams(Parameters):
+    """The root, and the folder ``below`` which is looked through; "" is all of it."""
+
+    root: Annotated[str, Field(min_length=1, max_length=63)]
+    below: Annotated[str, Field(max_length=1024)] = ""
+
+
+def scan_spec(root: str, below: str = "", *, created_by: str, priority: int = 0) -> JobSpec:
+    """A scan; there is one of a place at a time, however many ask for it."""
+    digest = hashlib.sha256(f"{root}/{below}".encode()).hexdigest()[:40]
+    return JobSpec(
+        kind="scan",
+        params={"root": root, "below": below},
+        created_by=created_by,
+        priority=priority,
+        root=root,
+        dedup_key=f"scan:{digest}",
+    )
+
+
+class Scan(Kind[ScanParams]):
+    """One task, which writes what it finds as it goes."""
+
+    name: ClassVar[str] = "scan"
+    scope: ClassVar[Scope] = "write"
+    params = ScanParams
+    needs_database: ClassVar[bool] = True
+
+    def specify(
+        self, connection: Connection, params: ScanParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        if not caller.may_see(params.root) or params.root not in settings.roots:
+            raise NotFoundError(f"there is no root {params.root!r}")
+        if params.below:
+            check_key(params.below)
+        return scan_spec(params.root, params.below, created_by=caller.name)
+
+    def plan(self, context: JobContext, params: ScanParams) -> JobPlan:
+        """As `Kind.plan`."""
+        return JobPlan(tasks=[TaskSpec(payload=params.model_dump(mode="json"))])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        with open_database(context) as database, storage_errors(context.roots.get(payload["root"])):
+            scanner = Scanner(database, context.roots)
+            return scanner.scan(payload["root"], below=payload["below"]).document()
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return dict(results[0])

@@ -1,0 +1,108 @@
+"""``stats``: the values of a checkpoint's tensors, described in one pass over their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from sqlalchemy import Connection
+
+from dcp.server.catalog.verifications import set_statistics
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec, TransientJobError
+from dcp.server.jobs.kinds.numbers import statistics_document
+from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters
+from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
+from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+from dcp.statistics import statistics_of
+from dcp.storage.formats.sources import index_at
+from dcp.tensor_reading import TensorReader
+
+__all__ = ["Stats", "StatsParams"]
+
+
+class StatsParams(Parameters):
+    """The checkpoint, which tensors of it, and the bins of each histogram at most."""
+
+    checkpoint_id: CheckpointId
+    only: Globs | None = None
+    exclude: Globs | None = None
+    bins: Annotated[int, Field(ge=8, le=256)] = 32
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is what is kept with the checkpoint."""
+        return self.only is None and self.exclude is None
+
+
+class Stats(Kind[StatsParams]):
+    """One task; its result is kept with the checkpoint, if it is of all tensors."""
+
+    name: ClassVar[str] = "stats"
+    scope: ClassVar[Scope] = "read"
+    params = StatsParams
+
+    def specify(
+        self, connection: Connection, params: StatsParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        document = params.model_dump(mode="json")
+        digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
+        return JobSpec(
+            kind=self.name,
+            params=document,
+            created_by=caller.name,
+            root=subject.root,
+            checkpoint_id=subject.id,
+            dedup_key=f"stats:{subject.id}:{digest}",
+        )
+
+    def prepare(self, connection: Connection, params: StatsParams) -> Json:
+        """As `Kind.prepare`."""
+        return find_subject(connection, params.checkpoint_id).to_json()
+
+    def plan(self, context: JobContext, params: StatsParams) -> JobPlan:
+        """As `Kind.plan`."""
+        payload = {"subject": dict(context.prepared), "params": params.model_dump(mode="json")}
+        return JobPlan(tasks=[TaskSpec(payload=payload, weight_bytes=context.prepared["bytes"])])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        params = StatsParams.model_validate(payload["params"])
+        root, place = open_place(context, Subject(**payload["subject"]))
+        with storage_errors(root):
+            fingerprint = fingerprint_at(place)
+            with TensorReader(place.store, index_at(place), verify="full") as reader:
+                found = statistics_of(
+                    reader,
+                    only=params.only,
+                    exclude=params.exclude,
+                    bins=params.bins,
+                    progress=lambda done, total: report_progress(done),
+                )
+            if fingerprint_at(place) != fingerprint:
+                raise TransientJobError("the checkpoint was replaced while it was being read")
+        return {**statistics_document(found), "fingerprint": fingerprint}
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return dict(results[0])
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """As `Kind.record`."""
+        params = StatsParams.model_validate(job.params)
+        if not params.is_whole:
+            return
+        kept = {name: value for name, value in result.items() if name != "fingerprint"}
+        set_statistics(
+            connection,
+            params.checkpoint_id,
+            fingerprint=result["fingerprint"],
+            result=kept,
+            job_id=job.id,
+        )

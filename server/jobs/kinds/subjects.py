@@ -1,0 +1,136 @@
+"""The checkpoint of a job: found in the catalog, opened in the task, compared when it is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection
+
+from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.errors import StateError
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.jobs.kind import JobContext, PermanentJobError, TransientJobError
+from dcp.server.problems import ProblemError
+from dcp.server.roots import Root, storage_problem
+from dcp.server.scanning.facts import fingerprint_of, marks_of
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.sources import Place, Source, index_at
+
+__all__ = [
+    "Subject",
+    "find_subject",
+    "fingerprint_at",
+    "open_database",
+    "open_place",
+    "open_source",
+    "storage_errors",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What tasks have to know of a checkpoint: where it is, and which content of it is meant."""
+
+    id: int
+    root: str
+    key: str
+    run: str
+    name: str
+    step: int | None
+    format: str
+    bytes: int
+    save_id: str | None
+    fingerprint: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; ``Subject(**data)`` is the inverse."""
+        return asdict(self)
+
+    def is_same(self, row: Mapping[Any, Any]) -> bool:
+        """Whether ``row``, one of `tables.checkpoints`, is still of this content, as far as that shows."""
+        for name, mine in (("save_id", self.save_id), ("fingerprint", self.fingerprint)):
+            if mine is not None and row[name] is not None:
+                return bool(row[name] == mine)
+        return True
+
+
+def find_subject(
+    connection: Connection,
+    checkpoint_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    state: str = "committed",
+) -> Subject:
+    """The checkpoint, which must be in ``state``; MissingError or StateError if it is not."""
+    found = get_checkpoint(connection, checkpoint_id, visible)
+    if found.state != state:
+        raise StateError(f"checkpoint {checkpoint_id} is {found.state}, not {state}", state=found.state)
+    return Subject(
+        id=found.id,
+        root=found.root,
+        key=found.key,
+        run=found.run,
+        name=found.name,
+        step=found.step,
+        format=found.format,
+        bytes=found.bytes,
+        save_id=found.save_id,
+        fingerprint=found.fingerprint,
+    )
+
+
+def open_place(context: JobContext, subject: Subject) -> tuple[Root, Place]:
+    """The root, and where in it the checkpoint is. PermanentJobError if there is no such root any more."""
+    if subject.root not in context.roots:
+        raise PermanentJobError(f"root {subject.root} is not configured any more")
+    root = context.roots.get(subject.root)
+    with storage_errors(root):
+        return root, root.place(subject.key)
+
+
+def open_source(context: JobContext, subject: Subject) -> tuple[Root, Source]:
+    """The root, and the checkpoint with its index."""
+    root, place = open_place(context, subject)
+    with storage_errors(root):
+        return root, Source(place.store, index_at(place), f"{root.name}:{subject.key}", place.file)
+
+
+def fingerprint_at(place: Place) -> str:
+    """What tells whether the checkpoint at ``place`` has changed."""
+    if place.file is not None:
+        info = place.store.stat(place.file)
+        return fingerprint_of([] if info is None else [info])
+    return fingerprint_of(marks_of(place.store.list()))
+
+
+@contextmanager
+def open_database(context: JobContext) -> Iterator[Database]:
+    """The database, for kinds that need it; TransientJobError where it cannot be reached."""
+    database = Database(context.settings.database_url.get_secret_value(), pool_size=2)
+    try:
+        yield database
+    except DatabaseUnavailableError as error:
+        raise TransientJobError("the database cannot be reached, is full or locked") from error
+    finally:
+        database.close()
+
+
+@contextmanager
+def storage_errors(*roots: Root) -> Iterator[None]:
+    """Errors of storage and formats as problems that name roots and keys, and no place outside of them."""
+    try:
+        yield
+    except ProblemError:
+        raise
+    except (CheckpointError, OSError) as error:
+        path = str(getattr(error, "facts", {}).get("path", "") or getattr(error, "filename", "") or "")
+        named = next(
+            (root for root in roots if path.startswith(root.url)), roots[0] if len(roots) == 1 else None
+        )
+        problem = storage_problem(error, root=named, is_known=True)
+        for root in roots:
+            problem.detail = root.hide(problem.detail)
+        raise problem from error

@@ -1,0 +1,128 @@
+"""``verify``: every byte of a checkpoint is read and compared with the checksums that were committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from sqlalchemy import Connection
+
+from dcp.findings import Finding
+from dcp.server.catalog import audit
+from dcp.server.catalog.details import lock_checkpoint
+from dcp.server.catalog.verifications import add_verification
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec, TransientJobError
+from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
+from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.roots import Root
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+from dcp.verification import verify_place
+
+__all__ = ["Verify", "VerifyParams"]
+
+_MAX_FINDINGS: Final = 200
+_MAX_MESSAGE: Final = 1000
+_HARMLESS: Final = frozenset({"stray-file"})
+"""What lies beside a checkpoint does not make it a damaged one."""
+
+
+class VerifyParams(Parameters):
+    """The checkpoint."""
+
+    checkpoint_id: CheckpointId
+
+
+class Verify(Kind[VerifyParams]):
+    """One task, which reads with several threads."""
+
+    name: ClassVar[str] = "verify"
+    scope: ClassVar[Scope] = "write"
+    params = VerifyParams
+
+    def specify(
+        self, connection: Connection, params: VerifyParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        return JobSpec(
+            kind=self.name,
+            params=params.model_dump(mode="json"),
+            created_by=caller.name,
+            root=subject.root,
+            checkpoint_id=subject.id,
+            dedup_key=f"verify:{subject.id}",
+        )
+
+    def prepare(self, connection: Connection, params: VerifyParams) -> Json:
+        """As `Kind.prepare`."""
+        return find_subject(connection, params.checkpoint_id).to_json()
+
+    def plan(self, context: JobContext, params: VerifyParams) -> JobPlan:
+        """As `Kind.plan`."""
+        subject = dict(context.prepared)
+        return JobPlan(tasks=[TaskSpec(payload=subject, weight_bytes=subject["bytes"])], plan_data=subject)
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        root, place = open_place(context, Subject(**payload))
+        begun = time.monotonic()
+        with storage_errors(root):
+            fingerprint = fingerprint_at(place)
+            report = verify_place(place, progress=lambda done, total: report_progress(done))
+            if fingerprint_at(place) != fingerprint:
+                raise TransientJobError("the checkpoint was replaced while it was being verified")
+        harmful = [found for found in report.findings if found.kind not in _HARMLESS]
+        shown = [*harmful, *(found for found in report.findings if found.kind in _HARMLESS)]
+        return {
+            "outcome": "damaged" if harmful else "good",
+            "findings": [_shown(found, root) for found in shown[:_MAX_FINDINGS]],
+            "finding_count": len(shown),
+            "files": report.files,
+            "tensors": report.tensors,
+            "blocks": report.blocks,
+            "checked_bytes": report.bytes,
+            "unchecked_bytes": report.unchecked_bytes,
+            "seconds": round(time.monotonic() - begun, 3),
+            "fingerprint": fingerprint,
+        }
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return {**results[0], "subject": dict(plan_data)}
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """The verdict counts for the checkpoint only if it is still what was verified."""
+        now, subject = time.time(), Subject(**result["subject"])
+        row = lock_checkpoint(connection, subject.id)
+        is_same = row["state"] == "committed" and subject.is_same(row)
+        is_same = is_same and row["fingerprint"] in (None, result["fingerprint"])
+        add_verification(
+            connection,
+            subject.id,
+            fingerprint=row["fingerprint"] if is_same else result["fingerprint"],
+            mode="full",
+            outcome=result["outcome"],
+            findings=result["findings"],
+            checked_bytes=result["checked_bytes"],
+            seconds=result["seconds"],
+            job_id=job.id,
+            now=now,
+        )
+        detail = {"outcome": result["outcome"], "job": job.id, "findings": result["finding_count"]}
+        audit.record(
+            connection, job.created_by, "checkpoint.verify", f"checkpoint:{subject.id}", detail, now=now
+        )
+
+
+def _shown(found: Finding, root: Root) -> dict[str, Any]:
+    return {
+        "kind": found.kind,
+        "message": root.hide(found.message)[:_MAX_MESSAGE],
+        "file": found.file,
+        "fqn": found.fqn,
+        "offset": found.offset,
+        "length": found.length,
+    }

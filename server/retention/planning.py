@@ -1,0 +1,170 @@
+"""What a policy makes of the checkpoints in the catalog; nothing is changed here.
+
+The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied to each run, and in it to each
+format by itself: a run's converted weights do not count as the newest of its training checkpoints. Kept in
+any case are checkpoints without a step, pinned ones, and those that an alias names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from dcp.manager.retention import Retention, StepState, plan
+from dcp.server.catalog.patterns import matches
+from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
+
+__all__ = ["Decision", "RunPlan", "plan_run", "runs_of"]
+
+_CHUNK = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A checkpoint, and why it is kept: not at all if there are no reasons."""
+
+    checkpoint_id: int
+    key: str
+    step: int | None
+    bytes: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All committed and unreadable checkpoints of a run, with what is decided."""
+
+    run_id: int
+    run: str
+    decisions: tuple[Decision, ...]
+
+    @property
+    def deleted(self) -> list[Decision]:
+        """Those that go."""
+        return [one for one in self.decisions if not one.reasons]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    id: int
+    key: str
+    step: int | None
+    format: str
+    state: str
+    committed_seconds: float
+    bytes: int
+    verification: str
+    is_pinned: bool
+
+
+def runs_of(
+    connection: Connection, root: str, run_glob: str, *, after: str | None = None, limit: int | None = None
+) -> list[tuple[int, str]]:
+    """(id, key) of the runs of a root whose keys match, in the order of the keys, behind ``after``."""
+    query = (
+        select(runs.c.id, runs.c.key)
+        .join(roots, roots.c.id == runs.c.root_id)
+        .where(roots.c.name == root, matches(connection, runs.c.key, run_glob))
+        .order_by(runs.c.key)
+        .limit(limit)
+    )
+    if after is not None:
+        query = query.where(runs.c.key > after)
+    return [(row.id, row.key) for row in connection.execute(query)]
+
+
+def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now: float) -> RunPlan:
+    """What is kept of one run, and what goes."""
+    rows = _rows(connection, run_id)
+    numbers = [row.id for row in rows]
+    found: dict[int, tuple[str, ...]] = {}
+    named = _names(connection, numbers)
+    measured = _metrics(connection, numbers)
+    by_format: defaultdict[str, list[_Row]] = defaultdict(list)
+    for row in rows:
+        if row.step is None:
+            found[row.id] = ("no step",)
+        else:
+            by_format[row.format].append(row)
+    for group in by_format.values():
+        found |= _plan_group(group, keep, now, named, measured)
+    return RunPlan(
+        run_id, run, tuple(Decision(row.id, row.key, row.step, row.bytes, found[row.id]) for row in rows)
+    )
+
+
+def _plan_group(
+    rows: Iterable[_Row],
+    keep: Retention,
+    now: float,
+    named: dict[int, list[str]],
+    measured: dict[int, dict[str, float]],
+) -> dict[int, tuple[str, ...]]:
+    """Of several with one step the newest good one counts; the others share its fate, if nothing else."""
+    by_step: defaultdict[int, list[_Row]] = defaultdict(list)
+    for row in rows:
+        by_step[row.step or 0].append(row)
+    states = []
+    for step, same in by_step.items():
+        best = max(same, key=lambda row: (_is_good(row), row.committed_seconds, row.id))
+        states.append(
+            StepState(
+                step,
+                best.committed_seconds,
+                measured.get(best.id, {}),
+                "good" if _is_good(best) else "damaged",
+                any(row.is_pinned or row.id in named for row in same),
+            )
+        )
+    kept = plan(keep, states, now).keep
+    found = {}
+    for step, same in by_step.items():
+        for row in same:
+            reasons = [reason for reason in kept.get(step, ()) if reason != "pinned"]
+            if row.is_pinned:
+                reasons.append("pinned")
+            reasons += [f"alias {name}" for name in named.get(row.id, ())]
+            if not reasons and step in kept:
+                reasons = ["another of this step is kept"]
+            found[row.id] = tuple(reasons)
+    return found
+
+
+def _is_good(row: _Row) -> bool:
+    return row.state == "committed" and row.verification != "damaged"
+
+
+def _rows(connection: Connection, run_id: int) -> list[_Row]:
+    names = _Row.__dataclass_fields__
+    query = (
+        select(*(checkpoints.c[name] for name in names))
+        .where(checkpoints.c.run_id == run_id, checkpoints.c.state.in_(("committed", "unreadable")))
+        .order_by(checkpoints.c.step, checkpoints.c.id)
+    )
+    return [_Row(**row) for row in connection.execute(query).mappings()]
+
+
+def _chunks(numbers: list[int]) -> Iterator[list[int]]:
+    for start in range(0, len(numbers), _CHUNK):
+        yield numbers[start : start + _CHUNK]
+
+
+def _names(connection: Connection, numbers: list[int]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for some in _chunks(numbers):
+        query = select(aliases.c.checkpoint_id, aliases.c.name).where(aliases.c.checkpoint_id.in_(some))
+        for number, name in connection.execute(query):
+            found.setdefault(number, []).append(name)
+    return found
+
+
+def _metrics(connection: Connection, numbers: list[int]) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for some in _chunks(numbers):
+        query = select(metrics.c.checkpoint_id, metrics.c.name, metrics.c.value)
+        for number, name, value in connection.execute(query.where(metrics.c.checkpoint_id.in_(some))):
+            found.setdefault(number, {})[name] = value
+    return found

@@ -1,0 +1,169 @@
+"""Jobs of the service's own kinds on a real ledger, their phases carried out in this process, one by one.
+
+What goes between the phases goes through JSON, as between processes. A test may stop after any phase, and
+have it done twice, or by two at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from dcp.server.catalog.roots import sync_roots
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import checkpoints, roots
+from dcp.server.jobs import ledger
+from dcp.server.jobs.kind import JobContext
+from dcp.server.jobs.kinds import KINDS
+from dcp.server.jobs.states import Claim, Job
+from dcp.server.jobs.subprocess_main import error_of
+from dcp.server.roots import Roots
+from dcp.server.scanning.scanner import Scanner
+from dcp.server.security.principal import LOCAL, Principal
+from dcp.server.settings import Settings
+
+__all__ = ["KindRuns"]
+
+
+class KindRuns:
+    """The service's parts without its processes: a catalog over ``settings.roots``, and its jobs."""
+
+    def __init__(self, database: Database, folder: Path, roots: dict[str, Any], **settings: Any) -> None:
+        self.database = database
+        self.folder = folder
+        url = database.url.render_as_string(hide_password=False)
+        self.settings = Settings.model_validate({"database_url": url, "roots": roots, **settings})
+        self.roots = Roots(self.settings.roots)
+        urls = {root.name: root.url for root in self.roots}
+        database.transact(lambda connection: sync_roots(connection, urls))
+        self._attempts = 0
+
+    # -- the catalog -----------------------------------------------------------------------------------------
+
+    def scan(self, root: str) -> None:
+        """Bring the catalog up to date."""
+        Scanner(self.database, self.roots).scan(root)
+
+    def row(self, root: str, key: str) -> Any:
+        """A row of `tables.checkpoints`, with ``root``; None if there is none."""
+        query = (
+            select(checkpoints, roots.c.name.label("root"))
+            .join(roots, roots.c.id == checkpoints.c.root_id)
+            .where(roots.c.name == root, checkpoints.c.key == key)
+        )
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none()
+
+    def id(self, root: str, key: str) -> int:
+        """The number of a checkpoint that was found."""
+        return int(self.row(root, key).id)
+
+    def all(self, query: Any) -> list[Any]:
+        """All rows of a query."""
+        with self.database.read() as connection:
+            return list(connection.execute(query).all())
+
+    # -- jobs ------------------------------------------------------------------------------------------------
+
+    def submit(self, kind: str, caller: Principal = LOCAL, **params: Any) -> int:
+        """A job as a request would make it."""
+        given = KINDS[kind].params.model_validate(params)
+        now = time.time()
+        return self.database.transact(
+            lambda connection: ledger.submit(
+                connection, KINDS[kind].specify(connection, given, caller, self.settings), now
+            )
+        )
+
+    def do(self, kind: str, **params: Any) -> Job:
+        """Submit a job, and carry out all that there is to do."""
+        number = self.submit(kind, **params)
+        self.drain()
+        return self.job(number)
+
+    def job(self, number: int) -> Job:
+        """A job as it is now."""
+        with self.database.read() as connection:
+            return ledger.get_job(connection, number)
+
+    def drain(self) -> list[Job]:
+        """Carry out whatever there is to do; the jobs that were at it."""
+        seen: dict[int, Job] = {}
+        while (made := self.claim()) is not None:
+            self.complete(made, self.carry_out(made))
+            seen[made.job.id] = self.job(made.job.id)
+        return list(seen.values())
+
+    def claim(self, lease_seconds: float = 3600.0) -> Claim | None:
+        """The next thing to do, if it is not to be waited for."""
+        now = time.time() + 3600.0  # beyond what is waited for between attempts
+        return self.database.transact(lambda connection: ledger.claim(connection, "test", now, lease_seconds))
+
+    def carry_out(self, made: Claim) -> Any:
+        """What a subprocess would answer: a result, or an exception."""
+        kind, job, task = KINDS[made.job.kind], made.job, made.task
+        try:
+            params = kind.params.model_validate(_json(job.params))
+            prepared = {}
+            if made.phase == "plan":
+                with self.database.read() as connection:
+                    prepared = _json(kind.prepare(connection, params))
+            with self._context(job, None if task is None else task.number, prepared) as context:
+                if made.phase == "plan":
+                    plan = kind.plan(context, params)
+                    return plan.tasks, _json(dict(plan.plan_data))
+                if made.phase == "task":
+                    assert task is not None
+                    return _json(kind.run_task(context, _json(task.payload), lambda done_bytes: None))
+                if made.phase == "publish":
+                    return _json(kind.publish(context, _json(job.plan), [_json(one) for one in made.results]))
+                if job.plan is not None:
+                    kind.discard(context, _json(job.plan))
+                return {}
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            return error
+
+    @contextmanager
+    def _context(self, job: Job, task_number: int | None, prepared: Any) -> Iterator[JobContext]:
+        self._attempts += 1
+        folder = self.folder / f"work-{self._attempts}"
+        folder.mkdir(parents=True)
+        yield JobContext(
+            settings=self.settings,
+            job_id=job.id,
+            task_number=task_number,
+            attempt_name=f"{job.id}-{self._attempts}",
+            work_folder=folder,
+            prepared=prepared,
+        )
+        assert list(folder.iterdir()) == []
+        folder.rmdir()
+
+    def complete(self, made: Claim, answer: Any) -> None:
+        """Tell the ledger, as a worker does."""
+        now = time.time()
+
+        def act(connection: Any) -> None:
+            if isinstance(answer, Exception):
+                ledger.fail(connection, made.held, error_of(answer), now)
+            elif made.phase == "plan":
+                ledger.complete_plan(connection, made.held, answer[1], answer[0], now)
+            elif made.phase == "task":
+                ledger.complete_task(connection, made.held, answer, now)
+            elif made.phase == "publish":
+                job = ledger.complete_publish(connection, made.held, answer, now)
+                KINDS[job.kind].record(connection, job, answer)
+            else:
+                ledger.complete_discard(connection, made.held, now)
+
+        self.database.transact(act)
+
+
+def _json(data: Any) -> Any:
+    return json.loads(json.dumps(data, allow_nan=False))
