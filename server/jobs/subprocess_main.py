@@ -119,6 +119,8 @@ class _Warm:
                     self._reap()
                 if self._control in ready and not self._obey():
                     break
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
         for pid in self._pids.values():
             _kill(pid)
 

@@ -56,6 +56,7 @@ from dcp.server.settings import Settings
 __all__ = ["DEFAULT_KINDS", "Worker"]
 
 DEFAULT_KINDS: Final = "dcp.server.jobs.kinds:KINDS"
+_KILL_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5
 _PROGRESS_SECONDS: Final = 1.0
 _SWEEP_SECONDS: Final = 2.0
@@ -75,7 +76,10 @@ class _Entry:
 
 
 class Worker:
-    """Does jobs of the ledger until it is told to stop; any number of them may share a database."""
+    """Does jobs of the ledger until it is told to stop; any number of them may share a database.
+
+    An ``executor`` that is given is not closed, and several may share it; else it is the one of the settings.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Worker:
         schedules: Sequence[Schedule] | None = None,
         backoff: Backoff = DEFAULT_BACKOFF,
         clock: Callable[[], float] = time.time,
+        executor: Executor | None = None,
     ) -> None:
         self.owner = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
         self._settings = settings
@@ -95,7 +100,8 @@ class Worker:
         self._database = Database(
             settings.database_url.get_secret_value(), pool_size=settings.database_pool_size
         )
-        self._executor: Executor = open_executor(settings, kinds)
+        self._executor = open_executor(settings, kinds) if executor is None else executor
+        self._owns_executor = executor is None
         self._scheduler = Scheduler(
             settings,
             self._database,
@@ -120,7 +126,8 @@ class Worker:
             self._drain()
         finally:
             self._scheduler.close()
-            self._executor.close()
+            if self._owns_executor:
+                self._executor.close()
             self._database.close()
             _log.info("worker stopped", owner=self.owner)
 
@@ -141,14 +148,18 @@ class Worker:
 
     def _drain(self) -> None:
         """Let what runs finish for half of the time that there is, then stop it, and give it back."""
-        until = time.monotonic() + self._settings.shutdown_seconds / 2
+        self._finish(self._settings.shutdown_seconds / 2)
+        for entry in self._entries.values():
+            self._kill(entry, "the worker stops")
+        self._finish(_KILL_SECONDS)
+
+    def _finish(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         while self._entries and time.monotonic() < until:
             self._step(self._look, self._settle)
             if self._entries:
                 self._wake.wait(min(0.1, self._settings.poll_seconds))
                 self._wake.clear()
-        self._executor.close()
-        self._step(self._settle)
 
     # -- claims --
 

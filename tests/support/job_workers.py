@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import atexit
+import multiprocessing
 import os
+import shutil
 import signal
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ from typing import Any, Final
 from pydantic import SecretStr
 
 from dcp.server.database.engine import Database
+from dcp.server.jobs.executors import ProcessExecutor
 from dcp.server.jobs.ledger import Backoff, Job, JobSpec, find_job, request_cancel, submit
 from dcp.server.jobs.schedules import Schedule
+from dcp.server.jobs.subprocess_main import Setup
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
 from tests.support.job_kinds import TEST_KINDS
@@ -39,10 +42,9 @@ HANG_SECONDS: Final = 120.0
 """Only what hangs takes longer, on a machine that has much else to do."""
 
 _QUICK: Final = Backoff(0.05, 0.2)
-_START: Final = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tests.support.job_workers import serve; serve(sys.argv[2])"
-)
+# Forked from a process that has imported all this, so that one is there at once.
+_processes: Final = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.support.job_workers"])
 
 
 def job_settings(database: Database, folder: Path, **changes: Any) -> Settings:
@@ -58,12 +60,33 @@ def job_settings(database: Database, folder: Path, **changes: Any) -> Settings:
     return Settings(**(values | changes))
 
 
+_shared: list[ProcessExecutor] = []
+
+
+def _shared_executor() -> ProcessExecutor:
+    """One for this test process: its warm process takes most of a second to start."""
+    if not _shared:
+        folder = Path(tempfile.mkdtemp(prefix="dcp-test-work-"))
+        _shared.append(ProcessExecutor(Setup(Settings(work_folder=folder), TEST_KINDS)))
+        atexit.register(shutil.rmtree, folder, True)
+        atexit.register(_shared[0].close)
+    return _shared[0]
+
+
 @contextmanager
 def working(
-    settings: Settings, *, schedules: Sequence[Schedule] = (), kinds: str = TEST_KINDS
+    settings: Settings,
+    *,
+    schedules: Sequence[Schedule] = (),
+    kinds: str = TEST_KINDS,
+    own_executor: bool = False,
 ) -> Iterator[Worker]:
-    """A worker in a thread, which is stopped at the end."""
-    worker = Worker(settings, kinds=kinds, schedules=schedules, backoff=_QUICK)
+    """A worker in a thread, which is stopped at the end.
+
+    Its subprocesses come from an executor that all share, or from its own where a test is about them.
+    """
+    executor = None if own_executor else _shared_executor()
+    worker = Worker(settings, kinds=kinds, schedules=schedules, backoff=_QUICK, executor=executor)
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,), name="test-worker")
     thread.start()
@@ -75,23 +98,19 @@ def working(
         assert not thread.is_alive(), "the worker does not stop"
 
 
-def serve(text: str) -> None:
+def _serve(settings: Settings) -> None:
     """Be a worker process until SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    values = json.loads(text)
-    values["database_url"] = SecretStr(values["database_url"])
-    Worker(Settings(**values), kinds=TEST_KINDS, schedules=(), backoff=_QUICK).run(stop)
+    Worker(settings, kinds=TEST_KINDS, schedules=(), backoff=_QUICK).run(stop)
 
 
 class WorkerProcess:
     """A worker in a process of its own, to be killed or stopped."""
 
     def __init__(self, settings: Settings) -> None:
-        values = settings.model_dump(mode="json", exclude_unset=True)
-        values["database_url"] = settings.database_url.get_secret_value()
-        command = [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(values)]
-        self.process = subprocess.Popen(command, start_new_session=True)
+        self.process = _processes.Process(target=_serve, args=(settings,))
+        self.process.start()
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -102,20 +121,25 @@ class WorkerProcess:
     def kill(self) -> None:
         """As a crash does it."""
         self.process.kill()
-        self.process.wait(HANG_SECONDS)
+        self.process.join(HANG_SECONDS)
 
     def pause(self) -> None:
         """It does nothing any more, and does not know."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """After `pause`."""
-        os.kill(self.process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
-    def stop(self) -> int:
+    def stop(self) -> int | None:
         """In good order; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(HANG_SECONDS)
+        self._signal(signal.SIGTERM)
+        self.process.join(HANG_SECONDS)
+        return self.process.exitcode
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
 
 def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
