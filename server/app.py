@@ -24,7 +24,22 @@ from dcp.server.middleware.idempotency import IdempotencyMiddleware
 from dcp.server.middleware.limits import LimitMiddleware
 from dcp.server.middleware.requests import RequestMiddleware
 from dcp.server.readiness import Readiness
-from dcp.server.routes import audit, health, keys, metrics, roots
+from dcp.server.routes import (
+    audit,
+    checkpoints,
+    diffs,
+    downloads,
+    health,
+    keys,
+    labels,
+    lineage,
+    metrics,
+    roots,
+    runs,
+    shards,
+    tensors,
+    webhooks,
+)
 from dcp.server.settings import Settings
 from dcp.server.startup import lifespan
 from dcp.version import __version__
@@ -38,8 +53,17 @@ _OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, metrics.router, documen
 
 _ROUTERS: Final[tuple[APIRouter, ...]] = (
     audit.router,
+    checkpoints.router,
+    diffs.router,
+    downloads.router,
     keys.router,
+    labels.router,
+    lineage.router,
     roots.router,
+    runs.router,
+    shards.router,
+    tensors.router,
+    webhooks.router,
 )
 """Below `API`."""
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Header, Query, Request
 
+from dcp.server.catalog.labels import Change
 from dcp.server.context import Service
 from dcp.server.database.engine import Database
 from dcp.server.problems import (
@@ -27,6 +28,7 @@ from dcp.server.security.principal import Principal, Scope
 
 __all__ = [
     "MAX_PAGE",
+    "Author",
     "Caller",
     "Db",
     "IfMatch",
@@ -37,6 +39,7 @@ __all__ = [
     "Requires",
     "RootsDep",
     "ServiceDep",
+    "Writer",
     "check_visible",
     "public",
     "requires",
@@ -133,6 +136,11 @@ class Precondition:
                 return int(match[1])
         raise PreconditionFailedError("If-Match names no state of this resource; read it again")
 
+    def nothing(self, detail: str) -> None:
+        """What it is about does not exist, so that no tag is its. Raises `PreconditionFailedError`."""
+        if self.tags is not None:
+            raise PreconditionFailedError(detail)
+
     def required(self) -> None:
         """Raises `PreconditionRequiredError` if the request has no ``If-Match``."""
         if self.tags is None:
@@ -156,6 +164,35 @@ async def _precondition(
 
 
 IfMatch = Annotated[Precondition, Depends(_precondition)]
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who changes something, and by which request: for the audit log."""
+
+    principal: Principal
+    now_seconds: float
+    request_id: str | None
+    address: str | None
+
+    def change(self, expected_version: int | None) -> Change:
+        """For the functions of the catalog; ``expected_version`` None is any."""
+        return Change(
+            actor=self.principal.name,
+            now=self.now_seconds,
+            expected_version=expected_version,
+            visible=self.principal.roots,
+            request_id=self.request_id,
+            address=self.address,
+        )
+
+
+async def _author(request: Request, caller: Caller, service: ServiceDep) -> Writer:
+    address = None if request.client is None else request.client.host
+    return Writer(caller, service.clock(), getattr(request.state, "request_id", None), address)
+
+
+Author = Annotated[Writer, Depends(_author)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,9 @@ def _document(app: FastAPI) -> dict[str, Any]:
     }
     for route in walk_routes(app):
         for method in getattr(route, "methods", None) or ():
-            operation = document["paths"].get(route.path, {}).get(method.lower())
+            operation = (
+                document["paths"].get(getattr(route, "path_format", route.path), {}).get(method.lower())
+            )
             if operation is not None:
                 _complete(operation, access_of(route))
     return document

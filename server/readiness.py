@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from importlib import resources
 from typing import Final
 
 import structlog
+from sqlalchemy import inspect, text
 
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.context import Service
-from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.roots import Root
 
-__all__ = ["OK", "Readiness", "prepare_database"]
+__all__ = ["OK", "Readiness", "needed_revision", "prepare_database"]
 
 OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
@@ -39,10 +43,11 @@ class Readiness:
         self._service = service
         self._lock = threading.Lock()
         self._is_prepared = False
-        self._probes = {"database": _Probe("database", self._look_at_database)}
+        patience_seconds = min(_PATIENCE_SECONDS, service.settings.request_seconds / 2)
+        looks: dict[str, Callable[[], str]] = {"database": self._look_at_database}
         for root in service.roots:
-            name = f"root {root.name}"
-            self._probes[name] = _Probe(name, lambda root=root: _look_at_root(root))  # type: ignore[misc]
+            looks[f"root {root.name}"] = partial(_look_at_root, root)
+        self._probes = {name: _Probe(name, look, patience_seconds) for name, look in looks.items()}
 
     async def check(self) -> dict[str, str]:
         """Look at all of them, at one time."""
@@ -76,11 +81,11 @@ def prepare_database(service: Service) -> str | None:
 
     The roots of the settings are made known to the catalog. Raises `DatabaseUnavailableError`.
     """
-    # here, because alembic is needed for a moment only
-    from dcp.server.database import migrations
-
     database = service.database
-    if not migrations.is_current(database):
+    if _revision(database) != needed_revision():
+        # here, because alembic takes a third of a second and 15 MB, and is hardly ever needed
+        from dcp.server.database import migrations
+
         if not (service.settings.migrate and database.dialect == "sqlite"):
             return (
                 f"at revision {migrations.current(database)}, and not at {migrations.head()}: dcp db upgrade"
@@ -90,6 +95,20 @@ def prepare_database(service: Service) -> str | None:
     urls = {root.name: root.url for root in service.roots}
     database.transact(lambda connection: sync_roots(connection, urls, now=service.clock()))
     return None
+
+
+def needed_revision() -> str:
+    """The newest migration, by the names of their files: v0001_first.py."""
+    folder = resources.files("dcp.server.database") / "migrations" / "versions"
+    names = [re.fullmatch(r"v(\d{4})_\w+\.py", entry.name) for entry in folder.iterdir()]
+    return max(name[1] for name in names if name is not None)
+
+
+def _revision(database: Database) -> str | None:
+    with database.read() as connection:
+        if not inspect(connection).has_table("alembic_version"):
+            return None
+        return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
 def _look_at_root(root: Root) -> str:
@@ -109,8 +128,9 @@ def _look_at_root(root: Root) -> str:
 class _Probe:
     """Asks ``look`` in a thread, never in two."""
 
-    def __init__(self, name: str, look: Callable[[], str]) -> None:
+    def __init__(self, name: str, look: Callable[[], str], patience_seconds: float) -> None:
         self._name = name
+        self._patience_seconds = patience_seconds
         self._look = look
         self._lock = threading.Lock()
         self._result = ""
@@ -129,7 +149,7 @@ class _Probe:
                 self._is_running = True
                 threading.Thread(target=self._run, name=f"probe {self._name}", daemon=True).start()
         try:
-            await asyncio.wait_for(done.wait(), _PATIENCE_SECONDS)
+            await asyncio.wait_for(done.wait(), self._patience_seconds)
         except TimeoutError:
             return "does not answer"
         return self._result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import structlog
@@ -20,36 +22,59 @@ from dcp.server.logs import configure_logs
 from dcp.server.monitoring.processes import shared_folder
 from dcp.server.readiness import prepare_database
 from dcp.server.settings import Settings
+from dcp.server.worker_process import worker_beside
 
-__all__ = ["app_of_environment", "serve", "settings_environment"]
+__all__ = ["app_of_environment", "flags_environment", "serve"]
 
 _KEEP_ALIVE_SECONDS: Final = 15
 _log = structlog.get_logger(__name__)
 
 
-def serve(settings: Settings) -> int:
-    """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits."""
+def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits.
+
+    ``flags`` are those of the settings that came from the command line, for the processes that are started.
+    """
     configure_logs(settings)
     # For before uvicorn listens to signals and after: it sends itself again what has ended it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
-    with _environment(settings):
+    with ExitStack() as stack:
+        stack.enter_context(_environment(flags_environment(flags)))
+        started = threading.Event()
+        if settings.embedded_worker:
+            stack.enter_context(worker_beside(settings.shutdown_seconds, started))
         if settings.api_workers == 1:
-            return _serve_here(settings)
-        return _serve_many(settings)
+            return _serve_here(settings, started)
+        return _serve_many(settings, started)
 
 
 def _end(_number: int, _frame: object) -> None:
     raise SystemExit(0)
 
 
-def _serve_here(settings: Settings) -> int:
-    server = uvicorn.Server(uvicorn.Config(create_app(settings), **_options(settings)))
+class _Server(uvicorn.Server):
+    """Says when it listens: a worker that starts at the same time would slow it down."""
+
+    def __init__(self, config: uvicorn.Config, begun: threading.Event) -> None:
+        super().__init__(config)
+        self._begun = begun
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # what is there now stays, and need not be looked through again and again
+        gc.enable()
+        self._begun.set()
+
+
+def _serve_here(settings: Settings, begun: threading.Event) -> int:
+    server = _Server(uvicorn.Config(create_app(settings), **_options(settings)), begun)
     server.run()
     return 0 if server.started else 3
 
 
-def _serve_many(settings: Settings) -> int:
+def _serve_many(settings: Settings, begun: threading.Event) -> int:
     from uvicorn.supervisors import Multiprocess
 
     # one migrates, before several would
@@ -66,6 +91,7 @@ def _serve_many(settings: Settings) -> int:
         workers=settings.api_workers,
         **_options(settings),
     )
+    begun.set()
     with shared_folder():
         Multiprocess(config, sockets=[config.bind_socket()]).run()
     return 0
@@ -93,24 +119,20 @@ def _options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def settings_environment(settings: Settings) -> dict[str, str]:
-    """The settings as the environment of a process that is to have the same, flags included."""
-    environment: dict[str, str] = {}
-    for name in settings.model_fields_set:
-        value = settings.model_dump(include={name}, mode="python")[name]
-        if name == "database_url":
-            text = settings.database_url.get_secret_value()
-        elif isinstance(value, str | Path):
-            text = str(value)
-        else:
-            text = json.dumps(value)
-        environment[f"DCP_SERVER_{name.upper()}"] = text
-    return environment
+def flags_environment(flags: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that were given as flags, as the environment of a process that is to have the same.
+
+    The others come to it as they came to this one, so that no secret of a file gets into an environment.
+    """
+    return {
+        f"DCP_SERVER_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in flags.items()
+        if value is not None
+    }
 
 
 @contextmanager
-def _environment(settings: Settings) -> Iterator[None]:
-    values = settings_environment(settings)
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

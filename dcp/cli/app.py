@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import cat, convert, db, demo, diff, gc, keys, ls, rm, serve, show, stats, verify
+from dcp.cli import cat, convert, db, demo, diff, gc, keys, ls, rm, serve, show, stats, verify, worker
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -30,6 +30,7 @@ app.command("convert")(convert.command)
 app.command("rm")(rm.command)
 app.command("gc")(gc.command)
 app.command("serve")(serve.command)
+app.command("worker")(worker.command)
 app.add_typer(db.app, name="db")
 app.add_typer(keys.app, name="keys")
 app.command("demo")(demo.command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,12 +46,19 @@ def command(
 
     All settings may stand in a file or in the environment; see docs/operations.md.
     """
-    flags: dict[str, Any] = {"host": host, "port": port, "database_url": database, "embedded_worker": worker}
+    flags: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "roots": _roots(root),
+        "database_url": database,
+        "embedded_worker": worker,
+    }
     with errors_as_lines(debug=debug):
-        settings = read_settings(config, roots=_roots(root), **flags)
+        gc.disable()  # until it listens: some hundred modules are to be imported
+        settings = read_settings(config, **flags)
         from dcp.server.serving import serve
 
-        raise typer.Exit(serve(settings))
+        raise typer.Exit(serve(settings, flags))
 
 
 def read_settings(config: Path | None, **flags: Any) -> Settings:

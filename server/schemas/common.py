@@ -23,6 +23,7 @@ __all__ = [
     "MAX_ID",
     "PROBLEM_MEDIA_TYPE",
     "Answer",
+    "Finite",
     "IdPath",
     "Name",
     "NamePath",
@@ -43,17 +44,19 @@ MAX_ID: Final = 2**53 - 1
 """Larger identifiers do not survive in JavaScript, and are none of ours."""
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
+_LAST_SECONDS: Final = 253_402_300_799.0  # the end of the year 9999
 _MAX_DEPTH: Final = 16
 _NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*$"
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)")
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 IdPath = Annotated[int, Path(ge=1, le=MAX_ID)]
 
 
 class Request(BaseModel):
-    """A body that comes in: unknown members are refused, since they are typing errors."""
+    """A body that comes in. Unknown members and numbers in quotes are refused, since they are mistakes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Answer(BaseModel):
@@ -180,7 +183,7 @@ Time = Annotated[
 
 def rfc3339(seconds: float) -> str:
     """Seconds since the epoch as ``2026-01-31T12:00:00.250Z``."""
-    moment = datetime.fromtimestamp(seconds, UTC)
+    moment = datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECONDS), UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

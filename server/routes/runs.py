@@ -1,0 +1,32 @@
+"""``/runs``: folders that hold checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from dcp.server.catalog import runs
+from dcp.server.dependencies import Caller, Db, requires
+from dcp.server.schemas.common import IdPath, problems
+from dcp.server.schemas.queries import RunQuery
+from dcp.server.schemas.runs import RunAnswer, RunList
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/runs", tags=["runs"])
+
+
+@router.get("", dependencies=[requires("read")])
+def list_runs(query: Annotated[RunQuery, Query()], database: Db, caller: Caller) -> RunList:
+    """Runs, the one with the newest checkpoint first."""
+    with database.read() as connection:
+        page = runs.list_runs(connection, query.wanted, query.sort, query.cursor, query.limit, caller.roots)
+    return RunList(items=[RunAnswer.of(run) for run in page.runs], next_cursor=page.next_cursor)
+
+
+@router.get("/{run_id}", dependencies=[requires("read")], responses=problems(404))
+def get_run(run_id: IdPath, database: Db, caller: Caller) -> RunAnswer:
+    """One run."""
+    with database.read() as connection:
+        return RunAnswer.of(runs.get_run(connection, run_id, caller.roots))

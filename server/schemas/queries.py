@@ -1,0 +1,121 @@
+"""Queries of lists: what may stand behind the question mark. What is not known is refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dcp.server.catalog.facts import Format, State, Verification
+from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, Sort
+from dcp.server.catalog.runs import RunFilter, RunSort
+from dcp.server.schemas.common import MAX_ID, Name, Text, Time
+
+__all__ = ["CheckpointQuery", "RunQuery"]
+
+MAX_PAGE = 500
+
+_Pattern = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
+_Step = Annotated[int, Field(ge=0, le=MAX_ID)]
+_RootName = Annotated[str, StringConstraints(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+
+class _Paged(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    cursor: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=4096, description="The next_cursor of the page before."),
+        ]
+        | None
+    ) = None
+
+
+class CheckpointQuery(_Paged):
+    """All that is given holds; where something is given several times, one of them, but all of the tags."""
+
+    root: _RootName | None = None
+    run_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
+    run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
+    run_contains: _Pattern | None = None
+    run_glob: _Pattern | None = None
+    min_step: _Step | None = None
+    max_step: _Step | None = None
+    since: Annotated[Time | None, Field(description="Committed from this time on.")] = None
+    until: Annotated[Time | None, Field(description="Committed before this time.")] = None
+    format: Annotated[list[Format], Field(max_length=8)] = []
+    state: Annotated[
+        list[State | Literal["any"]], Field(max_length=8, description="Committed ones, if not given.")
+    ] = []
+    verification: Annotated[list[Verification], Field(max_length=8)] = []
+    tag: Annotated[list[Name], Field(max_length=8)] = []
+    alias: Name | None = None
+    metric: Annotated[
+        list[_Pattern],
+        Field(max_length=8, description="Comparisons such as loss<2.5.", examples=[["loss<2.5"]]),
+    ] = []
+    dtype: Annotated[str, StringConstraints(max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    tensor: Annotated[_Pattern, Field(description="Has a tensor of this name or glob.")] | None = None
+    name_contains: _Pattern | None = None
+    name_glob: _Pattern | None = None
+    pinned: bool | None = None
+    sort: Annotated[
+        str,
+        Field(
+            max_length=140,
+            pattern=r"^-?(time|step|bytes|name|metric:[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*)$",
+            description="time, step, bytes, name or metric:NAME, the greatest first with a minus.",
+        ),
+    ] = "-time"
+
+    @property
+    def wanted(self) -> CheckpointFilter:
+        """For the catalog. Raises InvalidQueryError."""
+        states = frozenset(state for state in self.state if state != "any")
+        if not self.state:
+            states = frozenset({"committed"})
+        elif "any" in self.state:
+            states = frozenset()
+        return CheckpointFilter(
+            root=self.root,
+            run_id=self.run_id,
+            run=self.run,
+            run_contains=self.run_contains,
+            run_glob=self.run_glob,
+            min_step=self.min_step,
+            max_step=self.max_step,
+            since_seconds=self.since,
+            until_seconds=self.until,
+            formats=frozenset(self.format),
+            states=states,
+            verifications=frozenset(self.verification),
+            tags=frozenset(self.tag),
+            alias=self.alias,
+            metrics=tuple(MetricCondition.parse(text) for text in self.metric),
+            dtype=self.dtype,
+            tensor=self.tensor,
+            name_contains=self.name_contains,
+            name_glob=self.name_glob,
+            is_pinned=self.pinned,
+        )
+
+    @property
+    def order(self) -> Sort:
+        """For the catalog. Raises InvalidQueryError."""
+        return Sort.parse(self.sort)
+
+
+class RunQuery(_Paged):
+    """Runs of a root, whose key has a part, or matches a glob."""
+
+    root: _RootName | None = None
+    contains: _Pattern | None = None
+    glob: _Pattern | None = None
+    sort: RunSort = "-latest"
+
+    @property
+    def wanted(self) -> RunFilter:
+        """For the catalog. Raises InvalidQueryError."""
+        return RunFilter(root=self.root, contains=self.contains, glob=self.glob)

@@ -1,0 +1,51 @@
+"""Checkpoints in the catalog without any in storage, for tests of what only the catalog is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcp.server.catalog.checkpoints import upsert_checkpoint
+from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.structures import StructureFacts, TensorFacts
+from dcp.server.database.engine import Database
+
+__all__ = ["add_checkpoint"]
+
+T0 = 1_700_000_000.0
+
+_STRUCTURE = StructureFacts(
+    digest="5" * 64,
+    tensors=(
+        TensorFacts(fqn="model.bias", kind="tensor", dtype="float32", shape=(4,), bytes=16),
+        TensorFacts(fqn="model.weight", kind="tensor", dtype="bfloat16", shape=(4, 4), bytes=32),
+        TensorFacts(fqn="step", kind="object", dtype=None, shape=None, bytes=5),
+    ),
+)
+
+
+def add_checkpoint(database: Database, key: str, *, root: str = "main", **facts: Any) -> int:
+    """The id of a committed checkpoint with these facts; its step is the number at the end of its key."""
+    digits = key.rpartition("-")[2]
+    step = int(digits) if digits.isdecimal() else None
+    given = {
+        "format": "dcp",
+        "observed_seconds": T0,
+        "committed_seconds": T0 + (step or 0),
+        "step": step,
+        "save_id": f"save-{key}",
+        "fingerprint": f"print-{key}"[:64],
+        "bytes": 53,
+        "file_count": 3,
+        "world_size": 2,
+        "structure": _STRUCTURE,
+        "user_metadata": {"note": "é"},
+        "provenance": {"torch": "2.13"},
+        **facts,
+    }
+
+    def act(connection: Any) -> int:
+        sync_roots(connection, {"main": "/main", "other": "/other"}, now=T0)
+        return upsert_checkpoint(connection, CheckpointFacts(root=root, key=key, **given), now=T0).id
+
+    return database.transact(act)
