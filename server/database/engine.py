@@ -11,7 +11,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -26,12 +26,39 @@ __all__ = ["Database", "DatabaseUnavailableError"]
 T = TypeVar("T")
 Dialect = Literal["sqlite", "postgresql"]
 
-_BUSY_SECONDS: Final = 10.0
+_BUSY_SECONDS: Final = 5.0
+_PATIENCE_SECONDS: Final = 10.0
 _ATTEMPTS: Final = 5
 _PAUSE_SECONDS: Final = 0.05
 _CACHE_KIB: Final = 16_384
+_WAL_LIMIT_BYTES: Final = 64 << 20
 _REPEATABLE: Final = {"40001", "40P01"}
 """PostgreSQL: serialization failure, deadlock."""
+
+_AWAY: Final = ("08", "53", "57", "25006", "55P03")
+"""PostgreSQL, how SQLSTATEs begin that are about the server: no connection, no resources, stopped or timed
+out by it, read-only since a failover, a lock that nobody lets go."""
+
+_AWAY_SQLITE: Final = {
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+}
+
+_POSTGRES: Final[Mapping[str, Any]] = {
+    "connect_timeout": 5,
+    "application_name": "dcphub",
+    # a server that is gone without a word is noticed after about 10 seconds, not after two hours
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "options": "-c statement_timeout=60s -c lock_timeout=10s -c idle_in_transaction_session_timeout=120s",
+}
+"""Of libpq; what the URL says as well counts."""
 
 
 class DatabaseUnavailableError(RuntimeError):
@@ -47,6 +74,7 @@ class Database:
 
     def __init__(self, url: str, *, pool_size: int = 8) -> None:
         self.url: URL = make_url(url)
+        self._file: tuple[int, int] | None = None
         backend = self.url.get_backend_name()
         if backend == "sqlite":
             if not self.url.database or self.url.database == ":memory:":
@@ -58,14 +86,14 @@ class Database:
         elif backend == "postgresql":
             self.dialect = "postgresql"
             self._turns = None
-            driver = self.url.set(drivername="postgresql+psycopg")
             self.writer = create_engine(
-                driver,
+                self.url.set(drivername="postgresql+psycopg"),
                 pool_size=pool_size,
                 max_overflow=pool_size,
                 pool_timeout=_BUSY_SECONDS,
                 pool_pre_ping=True,
-                connect_args={"connect_timeout": 5, "application_name": "dcphub"},
+                hide_parameters=True,
+                connect_args={name: value for name, value in _POSTGRES.items() if name not in self.url.query},
             )
             self.reader = self.writer.execution_options(postgresql_readonly=True)
         else:
@@ -87,27 +115,47 @@ class Database:
             yield connection
 
     def transact(self, act: Callable[[Connection], T]) -> T:
-        """``act`` in a `write` transaction, repeated where the database asks for that; it must bear it."""
+        """``act`` in a `write` transaction, repeated where the database asks for that; it must bear it.
+
+        A database that stays locked is not waited for again and again: threads that wait are threads that
+        do not answer.
+        """
+        last_start = time.monotonic() + _PATIENCE_SECONDS
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with self.write() as connection:
                     return act(connection)
             except DatabaseUnavailableError as error:
-                if attempt == _ATTEMPTS or not _is_repeatable(error.__cause__):
+                is_last = attempt == _ATTEMPTS or time.monotonic() > last_start
+                if is_last or not _is_repeatable(error.__cause__):
                     raise
                 time.sleep(_PAUSE_SECONDS * attempt * (0.5 + random.random()))
         raise AssertionError("unreachable")
 
     def ping(self) -> None:
-        """Raises `DatabaseUnavailableError` if nothing can be read, or nothing written."""
+        """Raises `DatabaseUnavailableError` if nothing can be read, or nothing written: it tries both."""
+        if self.dialect == "sqlite":
+            self._check_file()
         with self.read() as connection:
             connection.execute(text("SELECT 1"))
-        if self.dialect == "sqlite":
-            folder = Path(self.url.database or "").absolute().parent
-            with _translated(self), self.writer.connect() as connection:
-                if not folder.is_dir():
-                    raise DatabaseUnavailableError(f"{folder} does not exist")
-                connection.exec_driver_sql("PRAGMA user_version")
+        with self.write() as connection:
+            if self.dialect == "sqlite":
+                version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+                connection.exec_driver_sql(f"PRAGMA user_version = {int(version)}")
+            else:
+                connection.execute(text("SELECT txid_current()"))  # which a replica refuses
+
+    def _check_file(self) -> None:
+        # Who has a file open that was removed or replaced would not notice.
+        try:
+            status = Path(self.url.database or "").stat()
+        except OSError:
+            status = None
+        found = None if status is None else (status.st_dev, status.st_ino)
+        before, self._file = self._file, found
+        if before is not None and found != before:
+            self.close()
+            raise DatabaseUnavailableError("sqlite: the file has been removed or replaced")
 
     def close(self) -> None:
         """Close all connections; a later call opens new ones."""
@@ -140,6 +188,7 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
         pool_size=pool_size,
         max_overflow=pool_size if query_only else 0,
         pool_timeout=_BUSY_SECONDS,
+        hide_parameters=True,
         connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
     )
 
@@ -153,6 +202,7 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
             "journal_mode = WAL",
             "synchronous = NORMAL",
             "foreign_keys = ON",
+            f"journal_size_limit = {_WAL_LIMIT_BYTES}",
             f"cache_size = -{_CACHE_KIB}",
             "temp_store = MEMORY",
             f"query_only = {'ON' if query_only else 'OFF'}",
@@ -174,15 +224,29 @@ def _translated(database: Database) -> Iterator[None]:
     except (OperationalError, InterfaceError, PoolTimeoutError) as error:
         raise DatabaseUnavailableError(f"{database.dialect}: {_first_line(error)}") from error
     except DBAPIError as error:
-        if error.connection_invalidated or _is_repeatable(error):
+        if error.connection_invalidated or _is_repeatable(error) or _is_away(error.orig):
             raise DatabaseUnavailableError(f"{database.dialect}: {_first_line(error)}") from error
+        _hide_values(error)
         raise
+
+
+def _hide_values(error: DBAPIError) -> None:
+    # PostgreSQL shows the whole row that it refuses, secrets too, in the lines after the first.
+    if error.orig is not None and error.orig.args:
+        error.orig.args = (_first_line(error),)
+    error.args = tuple(str(arg).partition("\n")[0] for arg in error.args)
 
 
 def _first_line(error: SQLAlchemyError) -> str:
     # Without the statement and its parameters, which may hold what is nobody's business in a log.
     cause = error.orig if isinstance(error, DBAPIError) else error
     return str(cause).strip().partition("\n")[0]
+
+
+def _is_away(error: BaseException | None) -> bool:
+    if isinstance(error, sqlite3.DatabaseError):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _AWAY_SQLITE
+    return str(getattr(error, "sqlstate", None) or "").startswith(_AWAY)
 
 
 def _is_repeatable(error: BaseException | None) -> bool:

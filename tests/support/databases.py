@@ -78,6 +78,14 @@ class PostgresServer:
         """Remove a database, whoever is still connected."""
         self._execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
+    def stop(self) -> None:
+        """Let the server go away; its data stay."""
+        self._server.stop()
+
+    def start(self) -> None:
+        """Let it come back, at the same place with the same data."""
+        self._server.ensure_postgres_running()
+
     def close(self) -> None:
         """Stop the server, and remove its data."""
         self._server.cleanup()

@@ -31,6 +31,9 @@ def upgrade(database: Database) -> str | None:
     """
     with database.write() as connection:
         if database.dialect == "postgresql":
+            # An index of a large table takes as long as it takes, and so does waiting for who builds it.
+            connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
         before = _revision(connection)
         if before != head():
