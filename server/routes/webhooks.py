@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
@@ -44,9 +44,9 @@ _CURSOR = "webhooks"
     responses=problems(408, 413, 415, 409, *_USUAL),
 )
 def create_webhook(
-    body: WebhookRequest, service: ServiceDep, caller: Caller, response: Response
+    body: WebhookRequest, service: ServiceDep, caller: Caller, request: Request, response: Response
 ) -> SecretAnswer:
-    """Make one. The answer has its secret, which is not shown again; verify deliveries with it."""
+    """Make one. The answer has its secret, for the only time, so that no Idempotency-Key keeps it."""
     _check_url(service, body.url)
     roots = _check_roots(service, caller, body.roots)
     new = NewHook(
@@ -65,7 +65,8 @@ def create_webhook(
         return hook, secret
 
     hook, secret = service.database.transact(act)
-    response.headers["Location"] = f"/api/v1/webhooks/{hook.id}"
+    request.state.is_secret = True
+    response.headers["Location"] = f"{request.url.path}/{hook.id}"
     response.headers["ETag"] = _etag(hook)
     return SecretAnswer.with_secret(hook, secret)
 
@@ -147,6 +148,7 @@ def rotate_webhook_secret(
     service: ServiceDep,
     caller: Caller,
     match: IfMatch,
+    request: Request,
     response: Response,
 ) -> SecretAnswer:
     """Give it a new secret. Until the overlap has passed, deliveries carry signatures of both."""
@@ -161,6 +163,7 @@ def rotate_webhook_secret(
         return hook, secret
 
     hook, secret = service.database.transact(act)
+    request.state.is_secret = True
     response.headers["ETag"] = _etag(hook)
     return SecretAnswer.with_secret(hook, secret)
 

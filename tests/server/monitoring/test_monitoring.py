@@ -293,6 +293,10 @@ def test_metrics_need_a_key_for_all_roots_unless_it_is_said_otherwise(tmp_path: 
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert answer.headers["cache-control"] == "no-store"
         assert value(samples(answer.text), "dcp_database_up") == 1
+        route = {"method": "GET", "route": "/api/v1/runs/{run_id}", "status": "404"}
+        assert app.client("admin").get("/api/v1/runs/77").status_code == 404
+        found = samples(app.client("write", "read").get("/metrics").text)
+        assert value(found, "dcp_http_requests_total", **route) == 1
     with running_app(url, tmp_path, metrics_need_key=False) as app:
         assert app.client().get("/metrics").status_code == 200
 

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from dcp.server.catalog.events import emit
-from dcp.server.database.tables import audit
+from dcp.server.database.tables import audit, idempotency
 from dcp.server.webhooks import deliver_due
 from dcp.server.webhooks.hooks import ALL_EVENTS
 from dcp.server.webhooks.signing import new_secret, verify
@@ -36,9 +36,9 @@ def admin(app: App) -> TestClient:
     return app.client("admin")
 
 
-def make(client: TestClient, **values: Any) -> dict[str, Any]:
+def make(client: TestClient, *, headers: dict[str, str] | None = None, **values: Any) -> dict[str, Any]:
     """A new webhook, as it is answered."""
-    answer = client.post(HOOKS, json={"url": URL} | values)
+    answer = client.post(HOOKS, json={"url": URL} | values, headers=headers)
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
     assert answer.headers["location"] == f"{HOOKS}/{found['id']}"
@@ -76,7 +76,9 @@ def test_secrets_and_urls_are_shown_where_they_must_be_only(app: App, admin: Tes
     mine = new_secret()
     made = make(admin, secret=mine)
     assert made["secret"] == mine
-    rotated = admin.post(f"{HOOKS}/{made['id']}/rotate-secret", json={}).json()
+    once = {"Idempotency-Key": "once"}
+    assert make(admin, headers=once)["secret"] != make(admin, headers=once)["secret"]
+    rotated = admin.post(f"{HOOKS}/{made['id']}/rotate-secret", json={}, headers=once).json()
     assert rotated["secret"] not in (mine, None)
     assert rotated["previous_secret_until"] is not None
     for path in (HOOKS, f"{HOOKS}/{made['id']}"):
@@ -85,9 +87,9 @@ def test_secrets_and_urls_are_shown_where_they_must_be_only(app: App, admin: Tes
         assert rotated["secret"] not in text
     with app.service.database.read() as connection:
         rows = [str(row) for row in connection.execute(select(audit))]
-    actions = [row for row in rows if "webhook." in row]
-    assert len(actions) == 2
-    assert not any("whsec_" in row or "token-of-the-receiver" in row for row in rows)
+        kept = [str(row) for row in connection.execute(select(idempotency))]
+    assert sum("webhook." in row for row in rows) == 4
+    assert not any("whsec_" in row or "token-of-the-receiver" in row for row in rows + kept)
 
 
 REFUSED: list[dict[str, Any]] = [
