@@ -155,13 +155,14 @@ class Root:
     def place(self, key: str) -> Place:
         """The folder or the single file ``key``; that it is a checkpoint is not known yet.
 
-        Raises errors of the store, which `problem` translates.
+        Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
+        translates.
         """
-        url = self.url_of(key)
+        url = self.url_of(check_key(key))
         folder, _, name = url.rpartition("/")
         if self.path is not None:
             return Place(PosixStore(folder), name) if _is_file(url) else Place(PosixStore(url))
-        if key and name.lower().endswith(FILE_SUFFIXES):
+        if name.lower().endswith(FILE_SUFFIXES):
             store = self.open_store(folder)
             if store.stat(name) is not None:
                 return Place(store, name)
