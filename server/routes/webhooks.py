@@ -16,12 +16,12 @@ from dcp.server.problems import ConflictError, ForbiddenError, UnprocessableErro
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.webhooks import (
     DeliveryAnswer,
-    DeliveryPage,
+    DeliveryList,
     RotateSecret,
     SecretAnswer,
     WebhookAnswer,
     WebhookChange,
-    WebhookPage,
+    WebhookList,
     WebhookRequest,
 )
 from dcp.server.security.principal import Principal
@@ -67,19 +67,19 @@ def create_webhook(
     hook, secret = service.database.transact(act)
     request.state.is_secret = True
     response.headers["Location"] = f"{request.url.path}/{hook.id}"
-    response.headers["ETag"] = _etag(hook)
+    response.headers["ETag"] = hook.etag
     return SecretAnswer.with_secret(hook, secret)
 
 
 @router.get("", responses=problems(*_USUAL))
-def list_webhooks(service: ServiceDep, caller: Caller, page: Page) -> WebhookPage:
+def list_webhooks(service: ServiceDep, caller: Caller, page: Page) -> WebhookList:
     """Those that this key may see, by id."""
     after = decode_cursor(page.cursor, _CURSOR, int)[0] if page.cursor is not None else 0
     with service.database.read() as connection:
         found = hooks.list_hooks(connection, caller.roots, after, page.limit + 1)
     shown = found[: page.limit]
     cursor = encode_cursor(_CURSOR, shown[-1].id) if len(found) > page.limit else None
-    return WebhookPage(items=[WebhookAnswer.of(hook) for hook in shown], next_cursor=cursor)
+    return WebhookList(items=[WebhookAnswer.of(hook) for hook in shown], next_cursor=cursor)
 
 
 @router.get("/{webhook_id}", responses=problems(404, *_USUAL))
@@ -87,7 +87,7 @@ def get_webhook(webhook_id: IdPath, service: ServiceDep, caller: Caller, respons
     """One of them."""
     with service.database.read() as connection:
         hook = hooks.get_hook(connection, webhook_id, caller.roots)
-    response.headers["ETag"] = _etag(hook)
+    response.headers["ETag"] = hook.etag
     return WebhookAnswer.of(hook)
 
 
@@ -121,7 +121,7 @@ def change_webhook(
         return hook
 
     hook = service.database.transact(act)
-    response.headers["ETag"] = _etag(hook)
+    response.headers["ETag"] = hook.etag
     return WebhookAnswer.of(hook)
 
 
@@ -164,7 +164,7 @@ def rotate_webhook_secret(
 
     hook, secret = service.database.transact(act)
     request.state.is_secret = True
-    response.headers["ETag"] = _etag(hook)
+    response.headers["ETag"] = hook.etag
     return SecretAnswer.with_secret(hook, secret)
 
 
@@ -190,7 +190,7 @@ def list_webhook_deliveries(
     caller: Caller,
     page: Page,
     state: DeliveryState | None = None,
-) -> DeliveryPage:
+) -> DeliveryList:
     """What was delivered, what waits, what failed: newest event first. Old ones are forgotten."""
     mark = f"deliveries-{webhook_id}-{state}"
     before = decode_cursor(page.cursor, mark, int)[0] if page.cursor is not None else None
@@ -199,7 +199,7 @@ def list_webhook_deliveries(
         found = ledger.list_deliveries(connection, webhook_id, state, before, page.limit + 1)
     shown = found[: page.limit]
     cursor = encode_cursor(mark, shown[-1].event_id) if len(found) > page.limit else None
-    return DeliveryPage(items=[DeliveryAnswer.of(one) for one in shown], next_cursor=cursor)
+    return DeliveryList(items=[DeliveryAnswer.of(one) for one in shown], next_cursor=cursor)
 
 
 @router.post(
@@ -220,10 +220,6 @@ def redeliver_webhook_delivery(
         return delivery
 
     return DeliveryAnswer.of(service.database.transact(act))
-
-
-def _etag(hook: Hook) -> str:
-    return f'"w{hook.id}-{hook.version}"'
 
 
 def _note(

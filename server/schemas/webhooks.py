@@ -14,12 +14,12 @@ from dcp.server.webhooks.signing import check_secret
 
 __all__ = [
     "DeliveryAnswer",
-    "DeliveryPage",
+    "DeliveryList",
     "RotateSecret",
     "SecretAnswer",
     "WebhookAnswer",
     "WebhookChange",
-    "WebhookPage",
+    "WebhookList",
     "WebhookRequest",
 ]
 
@@ -85,9 +85,9 @@ class WebhookAnswer(Answer):
     disabled_reason: str | None = Field(description="Why the service disabled it.")
     failing_since: str | None = Field(description="No delivery has succeeded since.")
     previous_secret_until: str | None = Field(description="Until then the secret before signs as well.")
-    version: int
-    created: str
-    updated: str
+    created_at: str
+    updated_at: str
+    etag: str = Field(description="For If-Match.")
 
     @classmethod
     def of(cls, hook: Hook) -> WebhookAnswer:
@@ -106,7 +106,7 @@ class SecretAnswer(WebhookAnswer):
         return cls(**_shown(hook), secret=secret)
 
 
-class WebhookPage(Answer):
+class WebhookList(Answer):
     """Webhooks by id."""
 
     items: list[WebhookAnswer]
@@ -125,9 +125,9 @@ class DeliveryAnswer(Answer):
     max_attempts: int = MAX_ATTEMPTS
     status_code: int | None = Field(description="What the receiver answered last.")
     error: str | None
-    created: str
-    next_attempt: str | None
-    delivered: str | None
+    created_at: str
+    next_attempt_at: str | None
+    delivered_at: str | None
 
     @classmethod
     def of(cls, delivery: Delivery) -> DeliveryAnswer:
@@ -142,13 +142,13 @@ class DeliveryAnswer(Answer):
             attempts=delivery.attempt,
             status_code=delivery.status_code,
             error=delivery.error,
-            created=rfc3339(delivery.created_seconds),
-            next_attempt=rfc3339(delivery.due_seconds) if is_waiting else None,
-            delivered=optional_rfc3339(delivery.delivered_seconds),
+            created_at=rfc3339(delivery.created_seconds),
+            next_attempt_at=rfc3339(delivery.due_seconds) if is_waiting else None,
+            delivered_at=optional_rfc3339(delivery.delivered_seconds),
         )
 
 
-class DeliveryPage(Answer):
+class DeliveryList(Answer):
     """Deliveries, newest event first."""
 
     items: list[DeliveryAnswer]
@@ -166,7 +166,7 @@ def _shown(hook: Hook) -> dict[str, Any]:
         "disabled_reason": hook.disabled_reason,
         "failing_since": optional_rfc3339(hook.failing_since_seconds),
         "previous_secret_until": optional_rfc3339(hook.previous_until_seconds),
-        "version": hook.version,
-        "created": rfc3339(hook.created_seconds),
-        "updated": rfc3339(hook.updated_seconds),
+        "created_at": rfc3339(hook.created_seconds),
+        "updated_at": rfc3339(hook.updated_seconds),
+        "etag": hook.etag,
     }

@@ -59,6 +59,11 @@ class Hook:
     created_seconds: float
     updated_seconds: float
 
+    @property
+    def etag(self) -> str:
+        """Changes with every change."""
+        return f'"w{self.id}-{self.version}"'
+
     def __repr__(self) -> str:
         return f"Hook(id={self.id}, url={self.url!r})"  # without the secrets
 

@@ -42,7 +42,7 @@ def make(client: TestClient, *, headers: dict[str, str] | None = None, **values:
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
     assert answer.headers["location"] == f"{HOOKS}/{found['id']}"
-    assert answer.headers["etag"] == f'"w{found["id"]}-1"'
+    assert answer.headers["etag"] == found["etag"] == f'"w{found["id"]}-1"'
     return found
 
 
