@@ -1,0 +1,326 @@
+"""Jobs over HTTP: submitting, listing, watching, cancelling, retrying, and who may."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from dcp.server.app import API
+from dcp.server.catalog import audit
+from dcp.server.jobs import ledger
+from dcp.server.jobs.ledger import JobError, JobSpec, TaskSpec
+from dcp.server.routes import job_events
+from tests.support.app import App
+from tests.support.catalog_rows import add_checkpoint
+from tests.support.sockets import listening
+
+JOBS = f"{API}/jobs"
+
+
+def submit(app: App, kind: str = "verify", **changes: Any) -> int:
+    """A job that nobody does; its id."""
+    spec = JobSpec(**{"kind": kind, "params": {}, "created_by": "test", "root": "main"} | changes)
+    made: int = app.service.database.transact(lambda one: ledger.submit(one, spec, time.time()))
+    return made
+
+
+def step(app: App, act: Any, *arguments: Any) -> Any:
+    """One transaction of the ledger."""
+    return app.service.database.transact(lambda connection: act(connection, *arguments))
+
+
+def claim(app: App) -> ledger.Claim:
+    """As a worker does it."""
+    made = step(app, ledger.claim, "worker", time.time(), 1000.0)
+    assert made is not None
+    return made  # type: ignore[no-any-return]
+
+
+def plan(app: App, job_id: int, task_count: int) -> None:
+    """Of the job, which is the next."""
+    made = claim(app)
+    assert (made.job.id, made.phase) == (job_id, "plan")
+    specs = [TaskSpec(payload={}, weight_bytes=10)] * task_count
+    step(app, ledger.complete_plan, made.held, {}, specs, time.time())
+
+
+def end(app: App, job_id: int) -> None:
+    """Do all that is left to do of the job, which is the only one."""
+    while not step(app, ledger.get_job, job_id).is_final:
+        made = claim(app)
+        if made.phase == "task":
+            step(app, ledger.complete_task, made.held, {}, time.time())
+        else:
+            step(app, ledger.complete_publish, made.held, {"is": "done"}, time.time())
+
+
+def test_a_job_is_submitted_and_shown(app: App) -> None:
+    """202 and where it is; the same again is the same job; the audit log has who wanted it, once."""
+    checkpoint_id = add_checkpoint(app.service.database, "run/step-1")
+    client = app.client("read", "write", name="ci")
+    body = {"kind": "verify", "params": {"checkpoint_id": checkpoint_id}, "priority": 7}
+    first = client.post(JOBS, json=body)
+    assert first.status_code == 202, first.text
+    job = first.json()
+    assert first.headers["location"] == f"{JOBS}/{job['id']}"
+    assert (job["state"], job["kind"], job["priority"]) == ("queued", "verify", 7)
+    assert (job["root"], job["checkpoint_id"], job["created_by"]) == ("main", checkpoint_id, "key:ci")
+    assert client.get(first.headers["location"]).json() == job
+    again = client.post(JOBS, json=body)
+    assert (again.status_code, again.json()["id"]) == (202, job["id"])
+    with app.service.database.read() as connection:
+        entries = audit.audit_page(connection, action="job.submit").entries
+    assert [(entry.actor, entry.target) for entry in entries] == [("key:ci", f"job:{job['id']}")]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"kind": "verify", "params": {"checkpoint_id": 10**6}}, 404),
+        ({"kind": "verify", "params": {"checkpoint_id": "one"}}, 422),
+        ({"kind": "verify", "params": {}}, 422),
+        ({"kind": "verify"}, 422),
+        ({"kind": "make-coffee", "params": {}}, 422),
+        ({"kind": "scan", "params": {"root": "nowhere"}}, 404),
+        ({"kind": "scan", "params": {"root": "main"}, "priority": 101}, 422),
+        ({"kind": "scan", "params": {"root": "main"}, "shell": "rm"}, 422),
+        ([], 422),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(app: App, body: Any, status: int) -> None:
+    """With a problem document, and nothing is in the ledger."""
+    client = app.client("admin")
+    answer = client.post(JOBS, json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert client.get(JOBS).json() == {"items": [], "next_cursor": None}
+
+
+def test_the_scope_is_that_of_the_kind(app: App) -> None:
+    """Reading is not enough to have something done, stopped or done again."""
+    checkpoint_id = add_checkpoint(app.service.database, "run/step-1")
+    reader = app.client("read")
+    verify = {"kind": "verify", "params": {"checkpoint_id": checkpoint_id}}
+    refused = reader.post(JOBS, json=verify)
+    assert (refused.status_code, refused.json()["scope"]) == (403, "write")
+    convert = {
+        "kind": "convert",
+        "params": {"checkpoint_id": checkpoint_id, "to": "safetensors", "target_key": "out"},
+    }
+    assert app.client("read", "write").post(JOBS, json=convert).status_code == 403
+    job_id = submit(app)
+    for action in ("cancel", "retry"):
+        assert reader.post(f"{JOBS}/{job_id}/{action}").status_code == 403
+    assert step(app, ledger.get_job, job_id).state == "queued"
+
+
+def test_a_key_sees_the_jobs_of_its_roots(app: App) -> None:
+    """Those of others do not exist for it: not in lists, not by number, not to be stopped."""
+    inner = add_checkpoint(app.service.database, "run/step-1", root="other")
+    mine, others = submit(app), submit(app, root="other")
+    across = submit(
+        app, kind="convert", checkpoint_id=inner
+    )  # into a root that it sees, from one it does not
+    nowhere = submit(app, root=None)
+    client = app.client("read", "write", roots=["main"])
+    assert [job["id"] for job in client.get(JOBS).json()["items"]] == [mine]
+    assert client.get(f"{JOBS}/{mine}").status_code == 200
+    for job_id in (others, across, nowhere, 10**6):
+        for method, below in (
+            ("GET", ""),
+            ("GET", "/tasks"),
+            ("GET", "/events"),
+            ("POST", "/cancel"),
+            ("POST", "/retry"),
+        ):
+            assert client.request(method, f"{JOBS}/{job_id}{below}").status_code == 404
+    body = {"kind": "verify", "params": {"checkpoint_id": inner}}
+    assert client.post(JOBS, json=body).status_code == 404
+    assert len(app.client("read").get(JOBS).json()["items"]) == 4
+
+
+def test_lists_are_filtered_and_paged(app: App) -> None:
+    """By state, kind, root, checkpoint and maker; each page goes on where the last one ended."""
+    checkpoint_id = add_checkpoint(app.service.database, "run/step-1")
+    ids = [submit(app) for _ in range(5)]
+    about = submit(app, kind="stats", checkpoint_id=checkpoint_id, created_by="someone")
+    other = submit(app, kind="scan", root="other")
+    client = app.client("read", "write")
+    client.post(f"{JOBS}/{ids[0]}/cancel")
+
+    def listed(query: str) -> list[int]:
+        answer = client.get(f"{JOBS}?{query}")
+        assert answer.status_code == 200, answer.text
+        return [job["id"] for job in answer.json()["items"]]
+
+    assert listed("") == [other, about, *reversed(ids)]
+    assert listed("state=cancelled") == [ids[0]]
+    assert listed("state=cancelled&state=queued&kind=verify") == list(reversed(ids))
+    assert listed("root=other") == [other]
+    assert listed(f"checkpoint_id={checkpoint_id}") == listed("created_by=someone") == [about]
+    seen: list[int] = []
+    query = "kind=verify&limit=2"
+    page = client.get(f"{JOBS}?{query}").json()
+    while True:
+        seen += [job["id"] for job in page["items"]]
+        if page["next_cursor"] is None:
+            break
+        page = client.get(f"{JOBS}?{query}&cursor={page['next_cursor']}").json()
+    assert seen == list(reversed(ids))
+    cursor = client.get(f"{JOBS}?limit=1").json()["next_cursor"]
+    assert client.get(f"{JOBS}?limit=1&kind=scan&cursor={cursor}").status_code == 422
+
+
+def test_progress_and_tasks_are_shown(app: App) -> None:
+    """How far a job is, and each of its tasks, while it runs and after."""
+    job_id = submit(app)
+    client = app.client("read")
+    assert client.get(f"{JOBS}/{job_id}").json()["progress"] is None
+    plan(app, job_id, 3)
+    step(app, ledger.complete_task, claim(app).held, {}, time.time())
+    running = claim(app)
+    step(app, ledger.renew, "worker", {running.held: 4}, time.time(), 100.0)
+    shown = client.get(f"{JOBS}/{job_id}").json()
+    expected = {"done_tasks": 1, "total_tasks": 3, "done_bytes": 14, "total_bytes": 30}
+    assert (shown["state"], shown["progress"]) == ("running", expected)
+    assert client.get(JOBS).json()["items"][0]["progress"] == expected
+    page = client.get(f"{JOBS}/{job_id}/tasks?limit=2").json()
+    assert [(task["number"], task["state"]) for task in page["items"]] == [(0, "succeeded"), (1, "running")]
+    rest = client.get(f"{JOBS}/{job_id}/tasks?limit=2&cursor={page['next_cursor']}").json()
+    assert [task["state"] for task in rest["items"]] == ["queued"] and rest["next_cursor"] is None
+    error = JobError(type="StorageError", detail="it is away")
+    step(app, ledger.fail, running.held, error, time.time())
+    failed = client.get(f"{JOBS}/{job_id}/tasks").json()["items"][1]
+    assert (failed["attempt"], failed["error"]["detail"]) == (1, "it is away") and failed["not_before"]
+
+
+def test_cancelling_and_retrying(app: App) -> None:
+    """202 with the job as it is then; 409 where there is nothing to stop, or to do again."""
+    job_id = submit(app, dedup_key="one")
+    client = app.client("read", "write")
+    assert client.post(f"{JOBS}/{job_id}/retry").status_code == 409
+    plan(app, job_id, 1)
+    answer = client.post(f"{JOBS}/{job_id}/cancel")
+    assert answer.status_code == 202
+    assert (answer.json()["state"], answer.json()["is_ending"]) == ("running", True)
+    assert client.post(f"{JOBS}/{job_id}/cancel").status_code == 202
+    step(app, ledger.complete_discard, claim(app).held, time.time())
+    assert client.post(f"{JOBS}/{job_id}/cancel").json()["state"] == "cancelled"
+    retried = client.post(f"{JOBS}/{job_id}/retry")
+    assert (retried.status_code, retried.json()["state"]) == (202, "queued")
+    plan(app, job_id, 1)
+    end(app, job_id)
+    shown = client.get(f"{JOBS}/{job_id}").json()
+    assert (shown["state"], shown["result"]) == ("succeeded", {"is": "done"})
+    for action in ("cancel", "retry"):
+        assert client.post(f"{JOBS}/{job_id}/{action}").status_code == 409
+    with app.service.database.read() as connection:
+        entries = audit.audit_page(connection, target=f"job:{job_id}").entries
+    assert [entry.action for entry in entries] == ["job.retry", "job.cancel"]
+
+
+# -- server-sent events --------------------------------------------------------------------------------------
+
+
+def read_events(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """Events of a stream, as their fields; comments as ``{"": text}``."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if not line:
+            if fields:
+                yield fields
+            fields = {}
+            continue
+        name, _, value = line.partition(":")
+        fields[name] = value.strip()
+
+
+def watch(url: str, key: str, job_id: int, last_id: str | None = None) -> Iterator[dict[str, str]]:
+    """The events of a job, until the stream ends."""
+    headers = {"Authorization": f"Bearer {key}"} | ({} if last_id is None else {"Last-Event-ID": last_id})
+    with httpx.stream("GET", f"{url}{JOBS}/{job_id}/events", headers=headers, timeout=120) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield from read_events(answer.iter_lines())
+
+
+def test_events_are_followed_to_the_end(app: App) -> None:
+    """All from the beginning, as they come; progress in between; `end` is the last."""
+    job_id = submit(app)
+    with listening(app.app) as url:
+        events = watch(url, app.key("read"), job_id)
+        found = [event for event in (next(events), next(events)) if "id" in event]
+        assert [event["event"] for event in found] == ["submitted"]
+        plan(app, job_id, 2)
+        end(app, job_id)
+        found += list(events)
+    kept = [json.loads(event["data"]) for event in found if "id" in event]
+    assert [event["kind"] for event in kept] == ["submitted", *["state"] * 4]
+    assert [event["data"].get("state") for event in kept[1:]] == [
+        "planning",
+        "running",
+        "publishing",
+        "succeeded",
+    ]
+    assert [event["id"] for event in kept] == sorted(event["id"] for event in kept)
+    assert all(event["job_id"] == job_id and event["at"].endswith("Z") for event in kept)
+    last = [json.loads(event["data"]) for event in found if event.get("event") == "progress"][-1]
+    assert (last["done_tasks"], last["total_tasks"]) == (2, 2)
+    assert found[-1]["event"] == "end" and json.loads(found[-1]["data"]) == {"state": "succeeded"}
+
+
+def test_events_are_replayed_behind_the_last_one_seen(app: App) -> None:
+    """A connection that was cut is taken up again without a gap and without a repetition."""
+    job_id = submit(app)
+    plan(app, job_id, 1)
+    with listening(app.app) as url:
+        key = app.key("read")
+        first = watch(url, key, job_id)
+        seen = [event["id"] for event in (next(first), next(first), next(first)) if "id" in event]
+        first.close()  # type: ignore[attr-defined]
+        end(app, job_id)
+        seen += [event["id"] for event in watch(url, key, job_id, seen[-1]) if "id" in event]
+        every = [event["id"] for event in watch(url, key, job_id) if "id" in event]
+        assert seen == every and len(every) == 5
+        headers = {"Authorization": f"Bearer {key}", "Last-Event-ID": every[-1]}
+        assert httpx.get(f"{url}{JOBS}/{job_id}/events", headers=headers).status_code == 204
+        for wrong in ("x", "-1", "1.5", str(2**60)):
+            answer = httpx.get(f"{url}{JOBS}/{job_id}/events", headers=headers | {"Last-Event-ID": wrong})
+            assert answer.status_code == 422
+
+
+def test_a_stream_without_events_has_a_heartbeat(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments keep what lies between awake, and show that the other side lives; what left is forgotten."""
+    monkeypatch.setattr(job_events, "HEARTBEAT_SECONDS", 0.05)
+    job_id = submit(app)
+    with listening(app.app) as url:
+        events = watch(url, app.key("read"), job_id)
+        comments = 0
+        while comments < 4:
+            comments += "" in next(events)
+        assert app.app.state.job_streams == 1
+        events.close()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 60
+        while app.app.state.job_streams and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        assert app.app.state.job_streams == 0
+
+
+def test_only_so_many_streams_are_open_at_a_time(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is told to come back later, and nobody else waits for it."""
+    monkeypatch.setattr(job_events, "_MAX_STREAMS", 1)
+    job_id = submit(app)
+    with listening(app.app) as url:
+        key = app.key("read")
+        events = watch(url, key, job_id)
+        next(events)
+        headers = {"Authorization": f"Bearer {key}"}
+        refused = httpx.get(f"{url}{JOBS}/{job_id}/events", headers=headers)
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        events.close()  # type: ignore[attr-defined]
