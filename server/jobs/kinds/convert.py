@@ -56,7 +56,7 @@ class ConvertOptions(Parameters):
     files: Annotated[int, Field(ge=1, le=4096)] = 1
     chunks: Literal["keep", "split"] = "keep"
     drop_objects: bool = False
-    tags: Annotated[tuple[Name, ...], Field(max_length=32)] = ()
+    tags: Annotated[tuple[Name, ...], Field(max_length=32, strict=False)] = ()
 
     @model_validator(mode="after")
     def _known(self) -> Self:

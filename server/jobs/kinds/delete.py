@@ -26,7 +26,7 @@ __all__ = ["Delete", "DeleteParams"]
 class DeleteParams(Parameters):
     """Committed checkpoints of one root, and how long they can be restored: None is as the service has it."""
 
-    checkpoint_ids: Annotated[tuple[CheckpointId, ...], Field(min_length=1, max_length=1000)]
+    checkpoint_ids: Annotated[tuple[CheckpointId, ...], Field(min_length=1, max_length=1000, strict=False)]
     grace_seconds: Annotated[float, Field(ge=0, le=10 * 366 * 86_400.0)] | None = None
 
 

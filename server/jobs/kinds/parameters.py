@@ -12,9 +12,9 @@ __all__ = ["CheckpointId", "Globs", "Parameters", "PlainText"]
 
 
 class Parameters(BaseModel):
-    """Parameters of a job: unknown members are refused, since they are typing errors."""
+    """Parameters of a job. Unknown members and numbers in quotes are refused, since they are mistakes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def _clean(text: str) -> str:
@@ -27,5 +27,5 @@ CheckpointId = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 PlainText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_clean)]
 
-Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256)]
+Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256, strict=False)]
 """Shell globs on the names of tensors and values, as for `dcp.load`."""

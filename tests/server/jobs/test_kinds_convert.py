@@ -1,0 +1,299 @@
+"""Conversions as jobs: on local and S3 roots, registered with their origin, once, whatever is repeated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from sqlalchemy import select
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.lineage import lineage_of
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import checkpoints, events, jobs
+from dcp.server.jobs.kinds.convert import ConvertParams
+from dcp.server.jobs.ledger import request_cancel
+from dcp.server.problems import ProblemError
+from dcp.storage.stores.opening import OpenWith
+from dcp.verification import verify_store
+from tests.support.kind_runs import KindRuns
+from tests.support.s3 import raw_s3
+
+_STATE: dict[str, Any] = {
+    "weight": torch.arange(600.0).reshape(20, 30),
+    "bias": torch.ones(7, dtype=torch.bfloat16),
+    "step": 5,
+}
+
+
+def folders(tmp_path: Path) -> dict[str, Any]:
+    """Two local roots, and one that is only read."""
+    return {
+        "main": {"url": str(tmp_path / "main")},
+        "export": {"url": str(tmp_path / "export")},
+        "frozen": {"url": str(tmp_path / "frozen"), "readonly": True},
+    }
+
+
+def on_disk(database: Database, tmp_path: Path) -> KindRuns:
+    """A checkpoint in one of them."""
+    for name in ("export", "frozen"):
+        (tmp_path / name).mkdir()
+    dcp.save(_STATE, checkpoint_id=tmp_path / "main/run/step-5", no_dist=True)
+    made = KindRuns(database, tmp_path / "work", folders(tmp_path))
+    made.scan("main")
+    return made
+
+
+def on_s3(database: Database, tmp_path: Path, server: S3Server, root: str) -> KindRuns:
+    """The same on S3, with a second root beside it."""
+    options = server.storage_options
+    dcp.save(_STATE, checkpoint_id=f"{root}/main/run/step-5", storage_options=options, no_dist=True)
+    roots = {name: {"url": f"{root}/{name}", "storage_options": options} for name in ("main", "export")}
+    made = KindRuns(database, tmp_path / "work", roots)
+    made.scan("main")
+    return made
+
+
+@pytest.fixture
+def runs(database: Database, tmp_path: Path) -> KindRuns:
+    """Local roots."""
+    return on_disk(database, tmp_path)
+
+
+@pytest.fixture
+def s3_runs(database: Database, tmp_path: Path, s3_server: S3Server, s3_root: str) -> KindRuns:
+    """Roots on S3."""
+    return on_s3(database, tmp_path, s3_server, s3_root)
+
+
+@pytest.fixture(params=["local", "s3"])
+def any_runs(
+    request: pytest.FixtureRequest, database: Database, tmp_path: Path, s3_server: S3Server, s3_root: str
+) -> KindRuns:
+    """Both, one after the other."""
+    return (
+        on_disk(database, tmp_path)
+        if request.param == "local"
+        else on_s3(database, tmp_path, s3_server, s3_root)
+    )
+
+
+def check_target(runs: KindRuns, key: str, result: Any) -> None:
+    """It is in the catalog with its origin and structure, and others were told."""
+    row, source = runs.row("export", key), runs.id("main", "run/step-5")
+    assert (row.state, row.step) == ("committed", 5)
+    assert row.structure_id is not None
+    assert row.bytes == result["bytes_written"] and row.file_count == result["file_count"]
+    with runs.database.read() as connection:
+        ancestry = lineage_of(connection, row.id)
+    assert [(edge.child_id, edge.parent_id, edge.kind) for edge in ancestry.edges] == [
+        (row.id, source, "converted_from")
+    ]
+    told = runs.all(select(events).where(events.c.checkpoint_id == row.id).order_by(events.c.id))
+    assert [one.kind for one in told] == ["checkpoint.committed", "checkpoint.converted"]
+    assert told[1].data["source_id"] == source
+
+
+@pytest.mark.parametrize(
+    ("to", "key"),
+    [
+        ("safetensors", "a/step-5.safetensors"),
+        ("safetensors", "a/step-5"),
+        ("torch", "step-5.pt"),
+        ("dcp", "b/c/5"),
+    ],
+)
+def test_to_another_root(to: str, key: str, runs: KindRuns, tmp_path: Path) -> None:
+    """Each format: the bytes load elsewhere, and nothing is left beside them."""
+    number = runs.id("main", "run/step-5")
+    job = runs.do("convert", checkpoint_id=number, to=to, target_root="export", target_key=key, tags=["made"])
+    assert job.state == "succeeded" and job.result is not None, job.error
+    target = tmp_path / "export" / key
+    if to == "safetensors":
+        found = load_file(target if target.is_file() else target / "model.safetensors")
+        assert torch.equal(found["weight"], _STATE["weight"])
+        assert found["bias"].dtype == torch.bfloat16
+    elif to == "torch":
+        assert torch.equal(torch.load(target, weights_only=True)["weight"], _STATE["weight"])
+    else:
+        assert verify_store(OpenWith()(target)).findings == []
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    check_target(runs, key, job.result)
+    told = json.dumps(job.result)
+    assert str(tmp_path) not in told and runs.row("export", key).save_id == job.result["target"]["save_id"]
+
+
+@pytest.mark.parametrize(
+    ("to", "key"), [("safetensors", "a/step-5.safetensors"), ("torch", "step-5.pt"), ("dcp", "b/c/step-5")]
+)
+def test_on_s3(to: str, key: str, s3_runs: KindRuns, s3_server: S3Server, s3_root: str) -> None:
+    """From S3 to S3."""
+    number = s3_runs.id("main", "run/step-5")
+    job = s3_runs.do("convert", checkpoint_id=number, to=to, target_root="export", target_key=key)
+    assert job.state == "succeeded", job.error
+    check_target(s3_runs, key, job.result)
+    with raw_s3(s3_server) as raw:
+        assert not [name for name in raw.list(f"{s3_root}/export") if ".tmp-" in name]
+    if to == "dcp":
+        store = OpenWith(s3_server.storage_options)(f"{s3_root}/export/{key}")
+        assert verify_store(store).findings == []
+    said = json.dumps([job.result, job.params])
+    assert s3_root not in said and s3_server.storage_options["secret"] not in said
+
+
+@pytest.mark.parametrize(("to", "key"), [("safetensors", "x.safetensors"), ("dcp", "x")])
+def test_every_phase_may_be_lost_after_its_work(to: str, key: str, any_runs: KindRuns) -> None:
+    """Workers die when the work is done and nobody knows: done again, there is one target, row and event."""
+    runs = any_runs
+    number = runs.id("main", "run/step-5")
+    job_id = runs.submit("convert", checkpoint_id=number, to=to, target_root="export", target_key=key)
+    lost: set[str] = set()
+    while (made := runs.claim()) is not None:
+        answer = runs.carry_out(made)
+        assert not isinstance(answer, Exception), answer
+        if made.job.id == job_id and made.phase not in lost:
+            lost.add(made.phase)
+            answer = ConnectionError("the worker is gone")
+        runs.complete(made, answer)
+    job = runs.job(job_id)
+    assert lost == {"plan", "task", "publish"} and job.state == "succeeded", job.error
+    check_target(runs, key, job.result)
+    assert len(runs.all(select(checkpoints))) == 2
+
+
+def test_two_publishers_at_once(runs: KindRuns, tmp_path: Path) -> None:
+    """One that was believed dead publishes beside the other: both see one and the same target."""
+    number = runs.id("main", "run/step-5")
+    job_id = runs.submit("convert", checkpoint_id=number, to="dcp", target_root="export", target_key="x")
+    for _ in range(2):
+        made = runs.claim()
+        assert made is not None
+        runs.complete(made, runs.carry_out(made))
+    made = runs.claim()
+    assert made is not None and made.phase == "publish"
+    first, second = runs.carry_out(made), runs.carry_out(made)
+    assert first["target"]["save_id"] == second["target"]["save_id"]
+    runs.complete(made, second)
+    runs.drain()
+    assert runs.job(job_id).state == "succeeded"
+    assert verify_store(OpenWith()(tmp_path / "export/x")).findings == []
+
+
+def test_a_cancelled_one_leaves_nothing(any_runs: KindRuns, tmp_path: Path) -> None:
+    """What its tasks wrote is cleared away, and the place is free again."""
+    runs = any_runs
+    number = runs.id("main", "run/step-5")
+    params: dict[str, Any] = {"checkpoint_id": number, "to": "safetensors", "target_root": "export"}
+    params["target_key"] = "a/x.safetensors"
+    job_id = runs.submit("convert", **params)
+    for _ in range(2):
+        made = runs.claim()
+        assert made is not None
+        runs.complete(made, runs.carry_out(made))
+    runs.database.transact(lambda connection: request_cancel(connection, job_id, 0.0, "test"))
+    runs.drain()
+    assert runs.job(job_id).state == "cancelled"
+    root = runs.roots.get("export")
+    assert root.store("a").list() == []
+    if root.is_local:
+        assert list((tmp_path / "export/a").iterdir()) == []
+    again = runs.do("convert", **params)
+    assert again.state == "succeeded" and again.id != job_id
+
+
+def test_what_is_there_stays(runs: KindRuns, tmp_path: Path) -> None:
+    """A file that the catalog does not know fails the job; it is as it was, and only it is there."""
+    (tmp_path / "export/x.pt").write_bytes(b"mine")
+    number = runs.id("main", "run/step-5")
+    job = runs.do("convert", checkpoint_id=number, to="torch", target_root="export", target_key="x.pt")
+    assert job.state == "failed" and job.error is not None
+    assert job.error["type"] == "ConflictError" and not job.error["is_retryable"]
+    assert "export:x.pt exists" in job.error["detail"] and str(tmp_path) not in job.error["detail"]
+    assert (tmp_path / "export/x.pt").read_bytes() == b"mine"
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["x.pt"]
+
+
+def test_a_damaged_source_makes_no_target(runs: KindRuns, tmp_path: Path) -> None:
+    """Checksums are compared on the way; what was written is cleared away."""
+    path = next((tmp_path / "main/run/step-5").glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    number = runs.id("main", "run/step-5")
+    job = runs.do("convert", checkpoint_id=number, to="torch", target_root="export", target_key="x.pt")
+    assert job.state == "failed" and job.error is not None
+    assert "damaged" in job.error["detail"] and str(tmp_path) not in job.error["detail"]
+    assert list((tmp_path / "export").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"target_root": "frozen"}, "read-only"),
+        ({"target_root": "nowhere"}, "there is no root"),
+        ({"target_key": "../x.pt"}, "not allowed"),
+        ({"target_key": "/etc/x.pt"}, "not allowed"),
+        ({"target_key": "a%2f..%2fx.pt"}, "not allowed"),
+        ({"target_root": "main", "target_key": "run/step-5/x.pt"}, "in the source itself"),
+        ({"target_root": "main", "target_key": "run/step-5", "to": "dcp"}, "in the source itself"),
+        ({"target_root": "main", "target_key": "run/step-6/x.pt"}, "checkpoint already"),
+    ],
+)
+def test_refused_targets(params: dict[str, Any], problem: str, runs: KindRuns, tmp_path: Path) -> None:
+    """They are refused before there is a job."""
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
+    runs.scan("main")
+    given: dict[str, Any] = {"checkpoint_id": runs.id("main", "run/step-5"), "to": "torch"}
+    given |= {"target_root": "export", "target_key": "x.pt"}
+    with pytest.raises(ProblemError, match=problem):
+        runs.submit("convert", **(given | params))
+    assert runs.all(select(jobs)) == []
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"target_key": "x.safetensors"},
+        {"target_key": "x"},
+        {"to": "dcp", "target_key": "x.pt"},
+        {"to": "numpy"},
+        {"dtype": "int8"},
+        {"rename": {"(": "x"}},
+        {"rename": {"a": "\\9"}},
+        {"shard_bytes": 1},
+        {"files": 0},
+        {"unknown": 1},
+        {"only": []},
+        {"tags": ["white space"]},
+    ],
+)
+def test_parameters_that_cannot_be_meant(params: dict[str, Any]) -> None:
+    """They are found when they are given, not when the job runs."""
+    given: dict[str, Any] = {"checkpoint_id": 1, "to": "torch", "target_key": "x.pt"}
+    ConvertParams.model_validate(given)
+    with pytest.raises(ValidationError):
+        ConvertParams.model_validate(given | params)
+
+
+def test_only_what_is_committed_is_converted(runs: KindRuns, tmp_path: Path) -> None:
+    """One that has vanished, say, is not."""
+    for path in (tmp_path / "main/run/step-5").iterdir():
+        path.unlink()
+    runs.scan("main")
+    with pytest.raises(StateError):
+        runs.submit("convert", checkpoint_id=runs.id("main", "run/step-5"), to="torch", target_key="x.pt")
+
+
+def test_one_conversion_to_a_target_at_a_time(runs: KindRuns) -> None:
+    """Whoever asks for the same target joins the job that is at it."""
+    number = runs.id("main", "run/step-5")
+    params: dict[str, Any] = {"checkpoint_id": number, "to": "torch", "target_key": "x.pt"}
+    assert runs.submit("convert", **params) == runs.submit("convert", **params, target_root="main")
