@@ -4,29 +4,44 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Connection, Table, delete, func, select
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, select
 
 from dcp.server.database.tables import job_events, jobs, lineage, statistics, tasks, verifications
 from dcp.server.jobs.states import FINAL_STATES
+from dcp.server.security.principal import SYSTEM
 
-__all__ = ["forget_jobs"]
+__all__ = ["forget_jobs", "forget_scans"]
 
 _REFERRING: Final[tuple[Table, ...]] = (lineage, verifications, statistics)
 
 
 def forget_jobs(connection: Connection, before: float, *, limit: int = 500) -> int:
     """Remove what is known of jobs that ended before that time; of those that the catalog refers to, only
-    their tasks and events. How many were looked at: fewer than ``limit`` means that no more are left.
+    their tasks and events. How many that were; at 0 nothing is left to do.
 
     The newest job stays in any case, so that no number is given out twice.
     """
+    return _forget(connection, limit, jobs.c.state.in_(FINAL_STATES), jobs.c.finished_seconds < before)
+
+
+def forget_scans(connection: Connection, before: float, *, limit: int = 500) -> int:
+    """The same, only of scans that nobody asked for and that succeeded: there is one a minute."""
+    return _forget(
+        connection,
+        limit,
+        jobs.c.kind == "scan",
+        jobs.c.created_by == SYSTEM.name,
+        jobs.c.state == "succeeded",
+        jobs.c.finished_seconds < before,
+    )
+
+
+def _forget(connection: Connection, limit: int, *conditions: ColumnElement[bool]) -> int:
     newest = select(func.max(jobs.c.id)).scalar_subquery()
     has_events = select(job_events.c.id).where(job_events.c.job_id == jobs.c.id).exists()
     query = (
         select(jobs.c.id)
-        .where(
-            jobs.c.state.in_(FINAL_STATES), jobs.c.finished_seconds < before, jobs.c.id != newest, has_events
-        )
+        .where(*conditions, jobs.c.id != newest, has_events)
         .order_by(jobs.c.finished_seconds)
         .limit(limit)
     )

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from dcp.server.jobs.cleaning import forget_jobs
+from sqlalchemy import Connection
+
+from dcp.server.catalog.roots import sync_roots
+from dcp.server.jobs.cleaning import forget_jobs, forget_scans
+from dcp.server.jobs.kinds.scan import scan_spec
+from dcp.server.jobs.ledger import submit
 from dcp.server.jobs.schedules import Schedule, ScheduleContext
+from dcp.server.roots import Roots
+from dcp.server.security.principal import SYSTEM
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due, forget_deliveries, is_anything_due
 
@@ -17,11 +24,20 @@ __all__ = ["built_in_schedules"]
 _CLEANING_SECONDS: Final = 600.0
 _MOST_CLEANING_SECONDS: Final = 5.0
 _FORGETTING: Final = (forget_jobs, forget_deliveries)
+_KEEP_SCANS_SECONDS: Final = 3600.0
+_SCAN_PRIORITY: Final = 10
+"""They are short, and what others wait for may depend on what they find."""
 
 
 def built_in_schedules(settings: Settings) -> Sequence[Schedule]:
     """All of them."""
+    scans = [
+        Schedule(f"scan:{name}", root.scan_seconds, partial(_scan, root=name))
+        for name, root in sorted(settings.roots.items())
+        if root.scan_seconds > 0
+    ]
     return [
+        *scans,
         Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_anything_due),
         Schedule("clean-up", _CLEANING_SECONDS, _clean),
     ]
@@ -31,10 +47,25 @@ def _deliver(context: ScheduleContext) -> None:
     deliver_due(context, context.now)
 
 
+def _scan(context: ScheduleContext, root: str) -> None:
+    urls = {found.name: found.url for found in Roots(context.settings.roots)}
+
+    def ask(connection: Connection) -> int:
+        sync_roots(connection, urls, now=context.now)
+        spec = scan_spec(root, created_by=SYSTEM.name, priority=_SCAN_PRIORITY)
+        return submit(connection, spec, context.now)
+
+    context.database.transact(ask)
+
+
 def _clean(context: ScheduleContext) -> None:
     before = context.now - context.settings.keep_jobs_seconds
     until = time.monotonic() + _MOST_CLEANING_SECONDS
-    for forget in _FORGETTING:
-        while context.database.transact(partial(forget, before=before)):
+    brief = max(before, context.now - _KEEP_SCANS_SECONDS)
+    for forget in (
+        *(partial(one, before=before) for one in _FORGETTING),
+        partial(forget_scans, before=brief),
+    ):
+        while context.database.transact(forget):
             if context.stop.is_set() or time.monotonic() > until:
                 return

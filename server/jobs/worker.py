@@ -112,6 +112,7 @@ class Worker:
         self._entries: dict[Held, _Entry] = {}
         self._ended: queue.SimpleQueue[tuple[Held, Outcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
+        self._problem: str | None = None
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -132,13 +133,17 @@ class Worker:
             _log.info("worker stopped", owner=self.owner)
 
     def _step(self, *parts: Callable[[], None]) -> None:
+        problem = None
         for part in parts:
             try:
                 part()
             except DatabaseUnavailableError as error:
-                _log.warning("database unavailable", error=str(error))
+                problem = str(error)
             except Exception:  # noqa: BLE001 - whatever it is, the worker goes on and its leases are kept
                 _log.exception("worker failed in a step", part=part.__name__)
+        if problem != self._problem:  # once, and not with each step for an hour
+            self._problem = problem
+            _log.warning("database unavailable" if problem else "database available", error=problem)
 
     def _wait(self) -> None:
         # What runs is looked after more often: cancelling takes effect within two seconds.
