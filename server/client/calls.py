@@ -1,0 +1,339 @@
+"""What can be asked of the service, as values: method, path, query and body, and what the answer means.
+
+Pure: `Client` and `AsyncClient` send these, each in its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Generic, TypedDict, TypeVar
+from urllib.parse import quote
+
+from dcp.server.client import models
+from dcp.server.client.decoding import decode
+from dcp.server.client.errors import AnswerError
+
+__all__ = ["API", "Call", "CheckpointQuery", "DownloadQuery", "PagedCall", "calls_of_page"]
+
+API = "/api/v1"
+
+T = TypeVar("T")
+Params = tuple[tuple[str, str], ...]
+
+
+class CheckpointQuery(TypedDict, total=False):
+    """Which checkpoints: all that is given holds; of several formats, states and verifications any, of tags
+    and metrics all. Without ``state`` only committed ones; "any" are all."""
+
+    root: str
+    run_id: int
+    run: str
+    run_contains: str
+    run_glob: str
+    min_step: int
+    max_step: int
+    since: datetime
+    until: datetime
+    format: str | Sequence[str]
+    state: str | Sequence[str]
+    verification: str | Sequence[str]
+    tag: str | Sequence[str]
+    alias: str
+    metric: str | Sequence[str]
+    dtype: str
+    tensor: str
+    name_contains: str
+    name_glob: str
+    pinned: bool
+    sort: str
+
+
+class DownloadQuery(TypedDict, total=False):
+    """What of a checkpoint is in a file, and how: names by globs, floating-point tensors as ``dtype``."""
+
+    format: str
+    only: str | Sequence[str]
+    exclude: str | Sequence[str]
+    dtype: str
+    drop_objects: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request; ``parse`` makes of the JSON of its answer (None if it has no body) what is returned."""
+
+    method: str
+    path: str
+    parse: Callable[[Any], T]
+    params: Params = ()
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it may be sent again although the first one may have been carried out."""
+        return "If-Match" not in self.headers
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall(Generic[T]):
+    """Requests for page after page of a list."""
+
+    path: str
+    item: Callable[[Any], T]
+    params: Params = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A page, and the cursor of the next one."""
+
+    items: list[T]
+    next_cursor: str | None
+
+
+def calls_of_page(paged: PagedCall[T], limit: int, cursor: str | None) -> Call[Page[T]]:
+    """The request for one page of ``limit`` items at most."""
+
+    def parse(document: Any) -> Page[T]:
+        items, more = _items(document), document.get("next_cursor")
+        return Page([paged.item(item) for item in items], more if isinstance(more, str) else None)
+
+    return Call("GET", paged.path, parse, (*paged.params, *params(limit=limit, cursor=cursor)))
+
+
+def params(**values: Any) -> Params:
+    """A query: None is left out, sequences become several, times are written as the service wants them."""
+    return tuple(
+        (name, _text(each))
+        for name, value in values.items()
+        for each in ([value] if isinstance(value, str) or not isinstance(value, Iterable) else value)
+        if each is not None
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise ValueError(f"{value!r} has no time zone; use datetime(..., tzinfo=UTC)")
+        return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    return str(value)
+
+
+def _items(document: Any) -> list[Any]:
+    items = document.get("items") if isinstance(document, Mapping) else None
+    if not isinstance(items, list):
+        raise AnswerError("the service answered with no list")
+    return items
+
+
+def _one(kind: type[T]) -> Callable[[Any], T]:
+    return partial(decode, kind)
+
+
+def _many(kind: type[T]) -> Callable[[Any], list[T]]:
+    return lambda document: [decode(kind, item) for item in _items(document)]
+
+
+def _none(document: Any) -> None:
+    return None
+
+
+def _match(etag: str | None) -> dict[str, str]:
+    if etag is None:
+        return {}
+    return {"If-Match": etag if etag == "*" or etag.startswith('"') else f'"{etag}"'}
+
+
+def _label(name: str) -> str:
+    return quote(name, safe="/:@+=-._")
+
+
+# -- the catalog ---------------------------------------------------------------------------------------------
+
+_DETAIL = _one(models.CheckpointDetail)
+
+
+def roots() -> Call[list[models.Root]]:
+    return Call("GET", "/roots", _many(models.Root))
+
+
+def root(name: str) -> Call[models.Root]:
+    return Call("GET", f"/roots/{quote(name, safe='')}", _one(models.Root))
+
+
+def runs(root: str | None, contains: str | None, glob: str | None, sort: str) -> PagedCall[models.Run]:
+    return PagedCall("/runs", _one(models.Run), params(root=root, contains=contains, glob=glob, sort=sort))
+
+
+def run(run_id: int) -> Call[models.Run]:
+    return Call("GET", f"/runs/{run_id}", _one(models.Run))
+
+
+def checkpoints(query: CheckpointQuery) -> PagedCall[models.Checkpoint]:
+    return PagedCall("/checkpoints", _one(models.Checkpoint), params(**query))
+
+
+def checkpoint(checkpoint_id: int) -> Call[models.CheckpointDetail]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}", _DETAIL)
+
+
+def register(body: Mapping[str, Any]) -> Call[models.Registered]:
+    given = {name: value for name, value in body.items() if value is not None}
+    return Call("POST", "/checkpoints", _one(models.Registered), body=given)
+
+
+def lineage(checkpoint_id: int) -> Call[models.Lineage]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/lineage", _one(models.Lineage))
+
+
+# -- labels --------------------------------------------------------------------------------------------------
+
+
+def tag(method: str, checkpoint_id: int, name: str, etag: str | None) -> Call[models.CheckpointDetail]:
+    path = f"/checkpoints/{checkpoint_id}/tags/{_label(name)}"
+    return Call(method, path, _DETAIL, headers=_match(etag))
+
+
+def pin(method: str, checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
+    return Call(method, f"/checkpoints/{checkpoint_id}/pin", _DETAIL, headers=_match(etag))
+
+
+def metrics(
+    checkpoint_id: int, values: Mapping[str, float | None], etag: str | None
+) -> Call[models.CheckpointDetail]:
+    path = f"/checkpoints/{checkpoint_id}/metrics"
+    return Call("PATCH", path, _DETAIL, body={"metrics": dict(values)}, headers=_match(etag))
+
+
+def aliases(run_id: int) -> Call[list[models.Alias]]:
+    return Call("GET", f"/runs/{run_id}/aliases", _many(models.Alias))
+
+
+def alias(run_id: int, name: str) -> Call[models.Alias]:
+    return Call("GET", f"/runs/{run_id}/aliases/{_label(name)}", _one(models.Alias))
+
+
+def set_alias(
+    run_id: int, name: str, checkpoint_id: int, etag: str | None, is_protected: bool | None
+) -> Call[models.Alias]:
+    body = {"checkpoint_id": checkpoint_id, "is_protected": is_protected}
+    path = f"/runs/{run_id}/aliases/{_label(name)}"
+    return Call("PUT", path, _one(models.Alias), body=body, headers=_match(etag))
+
+
+def delete_alias(run_id: int, name: str, etag: str) -> Call[None]:
+    return Call("DELETE", f"/runs/{run_id}/aliases/{_label(name)}", _none, headers=_match(etag))
+
+
+# -- what is in a checkpoint ---------------------------------------------------------------------------------
+
+
+def files(checkpoint_id: int) -> Call[list[models.File]]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/files", _many(models.File))
+
+
+def tensors(
+    checkpoint_id: int, glob: str | None, kind: str | None, dtype: str | None
+) -> PagedCall[models.Tensor]:
+    path = f"/checkpoints/{checkpoint_id}/tensors"
+    return PagedCall(path, _one(models.Tensor), params(glob=glob, kind=kind, dtype=dtype))
+
+
+def tensor_tree(checkpoint_id: int, prefix: str) -> PagedCall[models.TreeNode]:
+    path = f"/checkpoints/{checkpoint_id}/tensors/tree"
+    return PagedCall(path, _one(models.TreeNode), params(prefix=prefix))
+
+
+def shards(checkpoint_id: int, glob: str | None) -> PagedCall[models.ShardedTensor]:
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards", _one(models.ShardedTensor), params(glob=glob))
+
+
+def rank_shares(checkpoint_id: int) -> PagedCall[models.RankShare]:
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", _one(models.RankShare))
+
+
+def diff_page(
+    checkpoint_id: int, before: int, basis: str | None, cursor: str | None
+) -> Call[tuple[models.Diff, str | None]]:
+    path = f"/checkpoints/{checkpoint_id}/diff"
+
+    def parse(document: Any) -> tuple[models.Diff, str | None]:
+        return decode(models.Diff, document), document.get("next_cursor")
+
+    return Call("GET", path, parse, params(before=before, basis=basis, limit=500, cursor=cursor))
+
+
+def statistics_page(checkpoint_id: int, cursor: str | None) -> Call[tuple[models.Statistics, str | None]]:
+    path = f"/checkpoints/{checkpoint_id}/statistics"
+
+    def parse(document: Any) -> tuple[models.Statistics, str | None]:
+        return decode(models.Statistics, document), document.get("next_cursor")
+
+    return Call("GET", path, parse, params(limit=500, cursor=cursor))
+
+
+def verifications(checkpoint_id: int) -> Call[list[models.Verification]]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/verifications", _many(models.Verification))
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------
+
+_JOB = _one(models.Job)
+
+
+def submit(kind: str, job_params: Mapping[str, Any], priority: int) -> Call[models.Job]:
+    return Call("POST", "/jobs", _JOB, body={"kind": kind, "params": dict(job_params), "priority": priority})
+
+
+def jobs(query: Mapping[str, Any]) -> PagedCall[models.Job]:
+    return PagedCall("/jobs", _JOB, params(**query))
+
+
+def job(job_id: int) -> Call[models.Job]:
+    return Call("GET", f"/jobs/{job_id}", _JOB)
+
+
+def job_action(job_id: int, action: str) -> Call[models.Job]:
+    return Call("POST", f"/jobs/{job_id}/{action}", _JOB)
+
+
+def job_tasks(job_id: int) -> PagedCall[models.JobTask]:
+    return PagedCall(f"/jobs/{job_id}/tasks", _one(models.JobTask))
+
+
+def plain(method: str, path: str, query: Mapping[str, Any], body: Any, etag: str | None) -> Call[Any]:
+    return Call(method, path, lambda document: document, params(**query), body, _match(etag))
+
+
+def delete(checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
+    return Call("DELETE", f"/checkpoints/{checkpoint_id}", _DETAIL, headers=_match(etag))
+
+
+def restore(checkpoint_id: int) -> Call[models.CheckpointDetail]:
+    return Call("POST", f"/checkpoints/{checkpoint_id}/restore", _DETAIL)
+
+
+def compute(checkpoint_id: int, what: str) -> Call[models.Job]:
+    return Call("POST", f"/checkpoints/{checkpoint_id}/{what}", _JOB)
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------
+
+
+def tensor_data(checkpoint_id: int, fqn: str, slice: str | None, form: str) -> Call[None]:
+    path = f"/checkpoints/{checkpoint_id}/tensors/data"
+    return Call("GET", path, _none, params(name=fqn, slice=slice, format=form))
+
+
+def download(checkpoint_id: int, query: DownloadQuery) -> Call[None]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/download", _none, params(**query))
+
+
+def download_file(checkpoint_id: int, name: str) -> Call[None]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/files/{quote(name, safe='')}", _none)

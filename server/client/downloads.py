@@ -1,0 +1,169 @@
+"""A download to a file: goes on where it broke off, and is there under its name only when it is whole.
+
+What has come so far is in ``.NAME.part`` beside the file, with a note of what it is a part of. The service
+says the size before, and the entity tag says whether it is still the same content; a checkpoint that turns
+out to be damaged while it is read breaks the connection, so that too few bytes come, never wrong ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from dcp.server.client.errors import AnswerError, DownloadError
+
+__all__ = ["Download", "OnBytes"]
+
+OnBytes = Callable[[int, int], None]
+"""Called with the bytes that are there, and all that there will be."""
+
+_CONTENT_RANGE: Final = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
+_MAX_NOTE_BYTES: Final = 64 << 10
+
+
+class Download:
+    """The file ``target``, as it comes; a context manager. ``what`` names the content: a part of anything
+    else is not gone on with. Raises FileExistsError if ``target`` is there and may not be replaced."""
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        what: str,
+        *,
+        resume: bool = True,
+        overwrite: bool = False,
+        on_bytes: OnBytes | None = None,
+    ) -> None:
+        self.target = Path(target)
+        if self.target.exists() and not overwrite:
+            raise FileExistsError(f"{self.target} is there already; overwrite=True replaces it")
+        self._part = self.target.with_name(f".{self.target.name}.part")
+        self._note = self.target.with_name(f".{self.target.name}.part.json")
+        self._what = what
+        self._on_bytes = on_bytes
+        self._etag: str | None = None
+        self._total: int | None = None
+        self._file = self._part.open("r+b" if resume and self._is_part() else "wb")
+        self._have = self._file.seek(0, os.SEEK_END)
+        self._progressed = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are there."""
+        return self._total is not None and self._have == self._total
+
+    def headers(self) -> dict[str, str]:
+        """For the next request."""
+        self._progressed = False
+        headers = {"Accept": "application/octet-stream", "Accept-Encoding": "identity"}
+        if self._have and self._etag:
+            headers |= {"Range": f"bytes={self._have}-", "If-Range": self._etag}
+        return headers
+
+    def begin(self, status_code: int, headers: Mapping[str, str]) -> bool:
+        """The answer to it begins. Whether its body is wanted; if not, and it `is_whole` not, ask again.
+
+        Raises AnswerError for one that does not say how much comes.
+        """
+        etag, size = headers.get("etag"), headers.get("content-length", "")
+        match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+        begins, total = (match[1], int(match[3])) if match is not None else (None, None)
+        if status_code == 416 and total == self._have == self._total:
+            return False  # all of it had come already
+        goes_on = begins is not None and int(begins) == self._have and etag == self._etag
+        if status_code == 206 and goes_on and total == self._total:
+            return True
+        if status_code in (206, 416):
+            self._begin_anew(None, None)
+            return False
+        if not size.isdecimal():
+            raise AnswerError("the service does not say how large the file is")
+        self._begin_anew(etag, int(size))
+        return True
+
+    def write(self, data: bytes) -> None:
+        """The next bytes."""
+        self._file.write(data)
+        self._have += len(data)
+        self._progressed = self._progressed or bool(data)
+        if self._total is not None and self._have > self._total:
+            raise AnswerError(f"more than the {self._total} bytes that were announced have come")
+        if self._on_bytes is not None:
+            self._on_bytes(self._have, self._total or self._have)
+
+    def broke_off(self) -> bool:
+        """The answer has ended before its end; whether it has brought anything."""
+        self._file.flush()
+        return self._progressed
+
+    def incomplete(self, why: str) -> DownloadError:
+        """The error for a download that is given up."""
+        return DownloadError(
+            f"{self.target}: {self._have} of {self._total} bytes have come, then {why}. The same call goes "
+            "on from there. If it ends at the same byte again, the checkpoint is damaged: verify it"
+        )
+
+    def finish(self) -> Path:
+        """All bytes are there: give the file its name."""
+        if not self.is_whole:
+            raise self.incomplete("no more")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._part.replace(self.target)
+        self._note.unlink(missing_ok=True)
+        return self.target
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._have == 0:  # nothing to go on from
+            for path in (self._part, self._note):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _begin_anew(self, etag: str | None, total: int | None) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._have, self._etag, self._total = 0, etag, total
+        # A weak tag says that it means the same, not that the bytes are the same.
+        if etag is None or etag.startswith("W/"):
+            self._etag = None
+            self._note.unlink(missing_ok=True)
+            return
+        note = {"what": self._what, "etag": etag, "bytes": total, "boot": _boot()}
+        self._note.write_text(json.dumps(note))
+
+    def _is_part(self) -> bool:
+        """Whether a part of this very content is there."""
+        try:
+            with self._note.open("rb") as file:
+                note = json.loads(file.read(_MAX_NOTE_BYTES))
+            size = self._part.stat().st_size
+        except (OSError, ValueError):
+            return False
+        if not isinstance(note, dict) or note.get("what") != self._what or note.get("boot") != _boot():
+            return False
+        etag, total = note.get("etag"), note.get("bytes")
+        if not isinstance(etag, str) or type(total) is not int or size > total:
+            return False
+        self._etag, self._total = etag, total
+        return True
+
+
+def _boot() -> str:
+    """Another one after a power loss, which may leave a part with holes."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,88 @@
+"""Server-sent events: from lines to events of jobs. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final
+
+from dcp.server.client.errors import AnswerError
+from dcp.server.client.models import JobEvent
+
+__all__ = ["EventStream"]
+
+_LONGEST_PAUSE_SECONDS: Final = 10.0
+_MAX_EVENT_CHARACTERS: Final = 4 << 20
+
+
+@dataclass(slots=True)
+class EventStream:
+    """One stream over several connections. ``last_id`` is what the next connection goes on behind; ``ended``
+    once the last event has come."""
+
+    last_id: int | None = None
+    ended: bool = False
+    pause_seconds: float = 0.5
+    failures: int = 0
+    _event: str = ""
+    _id: str | None = None
+    _data: list[str] = field(default_factory=list)
+    _characters: int = 0
+
+    def headers(self) -> dict[str, str]:
+        """Of the next connection, which begins with a new event."""
+        self._forget()
+        headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+        return headers if self.last_id is None else headers | {"Last-Event-ID": str(self.last_id)}
+
+    def feed(self, line: str) -> JobEvent | None:
+        """Take a line without its end; the event that it completes, if it does. Raises AnswerError."""
+        if not line:
+            return self._complete()
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        self._characters += len(line)
+        if self._characters > _MAX_EVENT_CHARACTERS:
+            raise AnswerError("an event of the service has no end")
+        if name == "data":
+            self._data.append(value)
+        elif name == "event":
+            self._event = value
+        elif name == "id":
+            self._id = value
+        elif name == "retry" and value.isdecimal():
+            self.pause_seconds = min(int(value) / 1000, _LONGEST_PAUSE_SECONDS)
+        return None
+
+    def failed(self) -> float:
+        """A connection has failed: seconds to wait before the next one."""
+        self.failures += 1
+        return min(_LONGEST_PAUSE_SECONDS, self.pause_seconds * 2.0 ** min(self.failures, 10))
+
+    def _complete(self) -> JobEvent | None:
+        kind, text, number = self._event or "message", "\n".join(self._data), self._id
+        self._forget()
+        if not text:
+            return None
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise AnswerError("an event of the service is no JSON") from error
+        self.failures = 0
+        self.ended = self.ended or kind == "end"
+        data = document if isinstance(document, Mapping) else {"value": document}
+        if number is None or not number.isdecimal():
+            return JobEvent(kind, data)
+        self.last_id = int(number)
+        inner, at = data.get("data"), data.get("at")
+        return JobEvent(
+            kind,
+            inner if isinstance(inner, Mapping) else data,
+            self.last_id,
+            datetime.fromisoformat(at) if isinstance(at, str) else None,
+        )
+
+    def _forget(self) -> None:
+        self._event, self._id, self._data, self._characters = "", None, [], 0
