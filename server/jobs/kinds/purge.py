@@ -185,6 +185,8 @@ def _remove_files(store: Store, files: Sequence[tuple[str, int]]) -> Removed:
     """The first one on its own: without the index nothing loads that is not whole any more."""
     there = {info.name: info.size_bytes for info in store.list()}
     gone = [name for name, size in files if there.get(name) == size]
+    if not gone:  # an attempt before this one has come so far, and perhaps removed the folder
+        return Removed("deleted", left=tuple(there))
     for name in gone[:1]:
         store.delete(name)
     store.sync()

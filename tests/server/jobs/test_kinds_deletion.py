@@ -191,7 +191,7 @@ def test_grace_and_restoring_beside_a_purge(runs: KindRuns) -> None:
         bring_back(runs, number)
 
 
-@pytest.mark.parametrize("key", ["run/step-5", "run/shards-9"])
+@pytest.mark.parametrize("key", ["run/step-5", "run/shards-9", "run/model-7.pt"])
 def test_a_purge_that_is_lost_is_finished(key: str, runs: KindRuns, tmp_path: Path) -> None:
     """Killed in the middle or behind its work, the next attempt finds what is left."""
     number = delete(runs, key)
