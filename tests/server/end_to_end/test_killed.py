@@ -1,0 +1,117 @@
+"""Server and workers killed by SIGKILL in the middle of a conversion: it completes once, with one target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.catalog_api import CatalogApi
+from tests.support.databases import MakeDatabase
+from tests.support.fault_plan import HANG
+from tests.support.fault_proxy import FaultProxy
+from tests.support.s3 import raw_s3
+from tests.support.service import Service, wait_until
+
+SAVED = "run/step-00000007"
+TARGET = "export/step-7"
+
+
+def save_checkpoint(url: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A checkpoint of several MiB below ``url``; what is in it."""
+    generator = torch.Generator().manual_seed(7)
+    state = {f"layer.{number}": torch.randn(512, 513, generator=generator) for number in range(6)}
+    state["bias"] = torch.randn(1001, generator=generator).to(torch.bfloat16)
+    dcp.save(state, checkpoint_id=f"{url}/{SAVED}", storage_options=options, no_dist=True)
+    return state
+
+
+def settings_of(database_url: str, runs: dict[str, Any], exports: dict[str, Any]) -> dict[str, Any]:
+    """Two roots that are not scanned by themselves, and leases that are soon over."""
+    return {
+        "database_url": database_url,
+        "roots": {"runs": {**runs, "scan_seconds": 0}, "exports": {**exports, "scan_seconds": 0}},
+        "lease_seconds": 2,
+        "poll_seconds": 0.1,
+        "log_level": "warning",
+        "rate_limit": "100000/minute",
+    }
+
+
+MOMENTS = {
+    "writing": ("PutObject", r"step-7/model\.safetensors"),
+    "written": ("PutObject", r"step-7/\.tmp-convert"),  # the target is whole, and nobody knows yet
+    "publishing": ("DeleteObject", r"step-7/\.tmp-convert"),
+    "published": ("GetObject", r"step-7/model\.safetensors"),  # nothing tells it from another's any more
+}
+"""What is under way, by the request of the worker that gets no answer when all is killed."""
+
+PAIRS = [("sqlite", "writing", "published"), ("postgresql", "written", "publishing")]
+OTHERS = [("sqlite", "written", "publishing"), ("postgresql", "writing", "published")]
+
+
+@pytest.mark.parametrize(
+    ("make_database", "first", "second"),
+    [*PAIRS, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in OTHERS)],
+    indirect=["make_database"],
+)
+def test_all_killed_twice_in_a_conversion(
+    first: str,
+    second: str,
+    tmp_path: Path,
+    make_database: MakeDatabase,
+    s3_proxy: FaultProxy,
+    s3_root: str,
+) -> None:
+    """SIGKILL to server, worker and tasks at once; after a start the job succeeds, as if nothing had been."""
+    options = s3_proxy.storage_options
+    state = save_checkpoint(f"{s3_root}/runs", s3_proxy.server.storage_options)
+    roots = [{"url": f"{s3_root}/{name}", "storage_options": options} for name in ("runs", "exports")]
+    service = Service(tmp_path / "service", settings_of(make_database(), *roots))
+    with service, service.client() as http:
+        api = CatalogApi(http)
+        source = api.register("runs", SAVED)
+        rules = [
+            s3_proxy.spoil(HANG, operation=MOMENTS[moment][0], key=MOMENTS[moment][1])
+            for moment in (first, second)
+        ]
+        job = api.submit(
+            "convert", checkpoint_id=source, to="safetensors", target_root="exports", target_key=TARGET
+        )
+        for rule in rules:
+            wait_until(lambda rule=rule: rule.seen, f"{rule.operation} of {rule.key}")  # type: ignore[misc]
+            assert not api.job(job)["finished_at"]
+            service.kill()
+            service.start()
+        found = api.finished(job)
+        check_one_target(api, source, found)
+    check_equal(s3_proxy.server, f"{s3_root}/exports", state)
+
+
+def check_one_target(api: CatalogApi, source: int, job: dict[str, Any]) -> None:
+    """The catalog has one target, which comes from the source by this job, and was told of once."""
+    (target,) = api.checkpoints(root="exports", state="any")
+    assert (target["key"], target["state"], target["format"]) == (TARGET, "committed", "safetensors")
+    assert target["step"] == 7
+    (edge,) = api.get(f"/checkpoints/{target['id']}/lineage")["edges"]
+    assert (edge["parent_id"], edge["kind"], edge["job_id"]) == (source, "converted_from", job["id"])
+    told = api.get("/audit", action="checkpoint.convert")["items"]
+    assert [entry["target"] for entry in told] == [f"checkpoint:{target['id']}"]
+    assert job["error"] is None
+
+
+def check_equal(server: S3Server, exports_url: str, state: dict[str, torch.Tensor]) -> None:
+    """The bucket holds the target and nothing else, and the safetensors library reads what was saved."""
+    with raw_s3(server) as s3:
+        files = s3.list(exports_url)
+        assert list(files) == [f"{TARGET}/model.safetensors"]
+        assert s3.uploads(exports_url) == {}
+        found = load_safetensors(s3.read(f"{exports_url}/{TARGET}/model.safetensors"))
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(found[name], value), name

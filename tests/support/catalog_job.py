@@ -1,0 +1,93 @@
+"""One rank of the training job of the end-to-end tests; torchrun starts as many as asked for.
+
+A small model in shards of FSDP2, saved behind the training loop by a `dcp.CheckpointManager` that registers
+its checkpoints. Elsewhere it notes what the whole model was at each saved step, for the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import dcp
+
+_TIMEOUT_SECONDS = 300.0
+
+
+def build_model() -> nn.Module:
+    """Two dtypes, shapes that two ranks do not share evenly, and layers in shards of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(17, 256), nn.Tanh(), nn.Linear(256, 131), nn.LayerNorm(131))
+    model[2] = model[2].to(torch.bfloat16)
+    for layer in (model[0], model[2], model[3]):
+        fully_shard(layer)
+    return model
+
+
+def train(options: argparse.Namespace) -> None:
+    """``--steps`` steps, the even ones saved."""
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    catalog = dcp.CatalogRegistration(
+        options.catalog,
+        key=os.environ.get("DCP_TEST_CATALOG_KEY"),
+        root=options.catalog_root,
+        spool=options.results / "spool",
+    )
+    with dcp.CheckpointManager(
+        options.checkpoints,
+        mode=options.mode,
+        every_steps=2,
+        on_failure="raise",
+        timeout_seconds=_TIMEOUT_SECONDS,
+        catalog=catalog,
+    ) as manager:
+        for step in range(1, options.steps + 1):
+            inputs = torch.randn(8, 17, generator=torch.Generator().manual_seed(step))
+            hidden = model[1](model[0](inputs)).to(torch.bfloat16)  # type: ignore[index]
+            loss = model[3](model[2](hidden).float()).square().mean()  # type: ignore[index]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if manager.should_save(step):
+                note_whole_model(model, options.results / f"model-{step}.pt")
+            manager.save(
+                step, {"model": get_model_state_dict(model), "step": step}, metrics={"loss": loss.item()}
+            )
+
+
+def note_whole_model(model: nn.Module, path: Path) -> None:
+    """The unsharded parameters, by rank 0."""
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
+
+
+def main() -> None:
+    """Run one rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoints", required=True, help="a path or a URL")
+    parser.add_argument("--catalog", required=True, help="the URL of the service")
+    parser.add_argument("--catalog-root", help="the name there of the root that holds the checkpoints")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--mode", choices=("thread", "process"), default="thread")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_SECONDS))
+    try:
+        train(options)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Databases and disks that go away while a service runs, and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.databases import PostgresServer
+
+__all__ = ["StoppablePostgres", "limited_files"]
+
+
+class StoppablePostgres(PostgresServer):
+    """A PostgreSQL of one test, which may be stopped, started again with its data, and frozen."""
+
+    def stop(self) -> None:
+        """Disconnect everybody and stop."""
+        self._server.stop()
+
+    def start(self) -> None:
+        """The same data, at the same place."""
+        self._server.ensure_postgres_running()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Connections stay open, and nobody answers on them."""
+        pids = _with_children(int(self._server.get_pid()))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def limited_files(pid: int, limit_bytes: int) -> Iterator[None]:
+    """No file of the process grows beyond ``limit_bytes``: writes there fail, as those on a full disk do."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def _with_children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *map(int, children)]
