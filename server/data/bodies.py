@@ -29,7 +29,7 @@ from dcp.tensor_reading import Slices, TensorReader
 
 __all__ = ["PART_BYTES", "ArrayBody", "Body", "FileBody", "PlannedBody", "empty_part"]
 
-PART_BYTES: Final = 2 << 20
+PART_BYTES: Final = 1 << 20
 """What is read, checked and sent at a time; three of them are alive at once."""
 
 _REMOTE_PART_BYTES: Final = 8 << 20

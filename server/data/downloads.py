@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from dcp.conversion.entries import choose_entries
-from dcp.conversion.extras import with_extras
 from dcp.conversion.plan import LayoutOptions, plan_layout
 from dcp.conversion.targets.places import Place
 from dcp.server.data.bodies import Body, PlannedBody
@@ -66,8 +65,7 @@ def plan_download(opened: OpenCheckpoint, options: DownloadOptions) -> Planned:
 
     Raises PlanError for what such a file cannot hold, and for globs that match nothing.
     """
-    store = opened.store
-    index = with_extras(store, opened.index)
+    store, index = opened.store, opened.whole_index
     only, exclude = list(options.only) or None, list(options.exclude) or None
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
     place = Place(store.url, store, f"download{_SUFFIXES[options.to]}", None)

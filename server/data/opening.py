@@ -7,10 +7,12 @@ import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
+from dcp.conversion.extras import with_extras
 from dcp.server.roots import Root
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.index import CheckpointIndex
@@ -35,6 +37,12 @@ class OpenCheckpoint:
     index: CheckpointIndex
     file: str | None
     stamp: str
+
+    @cached_property
+    def whole_index(self) -> CheckpointIndex:
+        """The index with what a conversion to safetensors has kept in a file's metadata; tensors noted there
+        as tied are compared, once. Raises errors of the formats and the storage."""
+        return with_extras(self.store, self.index)
 
     def etag(self, *facts: object) -> str:
         """A strong entity tag for what is made of this checkpoint by ``facts``."""
