@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.context import Service
-from dcp.server.dependencies import Caller, IfMatch, Page, ServiceDep, requires
+from dcp.server.dependencies import Author, Caller, IfMatch, Page, ServiceDep, Writer, requires
 from dcp.server.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.webhooks import (
@@ -44,11 +44,11 @@ _CURSOR = "webhooks"
     responses=problems(408, 413, 415, 409, *_USUAL),
 )
 def create_webhook(
-    body: WebhookRequest, service: ServiceDep, caller: Caller, request: Request, response: Response
+    body: WebhookRequest, service: ServiceDep, author: Author, request: Request, response: Response
 ) -> SecretAnswer:
     """Make one. The answer has its secret, for the only time, so that no Idempotency-Key keeps it."""
     _check_url(service, body.url)
-    roots = _check_roots(service, caller, body.roots)
+    roots = _check_roots(service, author.principal, body.roots)
     new = NewHook(
         url=body.url,
         events=tuple(set(body.events)),
@@ -57,11 +57,11 @@ def create_webhook(
         is_enabled=body.is_enabled,
         secret=body.secret,
     )
-    now = service.clock()
+    now = author.now_seconds
 
     def act(connection: Connection) -> tuple[Hook, str]:
         hook, secret = hooks.create_hook(connection, new, now)
-        _note(connection, caller, "webhook.create", hook, {"events": list(hook.events)}, now)
+        _note(connection, author, "webhook.create", hook, {"events": list(hook.events)})
         return hook, secret
 
     hook, secret = service.database.transact(act)
@@ -96,14 +96,14 @@ def change_webhook(
     webhook_id: IdPath,
     body: WebhookChange,
     service: ServiceDep,
-    caller: Caller,
+    author: Author,
     match: IfMatch,
     response: Response,
 ) -> WebhookAnswer:
     """Change what is given. What waits for a disabled one is delivered when it is enabled again."""
     values: dict[str, Any] = body.model_dump(exclude_unset=True)
     if "roots" in values:
-        roots = _check_roots(service, caller, values["roots"])
+        roots = _check_roots(service, author.principal, values["roots"])
         values["roots"] = None if roots is None else sorted(roots)
     empty = [name for name, value in values.items() if value is None and name != "roots"]
     if empty:
@@ -113,11 +113,11 @@ def change_webhook(
     if "events" in values:
         values["events"] = sorted(set(values["events"]))
     change = HookChange(values=values, expected_version=match.version(f"w{webhook_id}"))
-    now = service.clock()
+    now = author.now_seconds
 
     def act(connection: Connection) -> Hook:
-        hook = hooks.update_hook(connection, webhook_id, change, caller.roots, now)
-        _note(connection, caller, "webhook.change", hook, {"changed": sorted(values)}, now)
+        hook = hooks.update_hook(connection, webhook_id, change, author.principal.roots, now)
+        _note(connection, author, "webhook.change", hook, {"changed": sorted(values)})
         return hook
 
     hook = service.database.transact(act)
@@ -126,14 +126,13 @@ def change_webhook(
 
 
 @router.delete("/{webhook_id}", status_code=204, responses=problems(404, 412, *_USUAL))
-def delete_webhook(webhook_id: IdPath, service: ServiceDep, caller: Caller, match: IfMatch) -> None:
+def delete_webhook(webhook_id: IdPath, service: ServiceDep, author: Author, match: IfMatch) -> None:
     """Remove it, with what is remembered of its deliveries."""
     expected = match.version(f"w{webhook_id}")
-    now = service.clock()
 
     def act(connection: Connection) -> None:
-        hook = hooks.delete_hook(connection, webhook_id, expected, caller.roots)
-        _note(connection, caller, "webhook.delete", hook, {}, now)
+        hook = hooks.delete_hook(connection, webhook_id, expected, author.principal.roots)
+        _note(connection, author, "webhook.delete", hook, {})
 
     service.database.transact(act)
 
@@ -146,20 +145,20 @@ def rotate_webhook_secret(
     webhook_id: IdPath,
     body: RotateSecret,
     service: ServiceDep,
-    caller: Caller,
+    author: Author,
     match: IfMatch,
     request: Request,
     response: Response,
 ) -> SecretAnswer:
     """Give it a new secret. Until the overlap has passed, deliveries carry signatures of both."""
     expected = match.version(f"w{webhook_id}")
-    now = service.clock()
+    now = author.now_seconds
 
     def act(connection: Connection) -> tuple[Hook, str]:
         hook, secret = hooks.rotate_secret(
-            connection, webhook_id, body.secret, body.overlap_seconds, expected, caller.roots, now
+            connection, webhook_id, body.secret, body.overlap_seconds, expected, author.principal.roots, now
         )
-        _note(connection, caller, "webhook.rotate", hook, {"overlap_seconds": body.overlap_seconds}, now)
+        _note(connection, author, "webhook.rotate", hook, {"overlap_seconds": body.overlap_seconds})
         return hook, secret
 
     hook, secret = service.database.transact(act)
@@ -169,15 +168,15 @@ def rotate_webhook_secret(
 
 
 @router.post("/{webhook_id}/test", status_code=202, responses=problems(404, 408, 409, 413, *_USUAL))
-def test_webhook(webhook_id: IdPath, service: ServiceDep, caller: Caller) -> DeliveryAnswer:
+def test_webhook(webhook_id: IdPath, service: ServiceDep, author: Author) -> DeliveryAnswer:
     """Send it an event of the type `webhook.test`; the worker does so within seconds."""
-    now = service.clock()
+    now = author.now_seconds
 
     def act(connection: Connection) -> ledger.Delivery:
-        hook = hooks.get_hook(connection, webhook_id, caller.roots)
+        hook = hooks.get_hook(connection, webhook_id, author.principal.roots)
         if not hook.is_enabled:
             raise ConflictError("the webhook is disabled; enable it first", state="disabled")
-        _note(connection, caller, "webhook.test", hook, {}, now)
+        _note(connection, author, "webhook.test", hook, {})
         return ledger.send_test(connection, hook, now)
 
     return DeliveryAnswer.of(service.database.transact(act))
@@ -208,25 +207,32 @@ def list_webhook_deliveries(
     responses=problems(404, 408, 409, 413, *_USUAL),
 )
 def redeliver_webhook_delivery(
-    webhook_id: IdPath, delivery_id: IdPath, service: ServiceDep, caller: Caller
+    webhook_id: IdPath, delivery_id: IdPath, service: ServiceDep, author: Author
 ) -> DeliveryAnswer:
     """Deliver one again, whatever became of it, with the attempts counted anew."""
-    now = service.clock()
+    now = author.now_seconds
 
     def act(connection: Connection) -> ledger.Delivery:
-        hook = hooks.get_hook(connection, webhook_id, caller.roots)
+        hook = hooks.get_hook(connection, webhook_id, author.principal.roots)
         delivery = ledger.redeliver(connection, webhook_id, delivery_id, now)
-        _note(connection, caller, "webhook.redeliver", hook, {"event_id": delivery.event_id}, now)
+        _note(connection, author, "webhook.redeliver", hook, {"event_id": delivery.event_id})
         return delivery
 
     return DeliveryAnswer.of(service.database.transact(act))
 
 
-def _note(
-    connection: Connection, caller: Principal, action: str, hook: Hook, detail: dict[str, Any], now: float
-) -> None:
+def _note(connection: Connection, author: Writer, action: str, hook: Hook, detail: dict[str, Any]) -> None:
     # Not the URL: those of chat services are secrets themselves.
-    audit.record(connection, caller.name, action, f"webhook:{hook.id}", detail, now=now)
+    audit.record(
+        connection,
+        author.principal.name,
+        action,
+        f"webhook:{hook.id}",
+        detail,
+        now=author.now_seconds,
+        request_id=author.request_id,
+        address=author.address,
+    )
 
 
 def _check_url(service: Service, url: str) -> None:
