@@ -38,7 +38,9 @@ from dcp.server.routes import (
     roots,
     runs,
     shards,
+    stats,
     tensors,
+    verification,
     webhooks,
 )
 from dcp.server.settings import Settings
@@ -64,7 +66,9 @@ _ROUTERS: Final[tuple[APIRouter, ...]] = (
     roots.router,
     runs.router,
     shards.router,
+    stats.router,
     tensors.router,
+    verification.router,
     webhooks.router,
 )
 """Below `API`."""
