@@ -33,7 +33,7 @@ class Service:
         return cls(
             settings=settings,
             database=database,
-            roots=Roots(settings.roots),
+            roots=Roots(settings.roots, is_answering=True),
             keys=KeyRing(database, clock),
             rates=RateLimits(settings.rate_limit, settings.login_limit),
             clock=clock,

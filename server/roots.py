@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -50,6 +51,7 @@ MAX_KEY_CHARACTERS: Final = 1024
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _MAX_DECODINGS: Final = 8
+_SHORT_PATIENCE: Final = MappingProxyType({"retry_seconds": 3.0, "request_timeout_seconds": 5.0})
 _NO_SUCH_PLACE: Final = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 _UNPRINTABLE: Final = frozenset({"Cc", "Cs", "Zl", "Zp"})
 _SECRET: Final = re.compile(r"(?i)(secret|token|password|signature|credential|access.?key)[^\s,;]*")
@@ -106,15 +108,21 @@ class Folder:
 
 
 class Root:
-    """Storage below one place. Nothing is touched before the first operation; safe from any thread."""
+    """Storage below one place. Nothing is touched before the first operation; safe from any thread.
 
-    def __init__(self, name: str, settings: RootSettings) -> None:
+    ``is_answering``: somebody waits for an answer, so that storage which does not is soon an error. Jobs have
+    the patience of a trainer. What the operator has set counts in any case.
+    """
+
+    def __init__(self, name: str, settings: RootSettings, *, is_answering: bool = False) -> None:
         self.name = name
         self.settings = settings
         self.readonly = settings.readonly
-        self.open_store = OpenWith(settings.storage_options)
         self.path = _local_path(settings.url)
         """Where it is on this machine; None for any other storage."""
+        is_remote = self.path is None and not settings.url.lower().startswith("memory://")
+        patience = _SHORT_PATIENCE if is_remote and is_answering else {}
+        self.open_store = OpenWith({**patience, **settings.storage_options})
         self.url = settings.url.rstrip("/") if self.path is None else str(self.path)
 
     def __repr__(self) -> str:
@@ -207,10 +215,10 @@ class Root:
 
 
 class Roots:
-    """The configured roots by name."""
+    """The configured roots by name; ``is_answering`` as for `Root`."""
 
-    def __init__(self, settings: Mapping[str, RootSettings]) -> None:
-        self._roots = {name: Root(name, own) for name, own in settings.items()}
+    def __init__(self, settings: Mapping[str, RootSettings], *, is_answering: bool = False) -> None:
+        self._roots = {name: Root(name, own, is_answering=is_answering) for name, own in settings.items()}
 
     def names(self) -> list[str]:
         """Sorted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +114,22 @@ def test_problems_hide_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(NotFoundError):
         root.source("file/below")
+
+
+def test_nobody_waits_long_for_storage_that_is_away(s3_server: S3Server) -> None:
+    """A root of a process that answers gives up within seconds; a trainer's goes on for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{port}"}
+    settings = {"s3": RootSettings(url="s3://bucket/x", storage_options=options)}
+    begun = time.monotonic()
+    with pytest.raises(UnavailableError):
+        Roots(settings, is_answering=True).get("s3").source("run/step-1")
+    assert time.monotonic() - begun < 60
+    patient = Roots(settings).get("s3").open_store.storage_options
+    assert "retry_seconds" not in patient
+    given = {"s3": RootSettings(url="s3://bucket/x", storage_options={**options, "retry_seconds": 7})}
+    assert Roots(given, is_answering=True).get("s3").open_store.storage_options["retry_seconds"] == 7
 
 
 def test_storage_that_does_not_answer_is_unavailable(s3_server: S3Server) -> None:
