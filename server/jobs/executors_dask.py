@@ -15,6 +15,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import distributed
@@ -30,41 +32,38 @@ __all__ = ["DaskExecutor", "carry_out_there"]
 
 _BEAT_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.5
-_CONNECT_SECONDS: Final = 10
+_ANSWER_SECONDS: Final = 10
 _CLOSE_SECONDS: Final = 5.0
 _Variable: Final[Any] = distributed.Variable  # which has no types
 _log = structlog.get_logger(__name__)
 
 
 class _Remote:
-    """One order on the cluster; ``on_done`` is called once, whatever happens first."""
+    """One order on the cluster."""
 
-    def __init__(self, executor: DaskExecutor, name: str, on_progress: OnProgress, on_done: OnDone) -> None:
-        self.executor = executor
+    def __init__(
+        self, name: str, order: Order, wake: threading.Event, on_progress: OnProgress, on_done: OnDone
+    ) -> None:
         self.name = name
+        self.order = order
         self.on_progress = on_progress
+        self.on_done = on_done
         self.future: Any = None
         self.has_begun = False
         self.is_killed = False
-        self._on_done = on_done
-        self._lock = threading.Lock()
-        self.is_over = False
+        self._wake = wake
 
     def kill(self) -> None:
         """As `Running.kill`."""
-        self.executor.kill(self)
-
-    def end(self, outcome: Outcome) -> None:
-        """It has ended so, unless it has ended already."""
-        with self._lock:
-            if self.is_over:
-                return
-            self.is_over = True
-        self._on_done(outcome)
+        self.is_killed = True
+        self._wake.set()
 
 
 class DaskExecutor:
-    """Tasks on the cluster whose scheduler is at ``address`` (HOST:PORT); the rest in subprocesses here."""
+    """Tasks on the cluster whose scheduler is at ``address`` (HOST:PORT); the rest in subprocesses here.
+
+    One thread talks to the cluster, so that nobody else waits when it does not answer.
+    """
 
     def __init__(self, setup: Setup, address: str) -> None:
         self._here = ProcessExecutor(setup)
@@ -73,102 +72,109 @@ class DaskExecutor:
         self._setup = pickle.dumps(Setup(setup.without_database, setup.kinds))
         self._stays = {name for name, kind in load_kinds(setup.kinds).items() if kind.needs_database}
         self._channel = f"dcp-{uuid.uuid4().hex}"
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._client: Any = None
         self._remotes: dict[str, _Remote] = {}
         self._count = 0
-        self._closing = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
 
     def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
         """As `Executor.start`."""
         if order.phase != "task" or order.kind in self._stays:
             return self._here.start(order, on_progress, on_done)
-        remote = _Remote(self, f"{self._channel}-{order.attempt_name}", on_progress, on_done)
-        try:
-            with self._lock:
-                client = self._connected()
-                self._remotes[remote.name] = remote
-            remote.future = client.submit(
-                carry_out_there,
-                self._setup,
-                order.document(),
-                remote.name,
-                self._channel,
-                self._lease_seconds,
-                key=remote.name,
-                pure=False,
-            )
-            remote.future.add_done_callback(lambda future: self._done(remote, future))
-        except Exception as error:  # noqa: BLE001 - a cluster that is away fails the attempt, whatever Dask calls it
-            self._end(remote, Outcome(error=_away(error)))
+        name = f"{self._channel}-{order.attempt_name}"
+        remote = _Remote(name, order, self._wake, on_progress, on_done)
+        with self._lock:
+            self._remotes[name] = remote
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._talk, name="dcp-dask", daemon=True)
+                self._thread.start()
+        self._wake.set()
         return remote
-
-    def kill(self, remote: _Remote) -> None:
-        """End one order."""
-        remote.is_killed = True
-        try:
-            self._beat()
-            if not remote.has_begun and remote.future is not None:
-                remote.future.cancel()  # it waits for its turn; if it has just begun, it finds its name
-        except Exception as error:  # noqa: BLE001 - without the cluster it ends for want of a beat
-            self._end(remote, Outcome(error=_away(error)))
 
     def close(self) -> None:
         """As `Executor.close`."""
-        with self._lock:
-            remotes = list(self._remotes.values())
-        for remote in remotes:
-            self.kill(remote)
+        for remote in list(self._remotes.values()):
+            remote.kill()
         until = time.monotonic() + _CLOSE_SECONDS
         while self._remotes and time.monotonic() < until:
             time.sleep(0.02)
-        for remote in remotes:
-            self._end(remote, Outcome())
-        self._closing.set()
-        if self._beats is not None:
-            self._beats.join()
-        if self._client is not None:
-            self._client.close()
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
         self._here.close()
 
-    # -- the connection --
+    # -- the thread that talks to the cluster --
 
-    def _connected(self) -> Any:
-        if self._client is None or self._client.status != "running":
-            if self._client is not None:
+    def _talk(self) -> None:
+        while not self._is_closing:
+            try:
+                self._connect()
+                self._submit()
+                self._beat()
+            except Exception as error:  # noqa: BLE001 - the cluster is away, whatever Dask calls it
+                _log.warning("Dask is away", address=self._address, error=repr(error))
+                self._lose(error)
+            self._wake.wait(_BEAT_SECONDS)
+            self._wake.clear()
+        self._lose(None)
+        self._disconnect()
+
+    def _connect(self) -> None:
+        if self._client is not None and self._client.status == "running":
+            return
+        if self._client is not None:
+            self._disconnect()
+            self._lose(None)  # what the old connection knew of
+        if not self._remotes:
+            return
+        connect: Any = distributed.Client
+        self._client = connect(
+            f"tcp://{self._address}", set_as_default=False, timeout=_ANSWER_SECONDS, name="dcp-worker"
+        )
+        self._client.subscribe_topic(self._channel, self._hear)
+        self._beat()  # before the first task looks for it
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            with suppress(Exception):  # it is given up in any case
                 self._client.close(timeout=1)
-            connect: Any = distributed.Client
-            self._client = connect(
-                f"tcp://{self._address}", set_as_default=False, timeout=_CONNECT_SECONDS, name="dcp-worker"
-            )
-            self._client.subscribe_topic(self._channel, self._hear)
-            self._beat()
-            if self._beats is None:
-                self._beats = threading.Thread(target=self._keep_beating, name="dcp-dask", daemon=True)
-                self._beats.start()
-        return self._client
+            self._client = None
+
+    def _submit(self) -> None:
+        for remote in list(self._remotes.values()):
+            if remote.is_killed and not remote.has_begun:
+                if remote.future is not None:
+                    remote.future.cancel()  # it waits for its turn; if it has just begun, it finds its name
+                self._end(remote, Outcome())
+            elif remote.future is None:
+                remote.future = self._client.submit(
+                    carry_out_there,
+                    self._setup,
+                    remote.order.document(),
+                    remote.name,
+                    self._channel,
+                    self._lease_seconds,
+                    key=remote.name,
+                    pure=False,
+                )
+                remote.future.add_done_callback(partial(self._done, remote))
 
     def _beat(self) -> None:
+        if self._client is None:
+            return
+        self._count += 1
         with self._lock:
-            self._count += 1
             killed = sorted(name for name, remote in self._remotes.items() if remote.is_killed)
-            variable = _Variable(self._channel, client=self._client)
-            variable.set({"count": self._count, "killed": killed}, timeout=_CONNECT_SECONDS)
+        variable = _Variable(self._channel, client=self._client)
+        variable.set({"count": self._count, "killed": killed}, timeout=_ANSWER_SECONDS)
 
-    def _keep_beating(self) -> None:
-        while not self._closing.wait(_BEAT_SECONDS):
-            try:
-                if self._client.status == "running":
-                    self._beat()
-                    continue
-                error: Exception | None = None
-            except Exception as failure:  # noqa: BLE001 - the scheduler is away, whatever Dask calls it
-                error = failure
-            _log.warning("Dask is away", address=self._address, error=repr(error))
-            if self._client.status != "running":
-                for remote in list(self._remotes.values()):
-                    self._end(remote, Outcome(error=_away(error)))
+    def _lose(self, error: BaseException | None) -> None:
+        for remote in list(self._remotes.values()):
+            self._end(remote, Outcome() if remote.is_killed else Outcome(error=_away(error)))
 
     # -- what comes back --
 
@@ -181,19 +187,19 @@ class DaskExecutor:
                 remote.on_progress(int(message["done_bytes"]))
 
     def _done(self, remote: _Remote, future: Any) -> None:
-        if remote.is_killed and future.status != "finished":
-            self._end(remote, Outcome())
-        elif future.status == "finished":
+        if future.status == "finished":
             self._end(remote, _outcome(future.result()))
+        elif remote.is_killed:
+            self._end(remote, Outcome())
         else:
-            self._end(
-                remote, Outcome(error=_away(None if future.status == "cancelled" else future.exception()))
-            )
+            failure = None if future.status == "cancelled" else future.exception()
+            self._end(remote, Outcome(error=_away(failure)))
 
     def _end(self, remote: _Remote, outcome: Outcome) -> None:
         with self._lock:
-            self._remotes.pop(remote.name, None)
-        remote.end(outcome)
+            if self._remotes.pop(remote.name, None) is None:
+                return
+        remote.on_done(outcome)
 
 
 def _away(error: BaseException | None) -> JobError:
@@ -260,7 +266,7 @@ class _Wanted:
 
     def __call__(self) -> bool:
         try:
-            state = self._get(timeout=_CONNECT_SECONDS)
+            state = self._get(timeout=_ANSWER_SECONDS)
         except Exception:  # noqa: BLE001 - no answer is no beat, whatever Dask calls it
             state = {"count": self._count, "killed": ()}
         now = time.monotonic()

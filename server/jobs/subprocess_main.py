@@ -125,7 +125,10 @@ class _Warm:
             _kill(pid)
 
     def _obey(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._control, CONTROL_BYTES, 1)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, CONTROL_BYTES, 1)
+        except ConnectionResetError:  # the worker died with something unread
+            return False
         if not data:
             return False
         message = json.loads(data)

@@ -1,0 +1,196 @@
+"""Tasks on a real Dask cluster of two processes: done, watched, cancelled, and done again when one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import distributed
+import pytest
+
+from dcp.server.database.engine import Database
+from dcp.server.jobs.executors import Running
+from dcp.server.jobs.executors_dask import DaskExecutor
+from dcp.server.jobs.subprocess_main import Setup
+from dcp.server.jobs.subprocess_messages import Order
+from dcp.server.jobs.subprocesses import Outcome
+from dcp.server.settings import Settings
+from tests.support.job_kinds import TEST_KINDS, log_lines
+from tests.support.job_workers import (
+    HANG_SECONDS,
+    WorkerProcess,
+    cancel,
+    job_settings,
+    put,
+    until,
+    wait_for_end,
+    working,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A scheduler, and two workers that are processes of their own and are started again if they die."""
+    make: Any = distributed.LocalCluster
+    with make(
+        n_workers=2,
+        threads_per_worker=2,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address="127.0.0.1:0",
+        silence_logs=50,
+    ) as made:
+        yield made
+
+
+def address_of(cluster: Any) -> str:
+    """HOST:PORT of the scheduler."""
+    return str(cluster.scheduler_address).removeprefix("tcp://")
+
+
+@pytest.fixture(scope="module")
+def executor(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskExecutor]:
+    """One for several tests, so that the cluster's processes have to warm up once."""
+    settings = Settings(work_folder=tmp_path_factory.mktemp("work"))
+    made = DaskExecutor(Setup(settings, TEST_KINDS), address_of(cluster))
+    yield made
+    made.close()
+
+
+class Begun:
+    """A task of the kind "made" that was handed over."""
+
+    def __init__(self, executor: DaskExecutor, folder: Path, number: int, act: str) -> None:
+        payload = {"folder": str(folder), "act": act, "number": number}
+        order = Order(
+            kind="made",
+            phase="task",
+            job_id=1,
+            task_number=number,
+            attempt_name=f"{folder.name}-{number}-{time.monotonic_ns()}",
+            payload=payload,
+        )
+        self.told: list[int] = []
+        self.outcomes: list[Outcome] = []
+        self.ended = threading.Event()
+        self.running: Running = executor.start(order, self.told.append, self._end)
+
+    def _end(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.ended.set()
+
+    def outcome(self) -> Outcome:
+        """Once it has ended; there is only one."""
+        assert self.ended.wait(HANG_SECONDS)
+        assert len(self.outcomes) == 1
+        return self.outcomes[0]
+
+
+def pids(folder: Path) -> list[int]:
+    """Of the subprocesses, as their tasks began."""
+    return [int(line.split()[2]) for line in log_lines(folder) if line.startswith("task ")]
+
+
+def began(folder: Path, count: int) -> None:
+    """Wait until so many tasks have."""
+    until(lambda: len(pids(folder)) >= count, f"{count} tasks")
+
+
+def hosts(folder: Path) -> set[int]:
+    """The processes of the cluster that the tasks which run now belong to."""
+    return {_parent(_parent(pid)) for pid in pids(folder)}
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def cluster_pids(cluster: Any) -> set[int]:
+    """Of its workers."""
+    connect: Any = distributed.Client
+    with connect(cluster, set_as_default=False) as client:
+        return set(client.run(os.getpid).values())
+
+
+def test_a_job_runs_on_both_processes_of_the_cluster(
+    database: Database, tmp_path: Path, cluster: Any
+) -> None:
+    """Each task in a subprocess of its own there; planning and publishing stay with the worker."""
+    job_id = put(database, tmp_path, *["wait:go"] * 4)
+    settings = job_settings(database, tmp_path, executor=f"dask://{address_of(cluster)}", concurrency=4)
+    with working(settings, own_executor=True):
+        began(tmp_path, 4)
+        assert hosts(tmp_path) == cluster_pids(cluster)
+        (tmp_path / "go").touch()
+        job = wait_for_end(database, job_id)
+        assert job.state == "succeeded" and job.result == {"parts": 4, "text": "0\n1\n2\n3"}
+        assert log_lines(tmp_path).count("published") == 1
+        deaf = put(database, tmp_path, "hold:1000")
+        began(tmp_path, 5)
+        cancel(database, deaf)
+        assert wait_for_end(database, deaf).state == "cancelled"
+        assert not Path(f"/proc/{pids(tmp_path)[-1]}").exists()
+
+
+def test_progress_results_and_errors_come_back(executor: DaskExecutor, tmp_path: Path) -> None:
+    """How far a task is, what it returns, and why it failed, also if it was killed."""
+    slow = Begun(executor, tmp_path, 0, "sleep:1")
+    failed = Begun(executor, tmp_path, 1, "fail")
+    away = Begun(executor, tmp_path, 2, "away")
+    died = Begun(executor, tmp_path, 3, "die")
+    assert slow.outcome().result == {"number": 0, "roots": ["checkpoints"]}
+    assert slow.told and slow.told == sorted(slow.told) and slow.told[-1] <= 100
+    errors = [one.outcome().error for one in (failed, away, died)]
+    assert [error and (error.type, error.is_retryable) for error in errors] == [
+        ("PermanentJobError", False),
+        ("OSError", True),
+        ("TaskProcessError", True),
+    ]
+
+
+def test_tasks_on_the_cluster_are_killed(executor: DaskExecutor, tmp_path: Path) -> None:
+    """One that is deaf, and one that waits for its turn there: neither result nor error, and nothing runs."""
+    deaf = [Begun(executor, tmp_path, number, "hold:1000") for number in range(4)]
+    began(tmp_path, 4)
+    waiting = Begun(executor, tmp_path, 9, "write")
+    for one in (waiting, *deaf):
+        one.running.kill()
+    assert [one.outcome() for one in (waiting, *deaf)] == [Outcome()] * 5
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids(tmp_path))
+    assert "done 9" not in log_lines(tmp_path)
+
+
+def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, cluster: Any) -> None:
+    """Its tasks are done by the others."""
+    tasks = [Begun(executor, tmp_path, number, "wait:go") for number in range(4)]
+    began(tmp_path, 4)
+    os.kill(min(hosts(tmp_path)), signal.SIGKILL)
+    (tmp_path / "go").touch()
+    assert [one.outcome().result and one.outcome().result["number"] for one in tasks] == [0, 1, 2, 3]  # type: ignore[index]
+    until(lambda: len(cluster_pids(cluster)) == 2, "its successor")
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_the_cluster_does_not_go_on_for_a_worker_that_died(
+    database: Database, tmp_path: Path, cluster: Any
+) -> None:
+    """Nobody counts any more: within a lease the subprocesses on the cluster are ended."""
+    put(database, tmp_path, "hold:1000")
+    executor = f"dask://{address_of(cluster)}"
+    with WorkerProcess(job_settings(database, tmp_path, executor=executor, lease_seconds=2.0)) as worker:
+        began(tmp_path, 1)
+        worker.kill()
+        until(lambda: not Path(f"/proc/{pids(tmp_path)[0]}").exists(), "its end")
+
+
+def test_a_cluster_that_is_not_there_fails_the_attempt(tmp_path: Path) -> None:
+    """Nobody waits for it; the attempt has failed in passing."""
+    executor = DaskExecutor(Setup(Settings(work_folder=tmp_path / "work"), TEST_KINDS), "127.0.0.1:1")
+    error = Begun(executor, tmp_path, 0, "write").outcome().error
+    executor.close()
+    assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)
