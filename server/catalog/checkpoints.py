@@ -18,7 +18,7 @@ from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, l
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, emit_all
 from dcp.server.catalog.facts import CheckpointFacts, State, Upserted
-from dcp.server.catalog.merging import merge
+from dcp.server.catalog.merging import announcement, merge
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
 from dcp.server.catalog.sql import dialect_insert, insert_missing, insert_or_update
@@ -93,6 +93,7 @@ class _Batch:
         self.actor = actor
         self.roots = roots
         self.done: dict[_Place, Upserted] = {}
+        self.ignored: set[_Place] = set()
         self.runs: defaultdict[int, RunChange] = defaultdict(RunChange)
         self.events: list[NewEvent] = []
 
@@ -160,6 +161,8 @@ class _Batch:
                     "root_id": root,
                     "key": key,
                     "committed_seconds": observed if committed is None else committed,
+                    "observed_seconds": observed,
+                    "announced": announcement(columns) if columns["state"] == "committed" else None,
                     "discovered_seconds": self.now,
                     "updated_seconds": self.now,
                     "is_pinned": bool(columns["is_pinned"]),
@@ -182,6 +185,8 @@ class _Batch:
         self, place: _Place, row: dict[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]
     ) -> None:
         merged = merge(row, facts, columns)
+        if merged.is_ignored:
+            self.ignored.add(place)
         if not merged.columns:
             self.done[place] = Upserted(row["id"], is_new=False, is_changed=False, became_committed=False)
             return
@@ -190,7 +195,7 @@ class _Batch:
             .where(checkpoints.c.id == row["id"])
             .values(**merged.columns, version=checkpoints.c.version + 1, updated_seconds=self.now)
         )
-        if merged.is_replaced:
+        if merged.is_other_save:
             self.connection.execute(delete(metrics).where(metrics.c.checkpoint_id == row["id"]))
         after = row | merged.columns
         self.runs[row["run_id"]].count((row["state"], row["bytes"]), (after["state"], after["bytes"]))
@@ -216,7 +221,11 @@ class _Batch:
 
     def _add_labels(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
         """Tags and metrics that are new; to a checkpoint that has not changed else they are a change."""
-        labelled = {place: one for place, one in facts.items() if one.tags or one.metrics}
+        labelled = {
+            place: one
+            for place, one in facts.items()
+            if (one.tags or one.metrics) and place not in self.ignored
+        }
         known = labels_of(self.connection, [self.done[place].id for place in labelled])
         new_tags: list[dict[str, Any]] = []
         new_metrics: list[dict[str, Any]] = []
@@ -272,6 +281,7 @@ def set_state(
             state=state,
             version=checkpoints.c.version + 1,
             updated_seconds=now,
+            observed_seconds=now,
             problem=problem,
             deleted_seconds=now
             if state == "deleted"
@@ -309,7 +319,7 @@ def mark_vanished(
 ) -> int:
     """These were not there any more at ``observed_seconds``; how many that changes.
 
-    Those that were written since stay, and those that are deleted by order.
+    Those that were seen since stay, and those that are deleted by order.
     """
     now = time.time() if now is None else now
     number = root_id(connection, root)
@@ -323,7 +333,7 @@ def mark_vanished(
                 checkpoints.c.root_id == number,
                 checkpoints.c.key.in_(wanted[start : start + _CHUNK]),
                 checkpoints.c.state.in_(("incomplete", "committed", "unreadable")),
-                checkpoints.c.updated_seconds <= observed_seconds,
+                checkpoints.c.observed_seconds <= observed_seconds,
             )
             .order_by(checkpoints.c.id)
             .with_for_update()
@@ -335,7 +345,12 @@ def mark_vanished(
         connection.execute(
             update(checkpoints)
             .where(checkpoints.c.id == bindparam("number"))
-            .values(state="vanished", version=checkpoints.c.version + 1, updated_seconds=now),
+            .values(
+                state="vanished",
+                version=checkpoints.c.version + 1,
+                updated_seconds=now,
+                observed_seconds=observed_seconds,
+            ),
             [{"number": one} for one in gone],
         )
         refresh_runs(connection, changes, now=now)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from dcp.server.catalog.facts import CheckpointFacts
 
-__all__ = ["Merge", "merge"]
+__all__ = ["Merge", "announcement", "is_new_content", "merge"]
 
 _KEPT_IF_NONE: Final = ("save_id", "fingerprint", "committed_seconds", "world_size", "structure_id", "step")
 _OPTIONAL: Final = ("is_pinned", "user_metadata", "provenance")
@@ -20,49 +20,66 @@ class Merge:
     """The columns to set (none: nothing is new), and what that means."""
 
     columns: dict[str, Any]
-    became_committed: bool
-    is_replaced: bool
-    """Other content under the same key: what was said of the old one does not hold any more."""
-
-
-_NOTHING: Final = Merge({}, became_committed=False, is_replaced=False)
+    became_committed: bool = False
+    is_other_save: bool = False
+    """Another save to the same key: what was measured of the old one does not hold any more."""
+    is_ignored: bool = False
+    """The facts are older than the row, or it is deleted by order."""
 
 
 def merge(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> Merge:
     """What ``facts`` (with their ``columns``) change in ``row``, one of `tables.checkpoints`.
 
-    What is deleted by order stays so while its bytes wait to be purged; only a new save to the same key
-    brings it back, and only if it was seen after the order.
+    What was observed before the row was changes nothing: a scan may write its batch after the trainer has
+    told of the commit that ended a save. What is deleted by order stays so while its bytes wait to be purged;
+    only a new save to the same key brings it back. Content is announced as committed once.
     """
-    replaced = _is_replaced(row, facts)
-    if row["state"] in _BY_ORDER and not (replaced and facts.observed_seconds > row["updated_seconds"]):
-        return _NOTHING
+    is_new = is_new_content(row, facts, columns)
+    is_older = facts.observed_seconds < row["observed_seconds"]
+    if is_older or (row["state"] in _BY_ORDER and not is_new):
+        return Merge({}, is_ignored=True)
+    replaced = is_new and row["announced"] is not None
     given = dict(columns)
-    if not replaced:
-        for name in _KEPT_IF_NONE:
-            if given[name] is None:
-                given[name] = row[name]
-    for name in _OPTIONAL:
+    for name in _OPTIONAL if replaced else (*_OPTIONAL, *_KEPT_IF_NONE):
         if given[name] is None:
-            given[name] = False if replaced and name == "is_pinned" else row[name]
+            given[name] = row[name]
     if given["committed_seconds"] is None:
         given["committed_seconds"] = facts.observed_seconds
-    if given["state"] == "committed" and given["problem"] is None and not replaced:
-        given["problem"] = row["problem"] if row["verification"] == "damaged" else None
-    if replaced:
-        given |= {"verification": "unverified", "verified_seconds": None}
+    if is_new:
+        given |= {"announced": announcement(columns), "verification": "unverified", "verified_seconds": None}
+    else:
+        if facts.state == "committed" and columns["save_id"] is not None:
+            given["announced"] = columns["save_id"]  # from now on notes may change the fingerprint
+        if given["problem"] is None and row["verification"] == "damaged":
+            given["problem"] = row["problem"]
     if row["state"] in _BY_ORDER:
         given |= {"deleted_seconds": None, "purge_after_seconds": None}
     changed = {name: value for name, value in given.items() if row[name] != value}
-    committed = given["state"] == "committed" and (replaced or row["state"] in ("incomplete", "unreadable"))
-    return Merge(changed, became_committed=committed, is_replaced=replaced)
+    if changed:
+        changed["observed_seconds"] = facts.observed_seconds
+    is_other_save = replaced and row["save_id"] is not None and facts.save_id is not None
+    return Merge(changed, became_committed=is_new, is_other_save=is_other_save)
 
 
-def _is_replaced(row: Mapping[str, Any], facts: CheckpointFacts) -> bool:
+def announcement(columns: Mapping[str, Any]) -> str:
+    """What tells the content with these columns apart."""
+    return str(columns["save_id"] or columns["fingerprint"] or "")
+
+
+def is_new_content(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> bool:
+    """Whether the content is whole, and has not been announced yet."""
     if facts.state != "committed":
         return False
-    if row["save_id"] is not None and facts.save_id is not None:
-        return bool(row["save_id"] != facts.save_id)
-    if row["fingerprint"] is None or facts.fingerprint is None:
+    if row["announced"] is None:
+        return True
+    names = {columns["save_id"], columns["fingerprint"]} - {None}
+    if not names or row["announced"] in names:
         return False
-    return bool(row["fingerprint"] != facts.fingerprint)
+    # Read again, without or with a save id that the first one had not told: the commit objects are the same.
+    is_same_object = (
+        row["state"] not in ("incomplete", "unreadable")
+        and columns["fingerprint"] is not None
+        and columns["fingerprint"] == row["fingerprint"]
+    )
+    has_other_id = columns["save_id"] is not None and row["save_id"] not in (None, columns["save_id"])
+    return has_other_id or not is_same_object

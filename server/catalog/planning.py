@@ -39,7 +39,6 @@ _WITHIN: Final[dict[str, tuple[str, ...]]] = {
     "bytes": (),
     "name": (),
 }
-_MANY_USUAL: Final = frozenset({"state", "root_id", "format", "verification"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,19 @@ def plan(connection: Connection, conditions: Sequence[Condition], sort: Sort) ->
     able = [condition for condition in conditions if condition.candidates is not None]
     counts = _counts(connection, able)
     few = [(count, number) for number, count in enumerate(counts) if count <= FEW]
-    if few:
-        return Plan(able[min(few)[1]], None)
+    driver = able[min(few)[1]] if few else None
+    within = _WITHIN.get(sort.by, ())
+    if driver is not None and driver.column not in within:
+        return Plan(driver, None)
     if sort.by == "metric":
         return Plan(None, None)
     column, _ = ORDERS[sort.by]
+    if driver is not None:  # an index has just these rows, in this order
+        return Plan(None, f"ix_checkpoints_{driver.column}_{column}_id")
     single = {condition.column for condition in conditions}
-    for within in _WITHIN[sort.by]:
-        if within in single:
-            return Plan(None, f"ix_checkpoints_{within}_{column}_id")
+    for name in within:
+        if name in single:
+            return Plan(None, f"ix_checkpoints_{name}_{column}_id")
     return Plan(None, f"ix_checkpoints_{column}_id")
 
 

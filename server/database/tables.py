@@ -140,6 +140,8 @@ checkpoints: Final = Table(
     Column("save_id", String(64)),
     Column("fingerprint", String(64)),  # of the commit objects: the scanner opens only what differs
     Column("committed_seconds", Float, nullable=False),
+    Column("observed_seconds", Float, nullable=False, server_default="0"),  # when it was as it says here
+    Column("announced", String(64)),  # the content told as committed: its save id, or else its fingerprint
     Column("discovered_seconds", Float, nullable=False),
     Column("updated_seconds", Float, nullable=False),
     Column("deleted_seconds", Float),

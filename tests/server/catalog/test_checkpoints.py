@@ -115,7 +115,7 @@ def test_a_save_that_is_finished_later_is_committed_then(catalog: Database) -> N
 
 
 def test_another_save_to_the_same_key_is_other_content(catalog: Database) -> None:
-    """Metrics and pins of the old content are gone, tags stay; it is told as committed again."""
+    """Metrics of the old content are gone, tags and pins stay; it is told as committed again."""
     with catalog.write() as connection:
         first = upsert_checkpoint(
             connection, facts(metrics={"loss": 2.0}, tags=frozenset({"a"}), is_pinned=True)
@@ -126,7 +126,7 @@ def test_another_save_to_the_same_key_is_other_content(catalog: Database) -> Non
         found = get_checkpoint(connection, first.id)
         run = get_run(connection, found.run_id)
     assert (second.id, second.is_new, second.became_committed) == (first.id, False, True)
-    assert (found.metrics, found.tags, found.is_pinned, found.bytes) == ({}, ("a",), False, 100)
+    assert (found.metrics, found.tags, found.is_pinned, found.bytes) == ({}, ("a",), True, 100)
     assert (run.checkpoint_count, run.bytes) == (1, 100)
     assert kinds(catalog) == ["checkpoint.committed"] * 2
 
@@ -191,6 +191,50 @@ def test_what_is_deleted_by_order_stays_deleted_until_it_is_saved_anew(catalog: 
         found = get_checkpoint(connection, number)
         assert (found.state, found.deleted_seconds, found.purge_after_seconds) == ("committed", None, None)
         assert get_run(connection, found.run_id).checkpoint_count == 1
+
+
+def test_what_was_observed_earlier_changes_nothing(catalog: Database) -> None:
+    """A scan that listed before the commit and writes after it: no state, no labels, no second event."""
+    with catalog.write() as connection:
+        number = upsert_checkpoint(connection, facts(observed_seconds=10.0), now=11.0).id
+        late = facts(state="incomplete", save_id=None, observed_seconds=9.0, tags=frozenset({"late"}))
+        assert not upsert_checkpoint(connection, late, now=12.0).is_changed
+        found = get_checkpoint(connection, number)
+        assert (found.state, found.tags, found.version) == ("committed", (), 1)
+        assert mark_vanished(connection, "main", ["llama/step-10"], observed_seconds=9.5) == 0
+        assert mark_vanished(connection, "main", ["llama/step-10"], observed_seconds=20.0) == 1
+        assert not upsert_checkpoint(connection, facts(observed_seconds=15.0)).is_changed
+        assert upsert_checkpoint(connection, facts(observed_seconds=21.0)).is_changed
+    assert kinds(catalog) == ["checkpoint.committed"]
+
+
+def test_the_same_content_is_committed_once(catalog: Database) -> None:
+    """Unreadable or incomplete for a while and then the same again: no news; other content then: news."""
+    with catalog.write() as connection:
+
+        def seen(at: float, **changes: Any) -> bool:
+            given = {"save_id": None, "observed_seconds": at, **changes}
+            return upsert_checkpoint(connection, facts(**given)).became_committed
+
+        assert seen(1.0, fingerprint="f1")
+        assert not seen(2.0, fingerprint="f1", state="incomplete")
+        assert not seen(3.0, fingerprint="f1")
+        assert not seen(4.0, fingerprint="f2", state="unreadable")  # somebody is writing over it
+        assert seen(5.0, fingerprint="f2")
+        assert not seen(6.0, fingerprint="f2", save_id="a")  # the id has been read as well
+        assert not seen(7.0, fingerprint="f2", save_id="a")
+        assert not seen(8.0, fingerprint="f3", save_id="a")  # a note in the same manifest
+        assert seen(9.0, fingerprint="f4", save_id="b")
+
+
+def test_files_that_were_touched_keep_what_people_said(catalog: Database) -> None:
+    """Without save ids other commit objects may be the same content: pins, tags and metrics stay."""
+    with catalog.write() as connection:
+        one = facts(save_id=None, is_pinned=True, metrics={"loss": 1.0}, tags=frozenset({"a"}))
+        number = upsert_checkpoint(connection, one).id
+        upsert_checkpoint(connection, facts(save_id=None, fingerprint="f2", observed_seconds=200.0))
+        found = get_checkpoint(connection, number)
+    assert (found.is_pinned, found.tags, found.metrics) == (True, ("a",), {"loss": 1.0})
 
 
 def test_states_follow_each_other_only_as_they_can(catalog: Database) -> None:

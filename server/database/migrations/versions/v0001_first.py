@@ -225,6 +225,8 @@ def upgrade() -> None:
         Column("save_id", String(64)),
         Column("fingerprint", String(64)),
         Column("committed_seconds", Float, nullable=False),
+        Column("observed_seconds", Float, server_default="0", nullable=False),
+        Column("announced", String(64)),
         Column("discovered_seconds", Float, nullable=False),
         Column("updated_seconds", Float, nullable=False),
         Column("deleted_seconds", Float),
