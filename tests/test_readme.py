@@ -15,8 +15,12 @@ README = Path(__file__).parents[1] / "README.md"
 def test_python_examples_run_as_they_stand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: S3Server
 ) -> None:
-    """The README's Python blocks, one after the other, with nothing but a model given."""
+    """The README's Python blocks, one after the other, with nothing but a model given.
+
+    But for those that need the service, which tests/server/test_readme_service.py starts.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block for block in blocks if "dcp.server" not in block]
     assert len(blocks) == 7
     monkeypatch.chdir(tmp_path)
     for name, value in s3_server.environment.items():
