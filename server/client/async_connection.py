@@ -32,7 +32,6 @@ __all__ = ["AsyncConnection", "AsyncPages"]
 
 T = TypeVar("T")
 
-_CHUNK_BYTES: Final = 1 << 20
 _STREAM_SILENCE_SECONDS: Final = 60.0
 """The service sends something each quarter of a minute."""
 _STREAM_FAILURES: Final = 10
@@ -186,7 +185,7 @@ class AsyncConnection:
                     await response.aread()
                     return error_of(response)
                 if download.begin(response.status_code, response.headers):
-                    async for chunk in response.aiter_raw(_CHUNK_BYTES):
+                    async for chunk in response.aiter_raw():
                         download.write(chunk)
                 if not download.is_whole:
                     return TransportError("the service ended its answer")

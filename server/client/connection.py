@@ -32,7 +32,6 @@ __all__ = ["Connection", "Pages"]
 
 T = TypeVar("T")
 
-_CHUNK_BYTES: Final = 1 << 20
 _STREAM_SILENCE_SECONDS: Final = 60.0
 """The service sends something each quarter of a minute."""
 _STREAM_FAILURES: Final = 10
@@ -183,7 +182,7 @@ class Connection:
                     response.read()
                     return error_of(response)
                 if download.begin(response.status_code, response.headers):
-                    for chunk in response.iter_raw(_CHUNK_BYTES):
+                    for chunk in response.iter_raw():
                         download.write(chunk)
                 if not download.is_whole:
                     return TransportError("the service ended its answer")

@@ -25,6 +25,7 @@ OnBytes = Callable[[int, int], None]
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
 _MAX_NOTE_BYTES: Final = 64 << 10
+_BUFFER_BYTES: Final = 1 << 20
 
 
 class Download:
@@ -49,7 +50,7 @@ class Download:
         self._on_bytes = on_bytes
         self._etag: str | None = None
         self._total: int | None = None
-        self._file = self._part.open("r+b" if resume and self._is_part() else "wb")
+        self._file = self._part.open("r+b" if resume and self._is_part() else "wb", _BUFFER_BYTES)
         self._have = self._file.seek(0, os.SEEK_END)
         self._progressed = False
 
