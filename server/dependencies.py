@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 MAX_PAGE: Final = 500
-_ETAG: Final = re.compile(r'\s*(?:W/)?"[\x21\x23-\x7e]*"\s*')
 
 # All are coroutines, because FastAPI sends other functions to a thread, each by itself.
 
@@ -119,48 +118,46 @@ def check_visible(caller: Principal, root: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """The ``If-Match`` of a request: entity tags, None without the header, ``*`` for whatever is there."""
+    """The ``If-Match`` of a request: None without the header, ``*`` for whatever is there."""
 
-    tags: tuple[str, ...] | None
+    header: str | None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the request has the header."""
+        return self.header is not None
 
     def version(self, prefix: str) -> int | None:
         """The version that is expected of the resource whose tags are ``"{prefix}-{version}"``.
 
         None: any will do. Raises `PreconditionFailedError` if none of the tags can be one of the resource.
         """
-        if self.tags is None or "*" in self.tags:
+        if self.header is None or self.header.strip() == "*":
             return None
-        for tag in self.tags:
-            match = re.fullmatch(rf'"{re.escape(prefix)}-([0-9]{{1,9}})"', tag)
+        for tag in self.header.split(","):
+            match = re.fullmatch(rf'"{re.escape(prefix)}-([0-9]{{1,9}})"', tag.strip(" \t"))
             if match is not None:
                 return int(match[1])
         raise PreconditionFailedError("If-Match names no state of this resource; read it again")
 
     def nothing(self, detail: str) -> None:
         """What it is about does not exist, so that no tag is its. Raises `PreconditionFailedError`."""
-        if self.tags is not None:
+        if self.is_given:
             raise PreconditionFailedError(detail)
 
     def required(self) -> None:
         """Raises `PreconditionRequiredError` if the request has no ``If-Match``."""
-        if self.tags is None:
+        if not self.is_given:
             raise PreconditionRequiredError("send If-Match with the ETag of what you have read, or *")
 
 
 async def _precondition(
     if_match: Annotated[
         str | None,
-        Header(max_length=1024, description='An ETag such as "c12-3", or *: refused with 412 if it changed.'),
+        Header(max_length=1024, description='An ETag such as "c12-3", or *; 412 if it changed since.'),
     ] = None,
 ) -> Precondition:
-    if if_match is None:
-        return Precondition(None)
-    if if_match.strip() == "*":
-        return Precondition(("*",))
-    parts = if_match.split(",")
-    if not all(_ETAG.fullmatch(part) for part in parts):
-        raise PreconditionFailedError('If-Match is a list of entity tags such as "c12-3"')
-    return Precondition(tuple(part.strip() for part in parts))
+    return Precondition(if_match)
 
 
 IfMatch = Annotated[Precondition, Depends(_precondition)]

@@ -30,9 +30,7 @@ _TYPES: Final = {
     "favicon.png": "image/png",
 }
 _SCRIPT: Final = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
-_ALWAYS: Final = (400, 408, 413, 421, 429, 500, 503)
-_WITH_KEY: Final = (401, 403)
-_WITH_BODY: Final = (415, 422)
+_ALWAYS: Final = (400, 401, 403, 408, 413, 415, 421, 429, 500, 503)
 
 router = APIRouter(dependencies=[public], include_in_schema=False)
 
@@ -129,10 +127,9 @@ def _complete(operation: dict[str, Any], access: Requires | Public | None) -> No
         del responses["422"]
     statuses = list(_ALWAYS)
     if isinstance(access, Requires):
-        statuses += _WITH_KEY
         operation["security"] = [{"key": []}]
         operation["x-required-scope"] = access.scope
     if "requestBody" in operation or operation.get("parameters"):
-        statuses += _WITH_BODY
+        statuses.append(422)
     for status, answer in problems(*statuses).items():
         responses.setdefault(str(status), answer)

@@ -10,7 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
+from dcp.server.access import walk_routes
 from dcp.server.catalog.errors import (
     CatalogError,
     ChangedError,
@@ -52,7 +54,20 @@ def install_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
-    return problem_response(problem_of(error), request.scope)
+    problem = problem_of(error)
+    if problem.status == 405:
+        # The framework names the methods of the first route of this path only.
+        problem.headers = {"Allow": ", ".join(_methods_of(request))}
+    return problem_response(problem, request.scope)
+
+
+def _methods_of(request: Request) -> list[str]:
+    found: set[str] = set()
+    for route in walk_routes(request.app):
+        pattern, _, _ = compile_path(str(route.path))
+        if pattern.fullmatch(request.url.path):
+            found |= set(getattr(route, "methods", None) or ())
+    return sorted(found)
 
 
 def problem_of(error: Exception) -> ProblemError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from dcp.server.catalog.details import Checkpoint, CheckpointDetail
 from dcp.server.catalog.facts import Format, State, Verification
@@ -145,6 +145,12 @@ class NewRegistration(Request):
     The service looks for itself: what is committed, and its size and structure, are never taken on anybody's
     word. One of ``root`` and ``root_url`` (the URL of the folder that holds it) is needed.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"root": "main", "key": "run/step-1", "tags": ["nightly"], "metrics": {"loss": 2.5}}]
+        }
+    )
 
     root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
     root_url: Annotated[Text, StringConstraints(min_length=1)] | None = None

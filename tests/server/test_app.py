@@ -260,7 +260,9 @@ def test_the_description_is_complete(sqlite_app: App) -> None:
     names = [operation["operationId"] for operation in operations]
     assert len(set(names)) == len(names)
     for operation in operations:
-        assert {"400", "408", "413", "421", "429", "500", "503"} <= set(operation["responses"])
+        assert {"400", "401", "403", "408", "413", "415", "421", "429", "500", "503"} <= set(
+            operation["responses"]
+        )
         if "x-required-scope" in operation:
             assert {"401", "403"} <= set(operation["responses"])
             assert operation["security"] == [{"key": []}]
@@ -335,3 +337,12 @@ def test_the_client_is_not_needed(sqlite_app: App) -> None:
     """The fixture's own client has no key: it is nobody."""
     assert isinstance(sqlite_app.base, TestClient)
     assert sqlite_app.base.get(f"{API}/roots").status_code == 401
+
+
+def test_methods_that_there_are_not(sqlite_app: App) -> None:
+    """405 names all methods of the path, also where they are routes of their own."""
+    client = sqlite_app.client("admin")
+    answer = client.put(f"{API}/checkpoints")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
+    answer = client.post(f"{API}/checkpoints/1/tags/a/b")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, PUT")
