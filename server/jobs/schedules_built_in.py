@@ -9,6 +9,9 @@ from typing import Final
 
 from sqlalchemy import Connection
 
+from dcp.server.automation.upkeep import consume_events, has_events, submit_due
+from dcp.server.automation.upkeep import is_anything_due as is_upkeep_due
+from dcp.server.automation.upkeep import consume_events, has_events, is_anything_due, submit_due
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.kinds.scan import scan_spec
@@ -17,12 +20,16 @@ from dcp.server.jobs.schedules import Schedule, ScheduleContext
 from dcp.server.roots import Roots
 from dcp.server.security.principal import SYSTEM
 from dcp.server.settings import Settings
-from dcp.server.webhooks import deliver_due, forget_deliveries, is_anything_due
+from dcp.server.webhooks import deliver_due, forget_deliveries
+from dcp.server.webhooks import is_anything_due as is_any_delivery_due
 
 __all__ = ["built_in_schedules"]
 
+_DUE_SECONDS: Final = 10.0
 _CLEANING_SECONDS: Final = 600.0
-_MOST_CLEANING_SECONDS: Final = 5.0
+_UPKEEP_SECONDS: Final = 10.0
+_MOST_DUE_SECONDS: Final = 10.0
+_CLEANING_SECONDS: Final = 5.0
 _FORGETTING: Final = (forget_jobs, forget_deliveries)
 _KEEP_SCANS_SECONDS: Final = 3600.0
 _SCAN_PRIORITY: Final = 10
@@ -38,9 +45,21 @@ def built_in_schedules(settings: Settings) -> Sequence[Schedule]:
     ]
     return [
         *scans,
-        Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_anything_due),
+        Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
+        Schedule("automation", max(1.0, settings.poll_seconds), _automate, has_events),
+        Schedule("upkeep", _UPKEEP_SECONDS, _submit_due, is_upkeep_due),
+        Schedule("automation", max(1.0, settings.poll_seconds), _consume, has_events),
+        Schedule("due", _DUE_SECONDS, _submit_due, is_anything_due),
         Schedule("clean-up", _CLEANING_SECONDS, _clean),
     ]
+
+
+def _automate(context: ScheduleContext) -> None:
+    consume_events(context.database, context.settings, context.now)
+
+
+def _submit_due(context: ScheduleContext) -> None:
+    submit_due(context.database, context.settings, context.now)
 
 
 def _deliver(context: ScheduleContext) -> None:
@@ -56,6 +75,14 @@ def _scan(context: ScheduleContext, root: str) -> None:
         return submit(connection, spec, context.now)
 
     context.database.transact(ask)
+
+
+def _consume(context: ScheduleContext) -> None:
+    consume_events(context.database, context.settings, context.now)
+
+
+def _submit_due(context: ScheduleContext) -> None:
+    submit_due(context.database, context.settings, context.now)
 
 
 def _clean(context: ScheduleContext) -> None:

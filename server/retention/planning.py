@@ -61,9 +61,9 @@ class _Row:
 
 
 def runs_of(
-    connection: Connection, root: str, run_glob: str, *, after: str | None = None, limit: int | None = None
+    connection: Connection, root: str, run_glob: str, *, after: int | None = None, limit: int | None = None
 ) -> list[tuple[int, str]]:
-    """(id, key) of the runs of a root whose keys match, in the order of the keys, behind ``after``."""
+    """(id, key) of the runs of a root whose keys match, in the order of keys, behind the run ``after``."""
     query = (
         select(runs.c.id, runs.c.key)
         .join(roots, roots.c.id == runs.c.root_id)
@@ -72,7 +72,8 @@ def runs_of(
         .limit(limit)
     )
     if after is not None:
-        query = query.where(runs.c.key > after)
+        key = select(runs.c.key).where(runs.c.id == after).scalar_subquery()
+        query = query.where(runs.c.key > key)
     return [(row.id, row.key) for row in connection.execute(query)]
 
 

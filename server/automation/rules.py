@@ -1,0 +1,159 @@
+"""Automation rules as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from dcp.server.automation.actions import Action, Condition
+from dcp.server.catalog.errors import ChangedError, MissingError, StateError
+from dcp.server.catalog.patterns import check_pattern
+from dcp.server.database.tables import rules as table
+
+__all__ = ["NewRule", "Rule", "create_rule", "delete_rule", "get_rule", "list_rules", "update_rule"]
+
+_ACTIONS: Final[TypeAdapter[tuple[Action, ...]]] = TypeAdapter(tuple[Action, ...])
+_NAMES: Final = (
+    "id",
+    "name",
+    "is_enabled",
+    "event",
+    "condition",
+    "actions",
+    "version",
+    "created_seconds",
+    "updated_seconds",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRule:
+    """A rule: on ``event``, for checkpoints of the ``condition``, these ``actions``."""
+
+    name: str
+    is_enabled: bool
+    event: str
+    condition: Condition
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(NewRule):
+    """A stored one. Events from before it was made, or changed last, do not concern it."""
+
+    id: int
+    version: int
+    created_seconds: float
+    updated_seconds: float
+
+    @property
+    def etag(self) -> str:
+        """The entity tag, with quotes."""
+        return f'"r{self.id}-{self.version}"'
+
+
+def create_rule(connection: Connection, new: NewRule, now: float) -> Rule:
+    """Store it; StateError if there is one of its name, InvalidQueryError for a glob that cannot be meant."""
+    values = _columns(
+        {
+            "name": new.name,
+            "is_enabled": new.is_enabled,
+            "event": new.event,
+            "condition": new.condition,
+            "actions": new.actions,
+        }
+    )
+    _refuse_name(connection, new.name, None)
+    try:
+        number = connection.execute(
+            insert(table).values(**values, created_seconds=now, updated_seconds=now).returning(table.c.id)
+        ).scalar_one()
+    except IntegrityError as error:  # made in this instant
+        raise _taken(new.name) from error
+    return get_rule(connection, int(number))
+
+
+def get_rule(connection: Connection, rule_id: int) -> Rule:
+    """One; MissingError if there is none."""
+    row = connection.execute(select(table).where(table.c.id == rule_id)).mappings().one_or_none()
+    if row is None:
+        raise MissingError("rule", rule_id)
+    return _rule(row)
+
+
+def list_rules(
+    connection: Connection, *, after: int = 0, limit: int | None = None, is_enabled: bool | None = None
+) -> list[Rule]:
+    """By id."""
+    query = select(table).where(table.c.id > after).order_by(table.c.id).limit(limit)
+    if is_enabled is not None:
+        query = query.where(table.c.is_enabled == is_enabled)
+    return [_rule(row) for row in connection.execute(query).mappings()]
+
+
+def update_rule(
+    connection: Connection,
+    rule_id: int,
+    changes: Mapping[str, Any],
+    now: float,
+    *,
+    expected_version: int | None = None,
+) -> Rule:
+    """Change the fields named, of `NewRule`. Raises MissingError, ChangedError, and as `create_rule`."""
+    _lock(connection, rule_id, expected_version)
+    if "name" in changes:
+        _refuse_name(connection, changes["name"], rule_id)
+    values = _columns(changes) | {"version": table.c.version + 1, "updated_seconds": now}
+    try:
+        connection.execute(update(table).where(table.c.id == rule_id).values(**values))
+    except IntegrityError as error:
+        raise _taken(str(changes.get("name"))) from error
+    return get_rule(connection, rule_id)
+
+
+def delete_rule(connection: Connection, rule_id: int, *, expected_version: int | None = None) -> Rule:
+    """Remove it; jobs that it has made go on."""
+    rule = _lock(connection, rule_id, expected_version)
+    connection.execute(delete(table).where(table.c.id == rule_id))
+    return rule
+
+
+def _lock(connection: Connection, rule_id: int, expected_version: int | None) -> Rule:
+    connection.execute(select(table.c.id).where(table.c.id == rule_id).with_for_update())
+    rule = get_rule(connection, rule_id)
+    if expected_version is not None and rule.version != expected_version:
+        raise ChangedError("rule", rule_id, expected=expected_version, version=rule.version)
+    return rule
+
+
+def _rule(row: Mapping[Any, Any]) -> Rule:
+    values = {name: row[name] for name in _NAMES}
+    values["condition"] = Condition.model_validate(row["condition"])
+    values["actions"] = _ACTIONS.validate_python(row["actions"], strict=False)
+    return Rule(**values)
+
+
+def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(values)
+    if "condition" in found:
+        if found["condition"].run is not None:
+            check_pattern("condition.run", found["condition"].run)
+        found["condition"] = found["condition"].model_dump(mode="json", exclude_none=True)
+    if "actions" in found:
+        found["actions"] = [action.model_dump(mode="json", exclude_unset=True) for action in found["actions"]]
+    return found
+
+
+def _refuse_name(connection: Connection, name: str, own: int | None) -> None:
+    found = connection.execute(select(table.c.id).where(table.c.name == name)).scalar()
+    if found is not None and found != own:
+        raise _taken(name)
+
+
+def _taken(name: str) -> StateError:
+    return StateError(f"there is a rule {name!r} already", state="exists")
