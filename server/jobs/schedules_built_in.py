@@ -9,8 +9,6 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from dcp.server.automation.upkeep import consume_events, has_events, submit_due
-from dcp.server.automation.upkeep import is_anything_due as is_upkeep_due
 from dcp.server.automation.upkeep import consume_events, has_events, is_anything_due, submit_due
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
@@ -27,9 +25,7 @@ __all__ = ["built_in_schedules"]
 
 _DUE_SECONDS: Final = 10.0
 _CLEANING_SECONDS: Final = 600.0
-_UPKEEP_SECONDS: Final = 10.0
-_MOST_DUE_SECONDS: Final = 10.0
-_CLEANING_SECONDS: Final = 5.0
+_MOST_CLEANING_SECONDS: Final = 5.0
 _FORGETTING: Final = (forget_jobs, forget_deliveries)
 _KEEP_SCANS_SECONDS: Final = 3600.0
 _SCAN_PRIORITY: Final = 10
@@ -46,20 +42,10 @@ def built_in_schedules(settings: Settings) -> Sequence[Schedule]:
     return [
         *scans,
         Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
-        Schedule("automation", max(1.0, settings.poll_seconds), _automate, has_events),
-        Schedule("upkeep", _UPKEEP_SECONDS, _submit_due, is_upkeep_due),
         Schedule("automation", max(1.0, settings.poll_seconds), _consume, has_events),
         Schedule("due", _DUE_SECONDS, _submit_due, is_anything_due),
         Schedule("clean-up", _CLEANING_SECONDS, _clean),
     ]
-
-
-def _automate(context: ScheduleContext) -> None:
-    consume_events(context.database, context.settings, context.now)
-
-
-def _submit_due(context: ScheduleContext) -> None:
-    submit_due(context.database, context.settings, context.now)
 
 
 def _deliver(context: ScheduleContext) -> None:
