@@ -156,13 +156,15 @@ class AsyncClient(AsyncConnection):
         """Remove an alias; the checkpoint stays."""
         await self._send(calls.delete_alias(run_id, name, etag))
 
-    async def delete(self, checkpoint_id: int, *, etag: str | None = None) -> CheckpointDetail:
-        """Delete a checkpoint: it can be restored until its time of grace is over."""
-        return await self._send(calls.delete(checkpoint_id, etag))
+    async def delete(
+        self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
+    ) -> CheckpointDetail:
+        """Delete a checkpoint: its bytes stay, and it can be restored, until the grace is over."""
+        return await self._send(calls.delete(checkpoint_id, grace_seconds, etag))
 
-    async def restore(self, checkpoint_id: int) -> CheckpointDetail:
-        """Take back its deletion."""
-        return await self._send(calls.restore(checkpoint_id))
+    async def restore(self, checkpoint_id: int, *, etag: str | None = None) -> CheckpointDetail:
+        """Take a deletion back."""
+        return await self._send(calls.restore(checkpoint_id, etag))
 
     # -- what is in a checkpoint -----------------------------------------------------------------------------
 
@@ -272,6 +274,10 @@ class AsyncClient(AsyncConnection):
         """Have something done: "convert", "verify", "stats", "diff", "delete", "scan" and others, with the
         parameters of the kind. If an unfinished job does the same already, that one."""
         return await self._send(calls.submit(kind, params, priority))
+
+    async def scan(self, root: str, *, below: str = "") -> Job:
+        """Have a root, or a folder in it, looked through now, by a job."""
+        return await self._send(calls.submit("scan", {"root": root, "below": below}, 0))
 
     def jobs(
         self,

@@ -311,12 +311,15 @@ def plain(method: str, path: str, query: Mapping[str, Any], body: Any, etag: str
     return Call(method, path, lambda document: document, params(**query), body, _match(etag))
 
 
-def delete(checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
-    return Call("DELETE", f"/checkpoints/{checkpoint_id}", _DETAIL, headers=_match(etag))
+def delete(
+    checkpoint_id: int, grace_seconds: float | None, etag: str | None
+) -> Call[models.CheckpointDetail]:
+    path, query = f"/checkpoints/{checkpoint_id}", params(grace_seconds=grace_seconds)
+    return Call("DELETE", path, _DETAIL, query, headers=_match(etag))
 
 
-def restore(checkpoint_id: int) -> Call[models.CheckpointDetail]:
-    return Call("POST", f"/checkpoints/{checkpoint_id}/restore", _DETAIL)
+def restore(checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
+    return Call("POST", f"/checkpoints/{checkpoint_id}/restore", _DETAIL, headers=_match(etag))
 
 
 def compute(checkpoint_id: int, what: str) -> Call[models.Job]:

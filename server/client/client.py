@@ -156,13 +156,15 @@ class Client(Connection):
         """Remove an alias; the checkpoint stays."""
         self._send(calls.delete_alias(run_id, name, etag))
 
-    def delete(self, checkpoint_id: int, *, etag: str | None = None) -> CheckpointDetail:
-        """Delete a checkpoint: it can be restored until its time of grace is over."""
-        return self._send(calls.delete(checkpoint_id, etag))
+    def delete(
+        self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
+    ) -> CheckpointDetail:
+        """Delete a checkpoint: its bytes stay, and it can be restored, until the grace is over."""
+        return self._send(calls.delete(checkpoint_id, grace_seconds, etag))
 
-    def restore(self, checkpoint_id: int) -> CheckpointDetail:
-        """Take back its deletion."""
-        return self._send(calls.restore(checkpoint_id))
+    def restore(self, checkpoint_id: int, *, etag: str | None = None) -> CheckpointDetail:
+        """Take a deletion back."""
+        return self._send(calls.restore(checkpoint_id, etag))
 
     # -- what is in a checkpoint -----------------------------------------------------------------------------
 
@@ -266,6 +268,10 @@ class Client(Connection):
         """Have something done: "convert", "verify", "stats", "diff", "delete", "scan" and others, with the
         parameters of the kind. If an unfinished job does the same already, that one."""
         return self._send(calls.submit(kind, params, priority))
+
+    def scan(self, root: str, *, below: str = "") -> Job:
+        """Have a root, or a folder in it, looked through now, by a job."""
+        return self._send(calls.submit("scan", {"root": root, "below": below}, 0))
 
     def jobs(
         self,
