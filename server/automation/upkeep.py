@@ -12,15 +12,14 @@ from sqlalchemy import Connection, Select, exists, func, select, update
 
 from dcp.server.automation.matching import EVENTS, act_on
 from dcp.server.automation.rules import list_rules
-from dcp.server.catalog.errors import CatalogError
 from dcp.server.catalog.events import events_after, last_event_id, move_on, position
 from dcp.server.catalog.sql import insert_missing
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, consumers, jobs, schedules
 from dcp.server.jobs.kinds.purge import Purge, PurgeParams
 from dcp.server.jobs.kinds.retention import retention_spec
+from dcp.server.jobs.kinds.subjects import find_subject
 from dcp.server.jobs.ledger import submit_or_join
-from dcp.server.problems import ProblemError
 from dcp.server.retention.policies import list_policies
 from dcp.server.security.principal import SYSTEM
 from dcp.server.settings import Settings
@@ -130,9 +129,9 @@ def _due_purges(now: float) -> Select[Any]:
 def _submit_purges(connection: Connection, settings: Settings, now: float) -> int:
     count = 0
     for number in connection.execute(_due_purges(now)).scalars().all():
-        try:
-            spec = Purge().specify(connection, PurgeParams(checkpoint_id=number), SYSTEM, settings)
-        except (CatalogError, ProblemError):  # restored in this instant, or of a root that is read only
-            continue
-        count += submit_or_join(connection, spec, now)[1]
+        subject = find_subject(connection, number, state="deleted")
+        root = settings.roots.get(subject.root)
+        if root is not None and not root.readonly:
+            spec = Purge().spec(subject, PurgeParams(checkpoint_id=number), SYSTEM)
+            count += submit_or_join(connection, spec, now)[1]
     return count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, select
 
-from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint, set_state
 from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.errors import StateError
@@ -73,5 +72,4 @@ def restore(
             request_cancel(connection, job_id, now, actor)
         elif not job.is_final:
             raise StateError(f"checkpoint {checkpoint_id} is being purged by job {job_id}", state="deleted")
-    audit.record(connection, actor, "checkpoint.restore", f"checkpoint:{checkpoint_id}", {}, now=now)
     return set_state(connection, checkpoint_id, "committed", actor=actor, now=now)

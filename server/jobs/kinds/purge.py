@@ -64,6 +64,10 @@ class Purge(Kind[PurgeParams]):
         if subject.root in settings.roots and settings.roots[subject.root].readonly:
             raise ForbiddenError(f"root {subject.root} is read-only")
         self._check_due(connection, params)
+        return self.spec(subject, params, caller)
+
+    def spec(self, subject: Subject, params: PurgeParams, caller: Principal) -> JobSpec:
+        """The job, without a look at whether the grace is over."""
         return JobSpec(
             kind=self.name,
             params=params.model_dump(mode="json"),

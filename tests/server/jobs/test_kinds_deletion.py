@@ -82,7 +82,7 @@ def test_deleted_restored_and_purged(key: str, runs: KindRuns, tmp_path: Path) -
     runs.scan("main")
     assert runs.row("main", key).state == "purged"
     told = runs.all(select(audit.c.action).where(audit.c.target == f"checkpoint:{number}"))
-    assert {"checkpoint.state", "checkpoint.restore", "checkpoint.purge"} <= {one.action for one in told}
+    assert {"checkpoint.state", "checkpoint.purge"} <= {one.action for one in told}
     kinds = [one.kind for one in runs.all(select(events).where(events.c.checkpoint_id == number))]
     assert kinds.count("checkpoint.deleted") == 2
 
