@@ -29,7 +29,16 @@ from dcp.server.jobs.ledger_reading import (
     list_jobs,
     list_tasks,
 )
-from dcp.server.jobs.ledger_rows import NO_LEASE, emit, finish, held_job, held_task, lock_job, progress_of
+from dcp.server.jobs.ledger_rows import (
+    NO_LEASE,
+    by_priority,
+    emit,
+    finish,
+    held_job,
+    held_task,
+    lock_job,
+    progress_of,
+)
 from dcp.server.jobs.states import (
     MAX_DEDUP_KEY_CHARACTERS,
     Backoff,
@@ -89,6 +98,7 @@ __all__ = [
 
 DEFAULT_BACKOFF: Final = Backoff()
 _FENCE_SHIFT: Final = 20
+_MOST_EXPIRED: Final = 1000
 _LOST: Final = JobError(type="WorkerLostError", detail="the worker that had it was not heard of any more")
 
 
@@ -293,13 +303,17 @@ def expire_leases(connection: Connection, now: float, backoff: Backoff = DEFAULT
 
 
 def _expired(connection: Connection, now: float) -> list[Held]:
-    of_jobs = select(jobs.c.id, jobs.c.fence).where(
-        jobs.c.state.in_(("planning", "running", "publishing")), jobs.c.lease_until_seconds < now
+    over = []
+    for state in ("planning", "running", "publishing"):
+        query = by_priority(select(jobs.c.id, jobs.c.fence).where(jobs.c.state == state))
+        rows = connection.execute(query.where(jobs.c.lease_until_seconds < now).limit(_MOST_EXPIRED))
+        over += [Held(row.id, None, row.fence) for row in rows]
+    of_tasks = (
+        select(tasks.c.job_id, tasks.c.id, tasks.c.fence)
+        .where(tasks.c.state == "running", tasks.c.lease_until_seconds < now)
+        .order_by(tasks.c.state.desc(), tasks.c.job_id.desc())
+        .limit(_MOST_EXPIRED)
     )
-    of_tasks = select(tasks.c.job_id, tasks.c.id, tasks.c.fence).where(
-        tasks.c.state == "running", tasks.c.lease_until_seconds < now
-    )
-    over = [Held(row.id, None, row.fence) for row in connection.execute(of_jobs)]
     over += [Held(row.job_id, row.id, row.fence) for row in connection.execute(of_tasks)]
     return sorted(over, key=lambda held: (held.job_id, held.task_id or 0))
 

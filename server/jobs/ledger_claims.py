@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, text, true, update
 
 from dcp.server.database.tables import jobs, tasks
-from dcp.server.jobs.ledger_rows import emit, lock_job, task_of_row
+from dcp.server.jobs.ledger_rows import by_priority, emit, lock_job, task_of_row
 from dcp.server.jobs.states import Claim, Held, Job, Json, Phase
 
 __all__ = ["NO_LIMITS", "Limits", "claim", "has_work", "renew", "stopped"]
@@ -129,21 +129,20 @@ def _next(
 def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Candidate | None:
     """A job that was given up, and of which nothing runs any more."""
     running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
-    query = (
-        select(jobs.c.id, jobs.c.priority)
-        .where(
-            jobs.c.state.in_(("running", "publishing")),
-            or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None)),
-            jobs.c.lease_owner.is_(None),
-            jobs.c.not_before_seconds <= now,
-            ~running.exists(),
-            known,
+    for state in ("running", "publishing"):
+        query = by_priority(
+            select(jobs.c.id, jobs.c.priority).where(
+                jobs.c.state == state,
+                or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None)),
+                jobs.c.lease_owner.is_(None),
+                jobs.c.not_before_seconds <= now,
+                ~running.exists(),
+                known,
+            )
         )
-        .order_by(jobs.c.id)
-        .limit(1)
-    )
-    row = connection.execute(query).one_or_none()
-    return None if row is None else _Candidate("discard", row.id, row.priority)
+        if (row := connection.execute(query.limit(1)).one_or_none()) is not None:
+            return _Candidate("discard", row.id, row.priority)
+    return None
 
 
 def _phase(
@@ -158,7 +157,7 @@ def _phase(
         allowed,
     )
     # Two steps, each along the index: sorting by priority downwards and id upwards is along none.
-    first = select(jobs.c.priority).where(*conditions).order_by(jobs.c.state.desc(), jobs.c.priority.desc())
+    first = by_priority(select(jobs.c.priority).where(*conditions))
     priority = connection.execute(first.limit(1)).scalar_one_or_none()
     if priority is None:
         return None

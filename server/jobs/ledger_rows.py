@@ -28,6 +28,7 @@ from dcp.server.problems import NotFoundError
 
 __all__ = [
     "NO_LEASE",
+    "by_priority",
     "emit",
     "event_of_row",
     "finish",
@@ -47,6 +48,12 @@ _KEY_END: Final = "\n"
 def select_jobs() -> Select[Any]:
     """Jobs with the names of their roots."""
     return select(jobs, roots.c.name.label("root")).outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
+
+
+def by_priority(query: Select[Any]) -> Select[Any]:
+    """Jobs of one state, the highest priority first: along the index of both, whatever a planner believes of
+    how many there are in that state."""
+    return query.order_by(jobs.c.state.desc(), jobs.c.priority.desc())
 
 
 def job_of_row(row: Row[Any]) -> Job:

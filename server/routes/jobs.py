@@ -31,7 +31,20 @@ _BY_KIND = requires("read")
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Events as they come; the last one is `end`.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",
+                    "description": "One event; `data` is JSON, of `JobEventAnswer` where it has an `id`.",
+                    "properties": {
+                        "id": {"type": "string"},
+                        "event": {"type": "string"},
+                        "data": {"type": "string"},
+                        "retry": {"type": "integer"},
+                    },
+                }
+            }
+        },
     },
     204: {"description": "The job is over, and nothing happened since Last-Event-ID."},
 }
