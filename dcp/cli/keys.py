@@ -50,14 +50,17 @@ def create(
     debug: Debug = False,
 ) -> None:
     """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
+    scopes = scope or ["read"]
+    lasts_seconds = None if expires is None else _duration(expires)
+    with errors_as_lines(debug=debug):
+        configured = read_settings(config, database_url=database).roots
+        from dcp.server.security.principal import Scope
+    _check(name, scopes, get_args(Scope), root, configured)
     with errors_as_lines(debug=debug):
         from dcp.server.catalog import audit
         from dcp.server.problems import ProblemError
         from dcp.server.security import keys
-        from dcp.server.security.principal import Scope
 
-        scopes = scope or ["read"]
-        _check(name, scopes, get_args(Scope), root, read_settings(config, database_url=database).roots)
         now_seconds = time.time()
         opened = open_database(config, database)
         try:
@@ -67,7 +70,7 @@ def create(
                     name=name,
                     scopes=cast("list[Scope]", scopes),
                     roots=root or None,
-                    expires_seconds=None if expires is None else now_seconds + _duration(expires),
+                    expires_seconds=None if lasts_seconds is None else now_seconds + lasts_seconds,
                     now_seconds=now_seconds,
                 )
                 detail = {"name": name, "scopes": sorted(set(scopes)), "roots": root or None}

@@ -1,0 +1,81 @@
+"""Tests of answers kept for a repeated request."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dcp.server.database.engine import Database
+from dcp.server.problems import ConflictError, UnprocessableError
+from dcp.server.security import idempotency
+from dcp.server.security.idempotency import KeptAnswer, begin, finish, forget, forget_old, hash_of
+
+NOW = 1_700_000_000.0
+ONE = hash_of("POST", "/a", b"", b"{}")
+TWO = hash_of("POST", "/a", b"", b"{ }")
+
+
+def test_hashes_tell_requests_apart() -> None:
+    """Each part counts, and where one ends and the next begins."""
+    requests = [
+        ("POST", "/a", b"", b"x"),
+        ("POST", "/a", b"x", b""),
+        ("POST", "/ax", b"", b""),
+        ("POST", "/a", b"", b""),
+        ("PUT", "/a", b"", b""),
+    ]
+    assert len({hash_of(*request) for request in requests}) == len(requests)
+
+
+def test_the_first_answer_is_given_again(database: Database) -> None:
+    """To its caller, for the same request, for a day."""
+    answer = KeptAnswer(201, {"location": "/a/1"}, b'{"id": 1}')
+    assert begin(database, "a", "key", ONE, NOW) is None
+    with pytest.raises(ConflictError):
+        begin(database, "a", "key", ONE, NOW + 1)
+    finish(database, "a", "key", answer)
+    assert begin(database, "a", "key", ONE, NOW + 2) == answer
+    with pytest.raises(UnprocessableError):
+        begin(database, "a", "key", TWO, NOW + 2)
+    assert begin(database, "b", "key", TWO, NOW + 2) is None
+    assert begin(database, "a", "key", TWO, NOW + idempotency.KEPT_SECONDS + 1) is None
+
+
+def test_a_request_that_never_ended(database: Database) -> None:
+    """Its process may be dead: after a while the next is taken for it. What failed is free at once."""
+    assert begin(database, "a", "key", ONE, NOW, taken_seconds=100) is None
+    with pytest.raises(ConflictError):
+        begin(database, "a", "key", ONE, NOW + 99, taken_seconds=100)
+    assert begin(database, "a", "key", ONE, NOW + 101, taken_seconds=100) is None
+    forget(database, "a", "key")
+    assert begin(database, "a", "key", TWO, NOW + 102, taken_seconds=100) is None
+    finish(database, "a", "key", KeptAnswer(200, {}, b""))
+    forget(database, "a", "key")  # not what has been answered
+    assert begin(database, "a", "key", TWO, NOW + 103) is not None
+
+
+def test_of_many_at_once_one_is_first(database: Database) -> None:
+    """The others are told that it is being worked on."""
+
+    def try_it(_number: int) -> str:
+        try:
+            return "first" if begin(database, "a", "key", ONE, NOW) is None else "again"
+        except ConflictError:
+            return "working"
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(try_it, range(12)))
+    assert sorted(results) == ["first"] + ["working"] * 11
+
+
+def test_old_ones_are_forgotten(database: Database) -> None:
+    """After a day, and not before."""
+    begin(database, "a", "old", ONE, NOW)
+    finish(database, "a", "old", KeptAnswer(200, {}, b"x"))
+    begin(database, "a", "new", ONE, NOW + 10)
+    finish(database, "a", "new", KeptAnswer(200, {}, b"x"))
+    forget_old(database, NOW + idempotency.KEPT_SECONDS + 5)
+    later = NOW + idempotency.KEPT_SECONDS + 6
+    assert begin(database, "a", "new", ONE, later) is not None
+    assert begin(database, "a", "old", TWO, later) is None

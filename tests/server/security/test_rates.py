@@ -1,0 +1,58 @@
+"""Tests of rate limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp.server.problems import TooManyRequestsError
+from dcp.server.security import rates
+from dcp.server.security.rates import RateLimits, network_of
+
+
+def test_windows() -> None:
+    """So many in a window of each caller; the next window begins with the first request after it."""
+    now = [100.0]
+    limits = RateLimits("2/minute", "1/hour", lambda: now[0])
+    limits.count("a")
+    now[0] += 30
+    limits.count("a")
+    limits.count("b")
+    with pytest.raises(TooManyRequestsError) as refused:
+        limits.count("a")
+    assert refused.value.headers["Retry-After"] == "30"
+    now[0] += 30
+    limits.count("a")
+    limits.count("a")
+    with pytest.raises(TooManyRequestsError):
+        limits.count("a")
+
+
+def test_refused_keys_are_counted_by_network() -> None:
+    """One who has a /64 of IPv6 has it as one address; looking does not count."""
+    limits = RateLimits("1/second", "2/minute")
+    for _ in range(5):
+        limits.check_refused("2001:db8::1")
+    limits.count_refused("2001:db8::1")
+    limits.count_refused("2001:db8::2")
+    with pytest.raises(TooManyRequestsError):
+        limits.check_refused("2001:db8::3")
+    limits.check_refused("2001:db8:0:1::1")
+    limits.check_refused("10.0.0.1")
+    assert network_of("testclient") == "testclient"
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many callers there are: ended windows are forgotten, at worst all of them."""
+    monkeypatch.setattr(rates, "_MAX_COUNTED", 100)
+    now = [0.0]
+    limits = RateLimits("1/minute", "1/minute", lambda: now[0])
+    for number in range(1000):
+        now[0] += 1
+        limits.count(f"caller {number}")
+        assert len(limits._requests._counts) <= 100
+
+
+def test_notation() -> None:
+    """What is no limit is refused at the start."""
+    with pytest.raises(ValueError, match="many"):
+        RateLimits("many/minute", "1/minute")

@@ -1,0 +1,88 @@
+"""Tests of logs: their forms, and what they do not show."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from dcp.server.logs import configure_logs, redact
+from dcp.server.settings import Settings
+from tests.support.app import running_app
+
+KEY = f"dcp_abcdefgh_{'S' * 43}"
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """What `configure_logs` changes is undone."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"key {KEY} refused", "key dcp_abcdefgh_*** refused"),
+        ("Authorization: Bearer abc.def-ghijk", "Authorization: Bearer ***"),
+        ("postgresql://dcp:hunter2@host/db", "postgresql://dcp:***@host/db"),
+        ("GET https://b.s3/x?X-Amz-Signature=abc123&x=1", "GET https://b.s3/x?X-Amz-Signature=***&x=1"),
+        ("nothing to hide: dcp_step-1 at 12:30@night", "nothing to hide: dcp_step-1 at 12:30@night"),
+    ],
+)
+def test_secrets_in_texts(text: str, shown: str) -> None:
+    """Keys, passwords in URLs and signatures are replaced; all else stays."""
+    assert redact(text) == shown
+
+
+def test_secrets_by_name() -> None:
+    """What is called a secret is none of the log's business, however deep it is."""
+    found = redact({"a": [{"api_key": "x", "Password": 1, "path": "/x"}], "session_token": ["t"]})
+    assert found == {"a": [{"api_key": "***", "Password": "***", "path": "/x"}], "session_token": "***"}
+
+
+def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours and those of other libraries alike are one JSON object a line, tracebacks included."""
+    configure_logs(Settings(log_format="json"))
+    structlog.get_logger("ours").info("something", secret="x", url="postgresql://u:p@h/d", count=3)
+    logging.getLogger("theirs").warning("asked with %s", KEY)
+    try:
+        raise RuntimeError(f"with {KEY}")
+    except RuntimeError:
+        structlog.get_logger("ours").exception("failed")
+    logging.getLogger("ours").debug("too quiet")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["something", "asked with dcp_abcdefgh_***", "failed"]
+    assert (lines[0]["secret"], lines[0]["url"], lines[0]["count"]) == ("***", "postgresql://u:***@h/d", 3)
+    assert [line["level"] for line in lines] == ["info", "warning", "error"]
+    assert "RuntimeError: with dcp_abcdefgh_***" in lines[2]["exception"]
+
+
+def test_requests(logs_as_before: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A line tells who asked what, with which result; neither the key nor the query nor the body."""
+    with running_app(f"sqlite:///{tmp_path / 'a.sqlite'}", tmp_path) as app:
+        configure_logs(Settings(log_format="json"))
+        secret = app.key("admin", name="boss")
+        headers = {"Authorization": f"Bearer {secret}", "X-Request-ID": "r1"}
+        app.base.get("/api/v1/roots?token=hidden-one", headers=headers)
+        made = app.base.post("/api/v1/keys", json={"name": "hidden-two"}, headers=headers).json()["key"]
+        app.base.get("/healthz")
+        # the client of the tests tells of its requests as well
+        ours = [line for line in capsys.readouterr().err.splitlines() if '"logger": "httpx' not in line]
+    text = "\n".join(ours)
+    lines = [json.loads(line) for line in ours if '"request"' in line]
+    assert [(line["method"], line["path"], line["status"]) for line in lines] == [
+        ("GET", "/api/v1/roots", 200),
+        ("POST", "/api/v1/keys", 201),
+    ]
+    assert all(line["actor"] == "key:boss" and line["request_id"] == "r1" for line in lines)
+    for hidden in (secret, secret[13:], made, "hidden-one", "hidden-two"):
+        assert hidden not in text

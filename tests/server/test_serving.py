@@ -1,0 +1,134 @@
+"""Tests of `dcp serve` as a process: its start, its worker, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dcp.server.database.engine import Database
+from tests.support.service import Service, wait_until
+
+_RSS_LIMIT_BYTES = 150 << 20
+
+
+def test_with_nothing_configured(tmp_path: Path) -> None:
+    """It serves ./checkpoints on SQLite to this machine, with a worker, and ends when told, with status 0."""
+    with Service(tmp_path) as service:
+        with service.client() as client:
+            assert client.get("/readyz").json()["checks"] == {"database": "ok", "root checkpoints": "ok"}
+            assert client.get("/api/v1/checkpoints").json() == {"items": [], "next_cursor": None}
+            wait_until(lambda: service.pids("worker"), "a worker")
+            for path in ("/openapi.json", "/docs", "/api/v1/runs", "/api/v1/roots", "/metrics"):
+                assert client.get(path).status_code == 200, path
+            for _ in range(50):
+                client.get("/api/v1/checkpoints?state=any")
+        assert (tmp_path / "dcp-catalog.sqlite").is_file()
+        process = Path(f"/proc/{service.pid}")
+        resident = re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())
+        assert resident is not None
+        assert int(resident[1]) << 10 < _RSS_LIMIT_BYTES
+        assert "libtorch" not in (process / "maps").read_text()
+        with socket.socket() as other:  # another address of this machine: nobody listens there
+            assert other.connect_ex(("127.0.0.2", int(service.settings["port"]))) != 0
+        assert service.stop() == 0
+
+
+def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
+    """Killed by whomever, another one takes its place."""
+    with Service(tmp_path) as service:
+        first = wait_until(lambda: service.pids("worker", "--until-input-ends"), "a worker")
+        for pid in first:
+            service.kill_pid(pid)
+
+        def others() -> list[int]:
+            return [pid for pid in service.pids("worker", "--until-input-ends") if pid not in first]
+
+        wait_until(others, "another worker")
+
+
+def test_a_worker_does_not_outlive_the_service(tmp_path: Path) -> None:
+    """SIGKILL gives `dcp serve` no time to tell its worker; it ends all the same."""
+    service = Service(tmp_path).start()
+    try:
+        wait_until(lambda: "worker started" in service.log(), "a worker at work")
+        service.kill_only_it()
+        wait_until(lambda: not service.pids(), "no process left")
+    finally:
+        service.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
+    """It ends before it listens as it does later: soon, and with nothing left behind."""
+    for delay_seconds in (0.6, 1.2):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dcp", "serve", "--port", "0"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        try:
+            time.sleep(delay_seconds)
+            process.send_signal(number)
+            process.communicate(timeout=120)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    """They share the port; a key that one of them revokes is refused by all; one signal ends all."""
+    settings = {"api_workers": 2, "embedded_worker": False, "auth": "keys"}
+    service = Service(tmp_path, settings)
+    environment = service.environment()
+    command = [sys.executable, "-m", "dcp"]
+    options = {"cwd": tmp_path, "env": environment, "check": True, "capture_output": True, "text": True}
+    subprocess.run([*command, "db", "upgrade"], **options)  # type: ignore[call-overload]
+    created = subprocess.run([*command, "keys", "create", "a", "--scope", "admin"], **options)  # type: ignore[call-overload]
+    key = created.stdout.strip()
+    with service:
+        with service.client(key) as client:
+            assert client.get("/api/v1/roots").status_code == 200
+            number = client.get("/api/v1/keys").json()["items"][0]["id"]
+            assert client.delete(f"/api/v1/keys/{number}").status_code == 200
+        for _ in range(10):
+            with service.client(key) as client:
+                assert client.get("/api/v1/roots").status_code == 401
+        assert len(service.pids()) >= 3
+        assert key not in service.log()
+        assert key[13:] not in service.log()
+        assert service.stop() == 0
+
+
+def test_requests_under_way_are_finished(tmp_path: Path) -> None:
+    """SIGTERM lets a request that it has begun with come to its end, and takes no new ones."""
+    with Service(tmp_path, {"embedded_worker": False}) as service:
+        database = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}")
+        answers: list[int] = []
+
+        def ask() -> None:
+            with service.client() as client:
+                answers.append(client.post("/api/v1/keys", json={"name": "slow"}).status_code)
+
+        with database.write():  # so that the request has to wait for its turn to write
+            thread = threading.Thread(target=ask)
+            thread.start()
+            time.sleep(1.0)
+            os.kill(service.pid, signal.SIGTERM)
+            time.sleep(0.5)
+            assert answers == []
+        thread.join(60)
+        assert answers == [201]
+        wait_until(lambda: service.exit_status is not None, "the end")
+        assert service.exit_status == 0
+        database.close()
