@@ -140,8 +140,9 @@ class Root:
     def url_of(self, key: str) -> str:
         """The path or URL of ``key``, "" is the root; for jobs, and never for an answer.
 
-        Links are resolved, so that what is returned is in the root. Raises UnprocessableError for a key that
-        is not clean, or that leads out of the root.
+        Links are resolved, so that what is returned is in the root; it stays so unless somebody exchanges
+        folders of it for links at that very time, who must be able to write there. Raises UnprocessableError
+        for a key that is not clean, or that leads out of the root.
         """
         if key:
             check_key(key)

@@ -44,6 +44,9 @@ CACHE: Final = "private, no-cache"
 STALL_SECONDS: Final = 120.0
 """A client that has taken nothing for so long is gone, or means to hold the place of another."""
 
+_SMALL_BYTES: Final = 4 << 20
+"""So little is no download: it holds no place, and waits for no more than a thread."""
+
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
 _log = structlog.get_logger(__name__)
 
@@ -191,7 +194,8 @@ class BodyResponse(Response):
             await self._start(send)
             await send({"type": "http.response.body", "body": b""})
             return
-        with self._streams.slot():
+        is_small = self._chosen.end - self._chosen.begin <= _SMALL_BYTES
+        with contextlib.nullcontext() if is_small else self._streams.slot():
             gone = asyncio.ensure_future(_departure(receive))
             try:
                 await self._send_body(scope, send, gone)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -26,6 +24,7 @@ from dcp.server.data.responses import (
 from dcp.server.handlers import install_handlers
 from dcp.server.problems import PreconditionFailedError, RangeError
 from dcp.storage.errors import CorruptCheckpointError
+from tests.support.asgi_server import served
 
 PART = 1 << 20
 
@@ -51,24 +50,6 @@ class Counted(Body):
                 yield part
         finally:
             self.closed.set()
-
-
-@contextmanager
-def served(app: FastAPI) -> Iterator[int]:
-    """``app`` on a free port of loopback."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        deadline = time.monotonic() + 60
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        listener.close()
 
 
 def app_of(body: Body, streams: Streams, stall_seconds: float = 60) -> FastAPI:
@@ -149,7 +130,7 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
 
 
 def test_no_more_downloads_than_allowed() -> None:
-    """One more is told to come again, and gets its turn when another has ended."""
+    """One more is told to come again, and gets its turn when another has ended; what is small always does."""
     body, streams = Counted(1 << 40), Streams(1)
     with served(app_of(body, streams)) as port, client_of(port) as client:
         with socket.create_connection(("127.0.0.1", port)) as first:
@@ -158,6 +139,8 @@ def test_no_more_downloads_than_allowed() -> None:
             answer = client.get("/")
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "10"
+            small = client.get("/", headers={"Range": "bytes=5-1000"})
+            assert (small.status_code, len(small.content)) == (206, 996)
         _wait_for(lambda: streams.running == 0)
         body.size_bytes = 10
         assert len(client.get("/").content) == 10

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.checkpoints import set_state
 from dcp.server.scanning.registering import Registration, register
 from tests.support.app import App, running_app
+from tests.support.asgi_server import served
 from tests.support.databases import MakeDatabase
 from tests.support.sharded import grid, save_sharded
 
@@ -265,10 +268,33 @@ def test_storage_that_has_lost_it(app: App, client: TestClient, tmp_path: Path) 
     assert client.get(f"/api/v1/checkpoints/{number}/tensors").status_code == 200
 
 
+def test_over_a_real_socket(tmp_path: Path) -> None:
+    """Through all middleware: a damaged source is a broken connection, and who leaves stops the reading."""
+    folder = tmp_path / "main" / "big"
+    dcp.save({"w": torch.arange(12_000_000.0)}, checkpoint_id=folder)
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, auth="off") as app:
+        url = f"/api/v1/checkpoints/{known(app, 'big')}/download"
+        with served(app.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            whole = client.get(url)
+            assert len(whole.content) == int(whole.headers["content-length"])
+            with client.stream("GET", url) as answer:
+                next(answer.iter_raw(1000))
+            deadline = time.monotonic() + 60
+            while app.app.state.data.streams.running and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert app.app.state.data.streams.running == 0
+            (data,) = folder.glob("*.distcp")
+            with data.open("r+b") as file:
+                file.seek(30_000_000)
+                file.write(b"damage")
+            with pytest.raises(httpx.RemoteProtocolError):
+                client.get(url)
+            part = client.get(url, headers={"Range": "bytes=0-999999"})
+            assert part.content == whole.content[:1_000_000]
+
+
 def test_files_on_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
     """The storage gives files itself, to whoever has the signed address; or the service passes them on."""
-    import httpx
-
     dcp.save(STATE, checkpoint_id=f"{s3_root}/step-3", storage_options=s3_server.storage_options)
     roots = {"s3": {"url": s3_root, "storage_options": s3_server.storage_options}}
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, roots=roots) as app:
