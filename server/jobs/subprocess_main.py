@@ -123,6 +123,8 @@ class _Warm:
         signal.set_wakeup_fd(-1)
         for pid in self._pids.values():
             _kill(pid)
+        for pid in self._pids.values():  # so that none of them is left when this process is gone
+            os.waitpid(pid, 0)
 
     def _obey(self) -> bool:
         try:

@@ -31,6 +31,7 @@ _START: Final = (
     "from dcp.server.jobs.subprocess_main import serve; serve(0)"
 )
 _LOOK_SECONDS: Final = 0.1
+_DEATH_SECONDS: Final = 5.0
 _ONE_THREAD: Final = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
 )
@@ -114,6 +115,8 @@ class Nursery:
         self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[Outcome], None]
     ) -> Child:
         """Have it done. Whatever goes wrong with it is told to ``on_done``."""
+        if self._is_closed:
+            raise RuntimeError("the nursery is closed")
         order = replace(order, work_folder=str(self._folders.make()))
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -156,6 +159,7 @@ class Nursery:
             self._thread.join()
         if self._warm is not None:
             self._warm.wait()
+        self._selector.close()
         self._sweeper.shutdown()
         self._folders.close()
 
@@ -222,7 +226,10 @@ class Nursery:
             warm = self._warm
         if warm is not None:
             warm.wait()
+        until = time.monotonic() + _DEATH_SECONDS
         for child in children:
+            while child.pid is not None and _lives(child.pid) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS / 10)  # the kernel has killed it
             self._end(child, None)
 
     def _read(self, child: Child) -> None:
@@ -263,6 +270,14 @@ class Nursery:
         elif time.monotonic() > child.until_seconds:
             detail = f"it took longer than task_seconds={child.order.seconds:g}"
             self.kill(child, JobError(type="TaskTimeoutError", detail=detail))
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process that is not only waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def _environment() -> dict[str, str]:

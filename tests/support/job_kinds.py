@@ -91,6 +91,8 @@ class MadeKind(Kind[MadeParams]):
         _act(payload["act"], context, folder, report_progress)
         (folder / f"part-{payload['number']}").write_text(payload["act"])
         note(folder, f"done {payload['number']}")
+        if payload["act"] == "nan":
+            return {"number": float("nan")}
         return {"number": payload["number"], "roots": sorted(context.settings.roots)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
             sum(range(1000))
     elif name == "take":
         _take(int(argument))
+    elif name == "grab":  # at once
+        _take(1, int(argument))
     elif name == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif name == "exit":
@@ -164,8 +168,8 @@ def _sleep(seconds: float, report: ReportProgress) -> None:
         time.sleep(0.02)
 
 
-def _take(mebibytes: int) -> None:
-    taken = [b"\1" * (1 << 20) for _ in range(mebibytes)]
+def _take(count: int, mebibytes: int = 1) -> None:
+    taken = [b"\1" * (mebibytes << 20) for _ in range(count)]
     threading.Event().wait(5)
     del taken
 
