@@ -46,7 +46,7 @@ _CURSOR = "retention"
 _MAX_RUNS = 50
 
 
-@router.post("", status_code=201, dependencies=[requires("delete")], responses=problems(404, 409))
+@router.post("/policies", status_code=201, dependencies=[requires("delete")], responses=problems(404, 409))
 def create_retention_policy(
     body: PolicyRequest, service: ServiceDep, author: Author, response: Response
 ) -> PolicyAnswer:
@@ -60,12 +60,12 @@ def create_retention_policy(
         return policy
 
     policy = service.database.transact(act)
-    response.headers["Location"] = f"/api/v1/retention/{policy.id}"
+    response.headers["Location"] = f"/api/v1/retention/policies/{policy.id}"
     response.headers["ETag"] = policy.etag
     return PolicyAnswer.of(policy)
 
 
-@router.get("", dependencies=[requires("read")])
+@router.get("/policies", dependencies=[requires("read")])
 def list_retention_policies(service: ServiceDep, caller: Caller, page: Page) -> PolicyPage:
     """Policies of the roots that this key may see, by id."""
     after = 0 if page.cursor is None else decode_cursor(page.cursor, _CURSOR, int)[0]
@@ -85,7 +85,7 @@ def preview_retention(body: PreviewRequest, service: ServiceDep, caller: Caller,
     return _preview(service, page, body.root, body.run_glob, keep)
 
 
-@router.get("/{policy_id}", dependencies=[requires("read")], responses=problems(404))
+@router.get("/policies/{policy_id}", dependencies=[requires("read")], responses=problems(404))
 def get_retention_policy(
     policy_id: IdPath, service: ServiceDep, caller: Caller, response: Response
 ) -> PolicyAnswer:
@@ -96,7 +96,7 @@ def get_retention_policy(
     return PolicyAnswer.of(policy)
 
 
-@router.get("/{policy_id}/preview", dependencies=[requires("read")], responses=problems(404))
+@router.get("/policies/{policy_id}/preview", dependencies=[requires("read")], responses=problems(404))
 def preview_retention_policy(
     policy_id: IdPath, service: ServiceDep, caller: Caller, page: Page
 ) -> PreviewPage:
@@ -106,7 +106,7 @@ def preview_retention_policy(
     return _preview(service, page, policy.root, policy.run_glob, policy.retention)
 
 
-@router.patch("/{policy_id}", dependencies=[requires("delete")], responses=problems(404, 409, 412))
+@router.patch("/policies/{policy_id}", dependencies=[requires("delete")], responses=problems(404, 409, 412))
 def change_retention_policy(
     policy_id: IdPath,
     body: PolicyChange,
@@ -136,7 +136,7 @@ def change_retention_policy(
 
 
 @router.delete(
-    "/{policy_id}", status_code=204, dependencies=[requires("delete")], responses=problems(404, 412)
+    "/policies/{policy_id}", status_code=204, dependencies=[requires("delete")], responses=problems(404, 412)
 )
 def delete_retention_policy(
     policy_id: IdPath, service: ServiceDep, author: Author, if_match: IfMatch
@@ -153,7 +153,9 @@ def delete_retention_policy(
     service.database.transact(act)
 
 
-@router.post("/{policy_id}/run", status_code=202, dependencies=[requires("delete")], responses=problems(404))
+@router.post(
+    "/policies/{policy_id}/run", status_code=202, dependencies=[requires("delete")], responses=problems(404)
+)
 def run_retention_policy(
     policy_id: IdPath, service: ServiceDep, author: Author, request: Request, response: Response
 ) -> JobAnswer:

@@ -13,7 +13,8 @@ from tests.support.catalog_rows import add_checkpoint
 from tests.support.databases import MakeDatabase
 
 RULES = "/api/v1/rules"
-RETENTION = "/api/v1/retention"
+RETENTION = "/api/v1/retention/policies"
+PREVIEW = "/api/v1/retention/preview"
 
 _RULE: dict[str, Any] = {
     "name": "export",
@@ -106,7 +107,7 @@ def test_who_may(app: App) -> None:
         stranger.delete(place),
         stranger.post(f"{place}/run"),
         stranger.post(RETENTION, json=_POLICY),
-        stranger.post(f"{RETENTION}/preview", json={"root": "main", "keep": {"last": 1}}),
+        stranger.post(PREVIEW, json={"root": "main", "keep": {"last": 1}}),
     ):
         assert answer.status_code == 404, answer.text
     reader = app.client("read")
@@ -158,7 +159,7 @@ def test_previews_change_nothing(app: App) -> None:
         2: ["last 2"],
         3: ["newest", "last 2"],
     }
-    tried = client.post(f"{RETENTION}/preview", json={"root": "main", "keep": {"every_steps": 2}}).json()
+    tried = client.post(PREVIEW, json={"root": "main", "keep": {"every_steps": 2}}).json()
     assert [(item["run"], item["deleted"]) for item in tried["items"]] == [
         ("else", 1),
         ("run-a", 1),
@@ -189,5 +190,5 @@ def test_policies_that_cannot_be_meant(app: App) -> None:
         assert client.post(RETENTION, json=_POLICY | change).status_code == 422, change
         if not {"interval_seconds", "grace_seconds"} & set(change):
             tried = {name: value for name, value in (_POLICY | change).items() if name != "name"}
-            assert client.post(f"{RETENTION}/preview", json=tried).status_code == 422, change
+            assert client.post(PREVIEW, json=tried).status_code == 422, change
     assert client.get(RETENTION).json()["items"] == []
