@@ -1,0 +1,78 @@
+"""A running service whose object store goes away: 503, not ready, jobs that wait, then well again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+
+import dcp
+from dcp.demo.s3_server import S3Server
+from tests.support.catalog_api import CatalogApi
+from tests.support.service import Service, wait_until
+from tests.support.tcp_switch import TcpSwitch
+
+SAVED = "run/step-00000003"
+
+
+@pytest.fixture
+def switch(s3_server: S3Server) -> Iterator[TcpSwitch]:
+    """Before the S3 server."""
+    port = urlsplit(s3_server.endpoint_url).port
+    assert port is not None
+    with TcpSwitch(port) as relay:
+        yield relay
+
+
+def check_unavailable(answer: httpx.Response) -> None:
+    """A problem document that says to come back, and nothing of keys and endpoints."""
+    assert answer.status_code == 503, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert int(answer.headers["retry-after"]) > 0
+    assert answer.json()["type"] == "/problems/unavailable"
+    assert "127.0.0.1" not in answer.text
+
+
+def test_object_store_goes_away_and_comes_back(
+    tmp_path: Path, s3_server: S3Server, s3_root: str, switch: TcpSwitch
+) -> None:
+    """What needs it is 503, the catalog answers, a job waits; then all goes on without anybody's doing."""
+    state = {"weight": torch.arange(6000.0).reshape(60, 100)}
+    dcp.save(
+        state, checkpoint_id=f"{s3_root}/{SAVED}", storage_options=s3_server.storage_options, no_dist=True
+    )
+    options: dict[str, Any] = {**s3_server.storage_options, "endpoint_url": f"http://127.0.0.1:{switch.port}"}
+    settings = {
+        "roots": {"bucket": {"url": s3_root, "storage_options": options, "scan_seconds": 0}},
+        "poll_seconds": 0.1,
+        "lease_seconds": 5,
+        "log_level": "warning",
+        "rate_limit": "100000/minute",
+    }
+    with Service(tmp_path / "service", settings) as service, service.client() as http:
+        api = CatalogApi(http)
+        number = api.register("bucket", SAVED)
+        data = f"/api/v1/checkpoints/{number}/tensors/data?name=weight"
+        before = http.get(data).content
+
+        switch.off()
+        check_unavailable(http.get(data))
+        check_unavailable(http.post("/api/v1/checkpoints", json={"root": "bucket", "key": SAVED}))
+        checks = service.wait_for("/readyz", 503, 60.0).json()["checks"]
+        assert checks["database"] == "ok"
+        assert checks["root bucket"] != "ok"
+        assert [one["id"] for one in api.checkpoints(root="bucket")] == [number]
+        job = api.submit("verify", checkpoint_id=number)
+        wait_until(lambda: api.job(job)["started_at"], "the job begins")
+        assert not api.job(job)["finished_at"]
+
+        switch.on()
+        service.wait_for("/readyz")
+        assert http.get(data).content == before
+        assert api.finished(job)["result"]
+        assert api.checkpoints(root="bucket")[0]["verification"] == "good"
