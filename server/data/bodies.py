@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from dcp.conversion.checks import SourceChecks
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.pieces import SourceBox, range_boxes
+from dcp.conversion.pieces import range_boxes
 from dcp.conversion.plan import copy_sources
 from dcp.conversion.stretches import StretchReader, is_sequential
 from dcp.conversion.tasks import Task, make_tasks
@@ -29,8 +29,11 @@ from dcp.tensor_reading import Slices, TensorReader
 
 __all__ = ["PART_BYTES", "ArrayBody", "Body", "FileBody", "PlannedBody", "empty_part"]
 
-PART_BYTES: Final = 1 << 20
+PART_BYTES: Final = 2 << 20
 """What is read, checked and sent at a time; three of them are alive at once."""
+
+_TURNED_PART_BYTES: Final = 16 << 20
+"""Where payloads are stored in another order than they are sent in: each part has a little of everywhere."""
 
 _REMOTE_PART_BYTES: Final = 8 << 20
 """Where requests are dear: parts of it are fetched at once."""
@@ -83,50 +86,61 @@ class PlannedBody(Body):
         self._store = store
         self._index = index
         self._layout = layout
-        self._plan: tuple[Task, bool, list[int]] | None = None
+        self._plan: _Plan | None = None
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
         """Source checksums are compared as soon as a block is complete; what was read of others in part is
         read to its end before the last part is handed out."""
         with ExitStack() as stack:
             engine = stack.enter_context(ReadEngine(self._store, self._index, verify="blocks"))
-            task, can_seek, chunks = self._planned(engine)
-            first = begin if can_seek else 0
+            plan = self._planned(engine)
+            first = begin if plan.can_seek else 0
             reader = stack.enter_context(
-                StretchReader(self._store, replace(task, begin=first, end=end), verify=True)
+                StretchReader(self._store, replace(plan.task, begin=first, end=end), verify=True)
             )
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
                 # A checksum at the end of a zip needs all before it: then the part before is read, too.
                 stop = end if at >= begin else begin
-                part = empty_part(min(self._part_bytes, stop - at))
-                reader.fill(part)
+                stretch = empty_part(min(plan.stretch_bytes, stop - at))
+                reader.fill(stretch)
                 checks.add(reader.take_sources())
                 if reader.position == end:
                     if first == 0 and end == self.size_bytes:
-                        checks.finish(chunks)
+                        checks.finish(plan.chunks)
                     else:
                         checks.finish_begun()
                 if at >= begin:
-                    yield part
+                    step = max(PART_BYTES, _REMOTE_PART_BYTES)
+                    yield from (stretch[low : low + step] for low in range(0, len(stretch), step))
 
-    @property
-    def _part_bytes(self) -> int:
-        return _REMOTE_PART_BYTES if self._store.read_profile.scatter else PART_BYTES
-
-    def _planned(self, engine: ReadEngine) -> tuple[Task, bool, list[int]]:
+    def _planned(self, engine: ReadEngine) -> _Plan:
         if self._plan is None:
             sources = copy_sources(engine, self._layout)
             (task,) = make_tasks(self._index, self._layout, sources, by_file=True)
-            self._plan = task, _can_seek(self._layout, sources), sorted({b.chunk for s in sources for b in s})
+            boxes = [box for boxes in sources for box in boxes]
+            in_order = all(map(is_sequential, boxes))
+            part_bytes = _REMOTE_PART_BYTES if self._store.read_profile.scatter else PART_BYTES
+            self._plan = _Plan(
+                task,
+                can_seek=in_order and not self._layout.holes,
+                stretch_bytes=part_bytes if in_order else _TURNED_PART_BYTES,
+                chunks=sorted({box.chunk for box in boxes}),
+            )
         else:
-            engine.resolve(self._plan[2])
+            engine.resolve(self._plan.chunks)
         return self._plan
 
 
-def _can_seek(layout: TargetLayout, sources: Sequence[Sequence[SourceBox]]) -> bool:
-    return not layout.holes and all(is_sequential(box) for boxes in sources for box in boxes)
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a file is made; ``chunks`` are all that it is made of, ``stretch_bytes`` what is made at a time."""
+
+    task: Task
+    can_seek: bool
+    stretch_bytes: int
+    chunks: list[int]
 
 
 class ArrayBody(Body):

@@ -34,7 +34,7 @@ from tests.support.values import raw
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of an odd, small size, so that small tensors have many."""
-    for name in ("PART_BYTES", "_REMOTE_PART_BYTES", "_ARRAY_PART_BYTES"):
+    for name in ("PART_BYTES", "_REMOTE_PART_BYTES", "_ARRAY_PART_BYTES", "_TURNED_PART_BYTES"):
         monkeypatch.setattr(bodies, name, 70_001)
 
 
