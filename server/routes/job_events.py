@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final
 
+import anyio
 from fastapi import Header, Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
@@ -31,6 +31,7 @@ __all__ = ["LastEventId", "job_stream"]
 
 HEARTBEAT_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.5
+_GRACE_SECONDS: Final = 2.0
 _SEND_SECONDS: Final = 30.0
 _MAX_STREAM_SECONDS: Final = 3600.0  # then it is asked for again, with a key that is still valid
 _MAX_STREAMS: Final = 256
@@ -56,8 +57,11 @@ def job_stream(
             return Response(status_code=204)
     if getattr(state, "job_streams", 0) >= _MAX_STREAMS:
         raise UnavailableError("too many streams of events are open; ask for the job itself")
+    stop = anyio.Event()
     return EventSourceResponse(
-        _counted(state, _follow(database, job_id, after_id)),
+        _counted(state, _follow(database, job_id, after_id, stop)),
+        shutdown_event=stop,  # the stream ends whole when the server stops, and is asked for at the next one
+        shutdown_grace_period=_GRACE_SECONDS,
         ping=HEARTBEAT_SECONDS,
         send_timeout=_SEND_SECONDS,
         headers={"Cache-Control": "no-store"},
@@ -74,11 +78,13 @@ async def _counted(state: Any, events: AsyncIterator[ServerSentEvent]) -> AsyncI
         state.job_streams -= 1
 
 
-async def _follow(database: Database, job_id: int, after_id: int) -> AsyncIterator[ServerSentEvent]:
+async def _follow(
+    database: Database, job_id: int, after_id: int, stop: anyio.Event
+) -> AsyncIterator[ServerSentEvent]:
     until = time.monotonic() + _MAX_STREAM_SECONDS
     told: Progress | None = None
     yield ServerSentEvent(comment="events of a job", retry=int(_POLL_SECONDS * 1000))
-    while time.monotonic() < until:
+    while time.monotonic() < until and not stop.is_set():
         try:
             job, events, progress = await run_in_threadpool(_look, database, job_id, after_id)
         except DatabaseUnavailableError:
@@ -95,7 +101,8 @@ async def _follow(database: Database, job_id: int, after_id: int) -> AsyncIterat
             yield ServerSentEvent(event="end", data=json.dumps({"state": job.state}))
             return
         if len(events) < _PAGE:
-            await asyncio.sleep(_POLL_SECONDS)
+            with anyio.move_on_after(_POLL_SECONDS):
+                await stop.wait()
 
 
 def _look(

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from sse_starlette.sse import AppStatus
 
 from dcp.server.app import API
 from dcp.server.catalog import audit
@@ -324,3 +325,13 @@ def test_only_so_many_streams_are_open_at_a_time(app: App, monkeypatch: pytest.M
         refused = httpx.get(f"{url}{JOBS}/{job_id}/events", headers=headers)
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         events.close()  # type: ignore[attr-defined]
+
+
+def test_streams_end_whole_when_the_server_stops(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever listens sees an end, not a broken connection, and does not hold up the stop."""
+    job_id = submit(app)
+    with listening(app.app) as url:
+        events = watch(url, app.key("read"), job_id)
+        assert "id" in next(event for event in (next(events), next(events)) if "" not in event)
+        monkeypatch.setattr(AppStatus, "should_exit", True)  # as the handler of SIGTERM does it
+        assert [event for event in events if "" not in event] == []
