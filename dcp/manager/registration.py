@@ -44,6 +44,7 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 _REFUSALS: Final = 8
 """So often a note is sent that the catalog can make nothing of yet, because a network file system shows it an
 older state; a minute or two in all."""
+_SPOOL_SECONDS: Final = 5.0
 _NOT_YET: Final = frozenset({404, 409, 410})
 _TRY_AGAIN: Final = frozenset({401, 403, 408, 425, 429})
 
@@ -143,10 +144,14 @@ class Registrar:
             return self._changed.wait_for(self._is_done, timeout_seconds)
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """As `wait`, for ``close_seconds`` at the most; what is left by then stays in the spool."""
+        """As `wait`, for ``close_seconds`` at the most; what is left by then stays in the spool.
+
+        A few seconds are taken in any case until the notes are on disk, if it takes that.
+        """
         bound = self._options.close_seconds
         done = self.wait(bound if timeout_seconds is None else min(bound, timeout_seconds))
         with self._changed:
+            self._changed.wait_for(self._is_spooled, _SPOOL_SECONDS)
             left = len(self._due) + len(self._fresh)
             closed, self._closed = self._closed, True
             self._changed.notify_all()
@@ -161,8 +166,11 @@ class Registrar:
             )
         return done
 
+    def _is_spooled(self) -> bool:
+        return self._loaded and not self._fresh and not self._busy
+
     def _is_done(self) -> bool:
-        return self._loaded and not self._fresh and not self._due and not self._busy
+        return self._is_spooled() and not self._due
 
     # -- the thread that writes ------------------------------------------------------------------------------
 
@@ -178,7 +186,8 @@ class Registrar:
                     return
                 notes, self._fresh = self._fresh, []
                 self._busy = True
-            self._take_over([self._spool.add(note) for note in notes])
+            self._spool.add(notes)
+            self._take_over(notes)
 
     def _take_over(self, notes: list[Note]) -> None:
         moot: list[Note] = []

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -75,11 +75,20 @@ class Spool:
             self.remove(note)
         return [note for note in found[-self._limit :] if self._read(note)]
 
-    def add(self, note: Note) -> Note:
-        """``note``, on disk if that works."""
-        data = json.dumps(note.body).encode()
-        if len(data) > MAX_NOTE_BYTES:
-            return note
+    def add(self, notes: Sequence[Note]) -> None:
+        """Put ``notes`` on disk, as far as that works."""
+        added = 0
+        for note in notes:
+            data = json.dumps(note.body).encode()
+            if len(data) <= MAX_NOTE_BYTES:
+                added += self._add(note, data)
+        if added:
+            try:
+                self._sync_folder()
+            except OSError as error:
+                self._tell(error)
+
+    def _add(self, note: Note, data: bytes) -> bool:
         name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
         aside = self.folder / f".tmp-{name}"
         try:
@@ -89,14 +98,13 @@ class Spool:
                 file.flush()
                 os.fsync(file.fileno())
             aside.rename(self.folder / name)
-            self._sync_folder()
         except OSError as error:
             self._tell(error)
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
-            return note
+            return False
         note.path = self.folder / name
-        return note
+        return True
 
     def remove(self, note: Note) -> None:
         """It has arrived, or will never."""

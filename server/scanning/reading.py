@@ -25,7 +25,12 @@ from dcp.server.scanning.facts import (
     structure_of,
 )
 from dcp.server.scanning.walk import Candidate, classify
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.manifest import (
     MANIFEST_NAME,
@@ -33,8 +38,9 @@ from dcp.storage.formats.manifest import (
     METADATA_NAME,
     decode_manifest,
 )
-from dcp.storage.formats.manifest_summary import summarize_manifest
+from dcp.storage.formats.manifest_summary import ManifestSummary, summarize_manifest
 from dcp.storage.formats.sources import Place, Source, index_at
+from dcp.storage.formats.torch_metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.posix import PosixStore
 
@@ -152,15 +158,15 @@ class Reader:
         self, candidate: Candidate, observed_seconds: float, fingerprint: str | None
     ) -> CheckpointFacts:
         key, marks = candidate.key, candidate.marks
+        if candidate.kind == "commit":
+            found = self._from_manifest(candidate, observed_seconds, fingerprint)
+            if found is not None:
+                return found
         if candidate.kind == "file":
             run, _, name = key.rpartition("/")
             place = Place(self._store(run), name)
         else:
             place = Place(self._store(key))
-        if candidate.kind == "commit":
-            found = self._from_manifest(place.store, candidate, observed_seconds, fingerprint)
-            if found is not None:
-                return found
         source = Source(place.store, index_at(place), key, place.file)
         listing = None if candidate.kind == "commit" else marks
         return facts_of_source(
@@ -174,22 +180,21 @@ class Reader:
         )
 
     def _from_manifest(
-        self, store: Store, candidate: Candidate, observed_seconds: float, fingerprint: str | None
+        self, candidate: Candidate, observed_seconds: float, fingerprint: str | None
     ) -> CheckpointFacts | None:
         """The facts if the manifest is the truth about this folder, and says all; else None."""
-        sizes = {info.name: info.size_bytes for info in candidate.marks}
-        if MANIFEST_NAME not in sizes or sizes.get(METADATA_NAME, 0) > _WHOLE_METADATA_BYTES:
+        key, sizes = candidate.key, {info.name: info.size_bytes for info in candidate.marks}
+        if not 0 < sizes.get(MANIFEST_NAME, 0) <= MAX_MANIFEST_BYTES:
             return None
-        data = self._small_file(store, candidate.key, MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        # One byte more than was listed, so that a larger one that has replaced it does not look truncated.
+        data = self._head(key, MANIFEST_NAME, sizes[MANIFEST_NAME] + 1, sizes[MANIFEST_NAME])
+        if len(data) != sizes[MANIFEST_NAME]:
+            return None
         summary = summarize_manifest(data)
         if summary.bytes is None:
             return None
-        if (
-            METADATA_NAME in sizes
-        ):  # stock torch may have overwritten the folder: `formats.open` finds out then
-            metadata = self._small_file(store, candidate.key, METADATA_NAME, _WHOLE_METADATA_BYTES)
-            if crc32(metadata) not in (summary.torch_metadata_crc, summary.replaced_torch_metadata_crc):
-                return None
+        if METADATA_NAME in sizes and not self._belongs(key, summary, sizes[METADATA_NAME]):
+            return None  # stock torch may have overwritten the folder: `formats.open` finds out
         return facts_of_parts(
             self.root.name,
             candidate.key,
@@ -204,19 +209,47 @@ class Reader:
             observed_seconds=observed_seconds,
         )
 
-    def _small_file(self, store: Store, key: str, name: str, limit_bytes: int) -> bytes:
-        """As `Store.read`, which spends more on being general than a small local file costs."""
+    def _belongs(self, key: str, summary: ManifestSummary, size_bytes: int) -> bool:
+        """Whether `.metadata` is the one published with the manifest, or the one that this was to replace."""
+        save_id = summary.provenance.get("save_id")
+        if summary.torch_metadata_crc is not None and isinstance(save_id, str):
+            # Its first bytes say of which save it is, and all of it is many times as large as the manifest.
+            head = torch_metadata_head(save_id, size_bytes)
+            if self._head(key, METADATA_NAME, len(head), size_bytes) == head:
+                return True
+        if size_bytes > _WHOLE_METADATA_BYTES:
+            return False
+        metadata = self._head(key, METADATA_NAME, size_bytes, size_bytes)
+        return crc32(metadata) in (summary.torch_metadata_crc, summary.replaced_torch_metadata_crc)
+
+    def _head(self, key: str, name: str, count: int, size_bytes: int) -> bytes:
+        """The first ``count`` bytes of a file that was listed with ``size_bytes``, or all if it has fewer.
+
+        A local one is read past `Store`, which spends more on being general than the file costs.
+        """
         if self.root.path is None:
-            return store.read(name, limit_bytes=limit_bytes)
+            return self._remote_head(key, name, count, size_bytes)
         try:
             descriptor = os.open(f"{self._base}/{key}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            return store.read(name, limit_bytes=limit_bytes)  # for its errors
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > limit_bytes:
-                return store.read(name, limit_bytes=limit_bytes)
-            return file.read()
+            return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)  # for its errors
+        try:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return os.pread(descriptor, count, 0)
+        finally:
+            os.close(descriptor)
+        return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)
+
+    def _remote_head(self, key: str, name: str, count: int, size_bytes: int) -> bytes:
+        """By one request, since the size is known from the listing."""
+        store = self._store(key)
+        if name == MANIFEST_NAME:
+            return store.read(name, limit_bytes=MAX_MANIFEST_BYTES)
+        try:
+            with store.open_read(name, expected_bytes=size_bytes) as handle:
+                return handle.pread(min(count, size_bytes), 0)
+        except CorruptCheckpointError:  # of another size by now: no head that anybody expects
+            return b""
 
     def _store(self, key: str) -> Store:
         if self.root.path is not None:  # the walk has followed no link
