@@ -48,12 +48,14 @@ def _where(test: ColumnElement[bool]) -> Select[Any]:
 class Condition:
     """``test`` holds for a row; ``candidates`` selects the ids of all rows for which it does.
 
-    ``column``: the test is that this column has a certain value, and nothing else.
+    ``column``: the test is that this column has a certain value, or (``is_range``) that it is in a range, and
+    nothing else.
     """
 
     test: ColumnElement[bool]
     candidates: Select[Any] | None = None
     column: str | None = None
+    is_range: bool = False
 
 
 def conditions_of(
@@ -143,10 +145,10 @@ def _of_ranges(wanted: CheckpointFilter) -> list[Condition]:
         *([_c.committed_seconds >= wanted.since_seconds] if wanted.since_seconds is not None else []),
         *([_c.committed_seconds < wanted.until_seconds] if wanted.until_seconds is not None else []),
     ]
-    for tests in (steps, times):
+    for column, tests in (("step_order", steps), ("committed_seconds", times)):
         if tests:
             test = and_(*tests)
-            found.append(Condition(test, _where(test)))
+            found.append(Condition(test, _where(test), column, is_range=True))
     return found
 
 

@@ -21,7 +21,7 @@ from dcp.server.catalog.conditions import Condition
 from dcp.server.catalog.filters import Sort
 from dcp.server.database.tables import checkpoints, metrics
 
-__all__ = ["FEW", "ORDERS", "Plan", "order_of", "plan"]
+__all__ = ["FEW", "ORDERS", "Plan", "counts_of", "order_of", "plan", "select_by"]
 
 FEW: Final = 5_000
 """Rows that are taken one by one and sorted in some milliseconds."""
@@ -43,31 +43,39 @@ _WITHIN: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``driver`` finds the rows; without one they are read in order, on SQLite by ``index``."""
+    """``driver`` finds the rows; without one they are read in order, on SQLite by ``index``.
+
+    ``rest`` is what each row is still tested for, ``by_index`` what the index says of all that are read.
+    """
 
     driver: Condition | None
     index: str | None
+    by_index: Sequence[Condition]
+    rest: Sequence[Condition]
 
 
 def plan(connection: Connection, conditions: Sequence[Condition], sort: Sort) -> Plan:
     """The way for these conditions and this order."""
     able = [condition for condition in conditions if condition.candidates is not None]
-    counts = _counts(connection, able)
+    counts = counts_of(connection, able)
     few = [(count, number) for number, count in enumerate(counts) if count <= FEW]
     driver = able[min(few)[1]] if few else None
+    singles = {each.column: each for each in conditions if each.column is not None and not each.is_range}
     within = _WITHIN.get(sort.by, ())
-    if driver is not None and driver.column not in within:
-        return Plan(driver, None)
+    if driver is not None and (driver.is_range or driver.column not in within):
+        return Plan(driver, None, (), [each for each in conditions if each is not driver])
     if sort.by == "metric":
-        return Plan(None, None)
+        return Plan(None, None, (), conditions)
+    # Few or not: there may be an index of just the rows with one of the values, in this order.
+    first = driver or next((singles[name] for name in within if name in singles), None)
     column, _ = ORDERS[sort.by]
-    if driver is not None:  # an index has just these rows, in this order
-        return Plan(None, f"ix_checkpoints_{driver.column}_{column}_id")
-    single = {condition.column for condition in conditions}
-    for name in within:
-        if name in single:
-            return Plan(None, f"ix_checkpoints_{name}_{column}_id")
-    return Plan(None, f"ix_checkpoints_{column}_id")
+    by_index = [each for each in conditions if each is first or (each.is_range and each.column == column)]
+    return Plan(
+        None,
+        f"ix_checkpoints_{column}_id" if first is None else f"ix_checkpoints_{first.column}_{column}_id",
+        by_index,
+        [each for each in conditions if not any(each is one for one in by_index)],
+    )
 
 
 def order_of(sort: Sort) -> ColumnElement[Any]:
@@ -89,12 +97,12 @@ def select_by(connection: Connection, chosen: Plan, query: Select[Any]) -> Selec
     return query.with_hint(checkpoints, "NOT INDEXED", "sqlite").where(checkpoints.c.id.in_(candidates))
 
 
-def _counts(connection: Connection, conditions: Sequence[Condition]) -> list[int]:
-    if not conditions:
-        return []
+def counts_of(connection: Connection, conditions: Sequence[Condition]) -> list[int]:
+    """How many rows each of the conditions leaves that can be looked up; `FEW` and one is "many"."""
     queries = []
     for condition in conditions:
-        assert condition.candidates is not None
+        if condition.candidates is None:
+            continue
         some = condition.candidates.with_only_columns(literal_column("1")).limit(FEW + 1).subquery()
         queries.append(select(func.count()).select_from(some).scalar_subquery())
-    return [int(count) for count in connection.execute(select(*queries)).one()]
+    return [int(count) for count in connection.execute(select(*queries)).one()] if queries else []

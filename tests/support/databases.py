@@ -19,7 +19,15 @@ from sqlalchemy import create_engine, make_url, text
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
 
-__all__ = ["MakeDatabase", "PostgresServer", "database", "empty_database", "make_database", "postgres_server"]
+__all__ = [
+    "MakeDatabase",
+    "PostgresServer",
+    "database",
+    "empty_database",
+    "make_database",
+    "postgres_server",
+    "shared_database",
+]
 
 _QUICK: Final = """
 fsync = off
@@ -145,6 +153,26 @@ def database(make_database: MakeDatabase) -> Iterator[Database]:
     opened = Database(make_database())
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def shared_database(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Database]:
+    """A migrated database that the tests of a module share: for those that only read."""
+    if request.param == "sqlite":
+        path = tmp_path_factory.mktemp("shared") / "catalog.sqlite"
+        shutil.copyfile(request.getfixturevalue("_sqlite_template"), path)
+        opened = Database(f"sqlite:///{path}")
+        yield opened
+        opened.close()
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    name = server.create_migrated()
+    opened = Database(server.url(name))
+    yield opened
+    opened.close()
+    server.drop(name)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
