@@ -9,6 +9,7 @@ from typing import Final
 
 from sqlalchemy import Connection
 
+from dcp.server.automation.upkeep import consume_events, has_events, is_anything_due, submit_due
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.kinds.scan import scan_spec
@@ -22,6 +23,7 @@ from dcp.server.webhooks import is_anything_due as is_any_delivery_due
 
 __all__ = ["built_in_schedules"]
 
+_DUE_SECONDS: Final = 10.0
 _CLEANING_SECONDS: Final = 600.0
 _MOST_CLEANING_SECONDS: Final = 5.0
 _FORGETTING: Final = (forget_jobs, forget_deliveries)
@@ -40,6 +42,8 @@ def built_in_schedules(settings: Settings) -> Sequence[Schedule]:
     return [
         *scans,
         Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
+        Schedule("automation", max(1.0, settings.poll_seconds), _consume, has_events),
+        Schedule("due", _DUE_SECONDS, _submit_due, is_anything_due),
         Schedule("clean-up", _CLEANING_SECONDS, _clean),
     ]
 
@@ -57,6 +61,14 @@ def _scan(context: ScheduleContext, root: str) -> None:
         return submit(connection, spec, context.now)
 
     context.database.transact(ask)
+
+
+def _consume(context: ScheduleContext) -> None:
+    consume_events(context.database, context.settings, context.now)
+
+
+def _submit_due(context: ScheduleContext) -> None:
+    submit_due(context.database, context.settings, context.now)
 
 
 def _clean(context: ScheduleContext) -> None:
