@@ -78,6 +78,8 @@ def serve(control_fd: int) -> None:
     with socket.socket(fileno=_receive_fd(control)) as setup_socket, setup_socket.makefile("rb") as stream:
         setup: Setup = pickle.load(stream)  # from the worker, which started this
     kinds = load_kinds(setup.kinds)
+    for module in {name for kind in kinds.values() for name in kind.preload}:
+        importlib.import_module(module)
     os.dup2(2, 1)  # what a library prints belongs to the log
     gc.collect()
     gc.freeze()  # so that collections in the children do not copy pages

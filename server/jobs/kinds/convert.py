@@ -8,16 +8,12 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from sqlalchemy import Connection, select
 
 from dcp.conversion.casting import check_castable
-from dcp.conversion.parts import PartResult
-from dcp.conversion.plan import LayoutOptions
-from dcp.conversion.stages import Prepared, StagedConversion, StageOptions, discard_attempt
-from dcp.conversion.targets.places import Place, place_of
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
@@ -33,6 +29,10 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.sources import FILE_SUFFIXES
+
+if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+    from dcp.conversion.stages import StagedConversion, StageOptions
+    from dcp.conversion.targets.places import Place
 
 __all__ = ["Convert", "ConvertOptions", "ConvertParams", "target_dedup_key"]
 
@@ -74,6 +74,9 @@ class ConvertOptions(Parameters):
 
     def options(self) -> StageOptions:
         """Of the conversion."""
+        from dcp.conversion.plan import LayoutOptions
+        from dcp.conversion.stages import StageOptions
+
         layout = LayoutOptions(
             self.to,
             files=self.files,
@@ -122,6 +125,7 @@ class Convert(Kind[ConvertParams]):
     name: ClassVar[str] = "convert"
     scope: ClassVar[Scope] = "convert"
     params = ConvertParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.stages",)
 
     def specify(
         self, connection: Connection, params: ConvertParams, caller: Principal, settings: Settings
@@ -171,6 +175,8 @@ class Convert(Kind[ConvertParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
+        from dcp.conversion.stages import Prepared
+
         done = 0
 
         def on_bytes(count: int) -> None:
@@ -184,6 +190,9 @@ class Convert(Kind[ConvertParams]):
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
+        from dcp.conversion.parts import PartResult
+        from dcp.conversion.stages import Prepared
+
         params = ConvertParams.model_validate(plan_data["params"])
         prepared = Prepared.of_json({**plan_data["prepared"], "parts": plan_data["parts"]})
         with _staged(context, plan_data) as staged:
@@ -206,6 +215,8 @@ class Convert(Kind[ConvertParams]):
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
         """As `Kind.discard`."""
+        from dcp.conversion.stages import discard_attempt
+
         if "attempt" not in plan_data:
             return
         params = ConvertParams.model_validate(plan_data["params"])
@@ -243,12 +254,16 @@ def _root(context: JobContext, params: ConvertParams) -> Root:
 
 
 def _target(root: Root, params: ConvertParams) -> Place:
+    from dcp.conversion.targets.places import place_of
+
     return place_of(root.url_of(params.target_key), params.to, root.open_store)
 
 
 @contextmanager
 def _staged(context: JobContext, shared: Mapping[str, Any]) -> Iterator[StagedConversion]:
     """One stage of the conversion that plan, tasks and publishing share."""
+    from dcp.conversion.stages import StagedConversion
+
     params = ConvertParams.model_validate(shared["params"])
     root = _root(context, params)
     source_root, source = open_source(context, Subject(**shared["subject"]))

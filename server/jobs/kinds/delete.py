@@ -14,7 +14,7 @@ from dcp.server.catalog.errors import CatalogError
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
 from dcp.server.jobs.kinds.deletion import delete_softly
 from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
-from dcp.server.jobs.kinds.subjects import find_subject
+from dcp.server.jobs.kinds.subjects import roots_of_committed
 from dcp.server.jobs.states import Job, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError
 from dcp.server.security.principal import Principal, Scope
@@ -41,15 +41,15 @@ class Delete(Kind[DeleteParams]):
         self, connection: Connection, params: DeleteParams, caller: Principal, settings: Settings
     ) -> JobSpec:
         """As `Kind.specify`."""
-        found = [find_subject(connection, number, caller.roots) for number in params.checkpoint_ids]
-        names = {subject.root for subject in found}
+        wanted = sorted(set(params.checkpoint_ids))
+        names = roots_of_committed(connection, wanted, caller.roots)
         if len(names) > 1:
             raise ConflictError(f"the checkpoints are of {len(names)} roots; delete those of each by a job")
         root = names.pop()
         if root not in settings.roots or settings.roots[root].readonly:
             raise ForbiddenError(f"root {root} is read-only")
         grace = settings.delete_grace_seconds if params.grace_seconds is None else params.grace_seconds
-        numbers = ",".join(map(str, sorted(set(params.checkpoint_ids))))
+        numbers = ",".join(map(str, wanted))
         return JobSpec(
             kind=self.name,
             params=params.model_copy(update={"grace_seconds": grace}).model_dump(mode="json"),

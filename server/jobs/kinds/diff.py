@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from sqlalchemy import Connection
 
-from dcp.difference import diff_readers
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.numbers import difference_document
 from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters
@@ -17,7 +16,6 @@ from dcp.server.jobs.kinds.subjects import Subject, find_subject, open_source, s
 from dcp.server.jobs.states import JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
-from dcp.tensor_reading import TensorReader
 
 __all__ = ["Diff", "DiffParams"]
 
@@ -38,6 +36,7 @@ class Diff(Kind[DiffParams]):
     name: ClassVar[str] = "diff"
     scope: ClassVar[Scope] = "read"
     params = DiffParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.difference", "dcp.tensor_reading")
 
     def specify(
         self, connection: Connection, params: DiffParams, caller: Principal, settings: Settings
@@ -68,6 +67,9 @@ class Diff(Kind[DiffParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
+        from dcp.difference import diff_readers
+        from dcp.tensor_reading import TensorReader
+
         params = DiffParams.model_validate(payload["params"])
         root_a, a = open_source(context, Subject(**payload["a"]))
         root_b, b = open_source(context, Subject(**payload["b"]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from dcp.difference import Difference, TensorFacts
-from dcp.statistics import CheckpointStatistics
-from dcp.value_summaries import Statistics
+if TYPE_CHECKING:
+    from dcp.difference import Difference, TensorFacts
+    from dcp.statistics import CheckpointStatistics
+    from dcp.value_summaries import Statistics
 
 __all__ = ["difference_document", "statistics_document"]
 

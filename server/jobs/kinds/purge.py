@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Connection, select
 
-from dcp.manager.removal import Removed, remove_checkpoint
-from dcp.manager.steps import Commit
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import get_checkpoint, set_state
 from dcp.server.catalog.errors import StateError
@@ -30,6 +28,10 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.sources import Place, index_at
 from dcp.storage.stores.base import Store
+
+if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+    from dcp.manager.removal import Removed
+    from dcp.manager.steps import Commit
 
 __all__ = ["Purge", "PurgeParams", "purge_dedup_key"]
 
@@ -54,6 +56,7 @@ class Purge(Kind[PurgeParams]):
     name: ClassVar[str] = "purge"
     scope: ClassVar[Scope] = "delete"
     params = PurgeParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)
     max_attempts: ClassVar[int] = 5
 
     def specify(
@@ -109,6 +112,8 @@ class Purge(Kind[PurgeParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
+        from dcp.manager.removal import Removed
+
         subject = Subject(**payload["subject"])
         root, place = open_place(context, subject)
         if root.readonly:
@@ -155,6 +160,8 @@ class Purge(Kind[PurgeParams]):
 
 
 def _remove_commit(place: Place, subject: Subject) -> Removed:
+    from dcp.manager.removal import remove_checkpoint
+
     def is_meant(commit: Commit) -> bool:
         if subject.save_id is not None:
             return commit.save_id == subject.save_id
@@ -187,6 +194,8 @@ def _weights(place: Place, subject: Subject) -> list[tuple[str, int]] | None:
 
 def _remove_files(store: Store, files: Sequence[tuple[str, int]]) -> Removed:
     """The first one on its own: without the index nothing loads that is not whole any more."""
+    from dcp.manager.removal import Removed
+
     there = {info.name: info.size_bytes for info in store.list()}
     gone = [name for name, size in files if there.get(name) == size]
     if not gone:  # an attempt before this one has come so far, and perhaps removed the folder

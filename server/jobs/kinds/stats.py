@@ -18,9 +18,7 @@ from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at
 from dcp.server.jobs.states import Job, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
-from dcp.statistics import statistics_of
 from dcp.storage.formats.sources import index_at
-from dcp.tensor_reading import TensorReader
 
 __all__ = ["Stats", "StatsParams"]
 
@@ -45,6 +43,7 @@ class Stats(Kind[StatsParams]):
     name: ClassVar[str] = "stats"
     scope: ClassVar[Scope] = "read"
     params = StatsParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.statistics", "dcp.tensor_reading")
 
     def specify(
         self, connection: Connection, params: StatsParams, caller: Principal, settings: Settings
@@ -73,6 +72,9 @@ class Stats(Kind[StatsParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
+        from dcp.statistics import statistics_of
+        from dcp.tensor_reading import TensorReader
+
         params = StatsParams.model_validate(payload["params"])
         root, place = open_place(context, Subject(**payload["subject"]))
         with storage_errors(root):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from dcp.server.catalog.checkpoints import get_checkpoint
-from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs.kind import JobContext, PermanentJobError, TransientJobError
 from dcp.server.problems import ProblemError
 from dcp.server.roots import Root, storage_problem
@@ -26,8 +27,11 @@ __all__ = [
     "open_database",
     "open_place",
     "open_source",
+    "roots_of_committed",
     "storage_errors",
 ]
+
+_CHUNK: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,27 @@ def find_subject(
         save_id=found.save_id,
         fingerprint=found.fingerprint,
     )
+
+
+def roots_of_committed(
+    connection: Connection, numbers: Sequence[int], visible: frozenset[str] | None
+) -> set[str]:
+    """The roots of committed checkpoints, in few queries. MissingError and StateError as `find_subject`."""
+    found: dict[int, tuple[str, str]] = {}
+    for start in range(0, len(numbers), _CHUNK):
+        query = (
+            select(checkpoints.c.id, checkpoints.c.state, roots.c.name)
+            .join(roots, roots.c.id == checkpoints.c.root_id)
+            .where(checkpoints.c.id.in_(numbers[start : start + _CHUNK]))
+        )
+        found |= {number: (state, root) for number, state, root in connection.execute(query)}
+    for number in numbers:
+        state, root = found.get(number, ("", ""))
+        if not state or (visible is not None and root not in visible):
+            raise MissingError("checkpoint", number)
+        if state != "committed":
+            raise StateError(f"checkpoint {number} is {state}, not committed", state=state)
+    return {root for _, root in found.values()}
 
 
 def open_place(context: JobContext, subject: Subject) -> tuple[Root, Place]:

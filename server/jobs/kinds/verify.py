@@ -19,7 +19,6 @@ from dcp.server.jobs.states import Job, JobSpec, Json
 from dcp.server.roots import Root
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
-from dcp.verification import verify_place
 
 __all__ = ["Verify", "VerifyParams"]
 
@@ -41,6 +40,7 @@ class Verify(Kind[VerifyParams]):
     name: ClassVar[str] = "verify"
     scope: ClassVar[Scope] = "write"
     params = VerifyParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.verification",)
 
     def specify(
         self, connection: Connection, params: VerifyParams, caller: Principal, settings: Settings
@@ -67,6 +67,8 @@ class Verify(Kind[VerifyParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
+        from dcp.verification import verify_place
+
         root, place = open_place(context, Subject(**payload))
         begun = time.monotonic()
         with storage_errors(root):
