@@ -5,6 +5,7 @@ Of an owner of further routes this needs one line: the module in `_ROUTERS`.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Final
@@ -12,6 +13,7 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
+from starlette.routing import BaseRoute, compile_path
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from dcp.server import documentation, monitoring
@@ -95,16 +97,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=_operation_id,
         middleware=_middleware(service),
     )
     app.state.service = service
     app.state.readiness = Readiness(service)
     install_handlers(app)
-    for router in _OUTSIDE:
-        app.include_router(router)
-    for router in _ROUTERS:
-        app.include_router(router, prefix=API)
+    app.router.routes.extend(_placed(route, "") for router in _OUTSIDE for route in router.routes)
+    app.router.routes.extend(_placed(route, API) for router in _ROUTERS for route in router.routes)
     check_routes(app)
     documentation.install(app)
     monitoring.install(app, service.database)  # outermost of all, so that it sees what the others answer
@@ -126,5 +125,15 @@ def _middleware(service: Service) -> list[Middleware]:
     return stack
 
 
-def _operation_id(route: APIRoute) -> str:
-    return route.name
+def _placed(route: BaseRoute, prefix: str) -> APIRoute:
+    """The route below ``prefix``, called by its name in the description.
+
+    As `FastAPI.include_router`, which would make each of them anew, a sixth of a second for all.
+    """
+    if not isinstance(route, APIRoute):
+        raise ValueError(f"{route!r} does not describe itself")
+    placed = copy.copy(route)
+    placed.path = prefix + route.path
+    placed.path_regex, placed.path_format, placed.param_convertors = compile_path(placed.path)
+    placed.unique_id = route.operation_id or route.name
+    return placed
