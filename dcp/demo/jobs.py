@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dcp.demo.places import FolderPlace, Place
 
-__all__ = ["DemoError", "JobOutcome", "Workplace"]
+__all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of", "import_path"]
 
 JOB_VARIABLE = "DCP_DEMO_JOB"
 """Marks the processes of a job, so that none but them is ever killed."""
@@ -108,7 +108,7 @@ class Workplace:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=_environ(extra),
+                env=environ_of(extra),
             )
             try:
                 exit_code = _await(process, results / "losses.jsonl", on_step)
@@ -128,7 +128,7 @@ class Workplace:
                 [sys.executable, "-m", *arguments],
                 cwd=folder,
                 # a package that is only importable from the current folder must be so from there, too
-                env=_environ({**self.place.environment, "PYTHONPATH": os.pathsep.join(_import_path())}),
+                env=environ_of({**self.place.environment, "PYTHONPATH": os.pathsep.join(import_path())}),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -138,12 +138,13 @@ class Workplace:
             raise DemoError(f"{' '.join(arguments)} took longer than {_COMMAND_SECONDS:g} seconds") from error
 
 
-def _import_path() -> list[str]:
+def import_path() -> list[str]:
+    """Where a process that is started elsewhere finds this package."""
     given = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return [str(Path(__file__).parents[2]), *given]
 
 
-def _environ(extra: dict[str, str]) -> dict[str, str]:
+def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what another launcher may have set in it."""
     foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
@@ -155,7 +156,7 @@ def _environ(extra: dict[str, str]) -> dict[str, str]:
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if Path("/sys/class/net/lo").exists():
         kept["GLOO_SOCKET_IFNAME"] = "lo"
-    return kept | extra
+    return kept | dict(extra)
 
 
 def _await(process: subprocess.Popen[bytes], log: Path, on_step: Callable[[int, float], None]) -> int:

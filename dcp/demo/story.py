@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Story:
         self.use_the_command_line()
         self.flip_a_bit()
         self.read_with_stock_torch(reference, resumed)
+        self.serve_a_catalog(resumed)
 
     # -- chapters --------------------------------------------------------------------------------------------
 
@@ -244,6 +246,16 @@ class Story:
             difference,
         )
         self._show_damaged(result)
+
+    def serve_a_catalog(self, resumed: dict[int, JobOutcome]) -> None:
+        """All of it once more, as a team sees it."""
+        if any(find_spec(name) is None for name in ("fastapi", "httpx", "sqlalchemy")):
+            self.narrator.chapter("The catalog is not shown")
+            self.narrator.say("It needs more packages: pip install 'dcphub[server]'")
+            return
+        from dcp.demo.catalog import CatalogAct  # only here: training is shown without these packages, too
+
+        CatalogAct(self.work, self.narrator).tell(resumed[2].digests(f"saved-{self.work.steps}"))
 
     # -- what chapters share ---------------------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     assert len(loss_columns) == 2
     assert loss_columns[0][1] == loss_columns[1][1]
 
+    # the catalog converted by itself what was released, and gave it to its client
+    assert (root / "checkpoints" / "exports" / "step-00000008" / "model.safetensors").exists()
+    assert len(re.findall(r"downloaded, .*: all [0-9]+ tensors", output)) == 2
+
     # what is left: four committed checkpoints, and no process
     committed = [path.name for path in sorted((root / "checkpoints" / "run").iterdir())]
     assert committed == [f"step-{step:08d}" for step in (2, 4, 6, 8)]

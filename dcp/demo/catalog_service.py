@@ -1,0 +1,104 @@
+"""`dcp serve` for the demo: as a user starts it, with no settings but a free port, and ended again."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Final, Self
+
+from dcp.demo.jobs import DemoError, environ_of, import_path
+from dcp.demo.places import FolderPlace, Place
+
+__all__ = ["ROOT_NAME", "CatalogService"]
+
+ROOT_NAME: Final = "checkpoints"
+_READY_SECONDS: Final = 60.0
+_STOP_SECONDS: Final = 60.0
+_SHOWN_LOG_LINES: Final = 20
+
+
+class CatalogService:
+    """The service over all checkpoints of the demo, its database in ``folder``; a context manager.
+
+    ``folder`` holds the folder ``checkpoints``, which the service takes by itself; of a bucket it is told.
+    """
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.url = ""
+        self.ready_seconds = 0.0
+        self._folder = folder
+        self._log = folder / "logs" / "catalog.txt"
+        own = {**place.environment, "PYTHONPATH": os.pathsep.join(import_path())}
+        self._environment = {
+            name: value for name, value in environ_of(own).items() if not name.startswith("DCP_SERVER_")
+        }
+        if not isinstance(place, FolderPlace):
+            self._environment["DCP_SERVER_ROOTS"] = json.dumps(
+                {ROOT_NAME: {"url": place.root("").rstrip("/")}}
+            )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        begun = time.monotonic()
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dcp", "serve", "--port", str(port)],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            while not self._is_ready():
+                if self._process.poll() is not None or time.monotonic() - begun > _READY_SECONDS:
+                    raise DemoError(f"dcp serve is not ready:\n{self._tail()}")
+                time.sleep(0.05)
+        except BaseException:
+            self.stop()
+            raise
+        self.ready_seconds = time.monotonic() - begun
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int | None:
+        """End it in good order; its exit status, None if it had to be killed. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.terminate()
+        try:
+            return process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return None
+
+    def _is_ready(self) -> bool:
+        # no proxy is asked for what is on this machine
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"{self.url}/readyz", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:])
+
+
+def _free_port() -> int:
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
