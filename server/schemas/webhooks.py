@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
+from pydantic.json_schema import SkipJsonSchema
 
 from dcp.server.schemas.common import Answer, Request, Text, optional_rfc3339, rfc3339, sorted_names
 from dcp.server.webhooks.addresses import MAX_URL_LENGTH
@@ -57,13 +58,13 @@ class WebhookRequest(Request):
 
 
 class WebhookChange(Request):
-    """What is to change; what is not given stays."""
+    """What is to change; what is not given stays. Only `roots` may be null."""
 
-    url: Url | None = None
-    events: Events | None = None
+    url: Url | SkipJsonSchema[None] = None
+    events: Events | SkipJsonSchema[None] = None
     roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
-    description: Text | None = None
-    is_enabled: bool | None = None
+    description: Text | SkipJsonSchema[None] = None
+    is_enabled: bool | SkipJsonSchema[None] = None
 
 
 class RotateSecret(Request):
