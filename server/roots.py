@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 from dcp.server.problems import (
@@ -38,12 +38,14 @@ from dcp.storage.errors import (
     StorageError,
     StorageFullError,
 )
-from dcp.storage.formats.sources import FILE_SUFFIXES, Place, Source, index_at
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store, check_name
 from dcp.storage.stores.memory import MemoryStore, folder_names
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix_files import storage_error
+
+if TYPE_CHECKING:
+    from dcp.storage.formats.sources import Place, Source
 
 __all__ = ["MAX_KEY_CHARACTERS", "Folder", "Root", "Roots", "check_key", "storage_problem"]
 
@@ -167,6 +169,8 @@ class Root:
         Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
         translates.
         """
+        from dcp.storage.formats.sources import FILE_SUFFIXES, Place  # only here: numpy takes its time
+
         url = self.url_of(check_key(key))
         folder, _, name = url.rpartition("/")
         if self.path is not None:
@@ -182,6 +186,8 @@ class Root:
 
         Raises a ProblemError: not found, not readable, or storage that does not answer.
         """
+        from dcp.storage.formats.sources import Source, index_at
+
         try:
             place = self.place(key)
             return Source(place.store, index_at(place), f"{self.name}:{key}", place.file)

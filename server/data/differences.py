@@ -8,13 +8,11 @@ from typing import Final, Literal
 from dcp.difference import TensorDifference, TensorFacts, diff_readers
 from dcp.object_differences import ObjectDifference
 from dcp.server.data.opening import OpenCheckpoint
+from dcp.server.schemas.data import Basis
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.tensor_reading import TensorReader
 
-__all__ = ["Basis", "IndexDifference", "compare"]
-
-Basis = Literal["checksums", "structure"]
-"""checksums: values too, by the CRC-32s that both indexes have. structure: names, shapes and dtypes alone."""
+__all__ = ["IndexDifference", "compare"]
 
 _KINDS: Final = ("added", "removed", "shape", "dtype", "changed", "undecided")
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from dcp.conversion.entries import choose_entries
-from dcp.conversion.plan import LayoutOptions, plan_layout
-from dcp.conversion.targets.places import Place
-from dcp.server.data.bodies import Body, PlannedBody
+from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
-from dcp.storage.engine.read import ReadEngine
 from dcp.version import __version__
 
 __all__ = [
@@ -65,6 +61,13 @@ def plan_download(opened: OpenCheckpoint, options: DownloadOptions) -> Planned:
 
     Raises PlanError for what such a file cannot hold, and for globs that match nothing.
     """
+    # Only here: a service is to answer soon after its start.
+    from dcp.conversion.entries import choose_entries
+    from dcp.conversion.plan import LayoutOptions, plan_layout
+    from dcp.conversion.targets.places import Place
+    from dcp.server.data.planned import PlannedBody
+    from dcp.storage.engine.read import ReadEngine
+
     store, index = opened.store, opened.whole_index
     only, exclude = list(options.only) or None, list(options.exclude) or None
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)

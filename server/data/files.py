@@ -7,7 +7,6 @@ from typing import Final, Literal
 
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.problems import NotFoundError
-from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, check_name
 
 __all__ = ["PRESIGNED_SECONDS", "FileRole", "RawFile", "file_etag", "file_of", "files_of", "presigned_url"]
@@ -32,6 +31,8 @@ def files_of(opened: OpenCheckpoint) -> list[RawFile]:
 
     Raises errors of the store.
     """
+    from dcp.storage.formats.open import is_commit_object  # only here, as all that reads checkpoints
+
     data = set(opened.index.files)
     if opened.file is not None:
         info = opened.store.stat(opened.file)

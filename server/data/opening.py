@@ -8,16 +8,15 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from dcp.conversion.extras import with_extras
 from dcp.server.roots import Root
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
-from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.sources import Place, index_at
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
+
+if TYPE_CHECKING:
+    from dcp.storage.formats.index import CheckpointIndex
+    from dcp.storage.formats.sources import Place
 
 __all__ = ["OpenCheckpoint", "OpenCheckpoints"]
 
@@ -42,6 +41,8 @@ class OpenCheckpoint:
     def whole_index(self) -> CheckpointIndex:
         """The index with what a conversion to safetensors has kept in a file's metadata; tensors noted there
         as tied are compared, once. Raises errors of the formats and the storage."""
+        from dcp.conversion.extras import with_extras  # only here, as all that reads tensors
+
         return with_extras(self.store, self.index)
 
     def etag(self, *facts: object) -> str:
@@ -60,6 +61,8 @@ class OpenCheckpoints:
 
     def open(self, root: Root, key: str) -> OpenCheckpoint:
         """The checkpoint as it is now. Raises a ProblemError: GoneError if it is not there any more."""
+        from dcp.storage.formats.sources import index_at
+
         try:
             place = root.place(key)
             stamp = _stamp(place)
@@ -106,6 +109,8 @@ def _stamp(place: Place) -> str:
 
 
 def _size_bytes(index: CheckpointIndex) -> int:
+    import numpy as np
+
     arrays = [getattr(index, field.name) for field in fields(index)]
     total = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
     total += sum(sys.getsizeof(name) + 100 for name in index.fqns)  # 100: of its place in a dict

@@ -1,13 +1,11 @@
-"""One tensor, or a slice of it, as a .npy or .safetensors file."""
+"""One tensor, or a slice of it, as a .npy or .safetensors file. Imports what reads tensors."""
 
 from __future__ import annotations
 
 import io
 import math
-import re
 from dataclasses import dataclass
-from types import EllipsisType
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -15,8 +13,10 @@ from dcp.conversion.casting import CASTABLE
 from dcp.conversion.layout import CopyBuilder, TargetLayout
 from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.elements import decode, stored_dtype
-from dcp.server.data.bodies import ArrayBody, Body, PlannedBody
+from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
+from dcp.server.data.planned import ArrayBody, PlannedBody
+from dcp.server.data.slices import TensorFormat
 from dcp.server.problems import NotFoundError, UnprocessableError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
@@ -24,14 +24,8 @@ from dcp.storage.formats.safetensors_writer import HeaderTensor, header_order, s
 from dcp.tensor_boxes import lattice_of
 from dcp.tensor_reading import Slices
 
-__all__ = ["PlannedTensor", "TensorFormat", "parse_slices", "plan_tensor"]
+__all__ = ["PlannedTensor", "plan_tensor"]
 
-TensorFormat = Literal["npy", "safetensors"]
-
-_MAX_SLICES: Final = 64
-_PART: Final = re.compile(
-    r"(?P<start>-?[0-9]{1,18})?(?:(?P<is_slice>:)(?P<stop>-?[0-9]{1,18})?(?::(?P<step>-?[0-9]{1,18})?)?)?"
-)
 _FLOAT32: Final = dtypes.BY_NAME["float32"]
 
 
@@ -44,28 +38,6 @@ class PlannedTensor:
     dtype: str
     stored_dtype: str
     shape: tuple[int, ...]
-
-
-def parse_slices(text: str | None) -> Slices | None:
-    """``0:2,:,3`` as numpy would take it; None for none. UnprocessableError for anything else."""
-    if text is None or not text.strip():
-        return None
-    parts: list[slice | int | EllipsisType] = []
-    for part in text.split(",", _MAX_SLICES):
-        stripped = part.strip()
-        match = _PART.fullmatch(stripped)
-        if stripped == "...":
-            parts.append(...)
-        elif match is None or not stripped or (match["step"] and int(match["step"]) == 0):
-            raise UnprocessableError(
-                f"{part[:40]!r} in the slice is none of 3, 0:2, ::-1 and ...", field="slice"
-            )
-        elif match["is_slice"]:
-            numbers = (match["start"], match["stop"], match["step"])
-            parts.append(slice(*(int(number) if number else None for number in numbers)))
-        else:
-            parts.append(int(match["start"]))
-    return tuple(parts)
 
 
 def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: TensorFormat) -> PlannedTensor:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query
 
-from dcp.difference import TensorFacts
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataDep
-from dcp.server.data.differences import Basis, compare
 from dcp.server.dependencies import Caller, Page, requires
 from dcp.server.schemas.common import MAX_ID, IdPath, problems
 from dcp.server.schemas.data import (
+    Basis,
     DiffAnswer,
     ObjectDifferenceAnswer,
     TensorDifferenceAnswer,
     TensorFactsAnswer,
 )
+
+if TYPE_CHECKING:
+    from dcp.difference import TensorFacts
 
 __all__ = ["router"]
 
@@ -39,6 +41,8 @@ def diff_checkpoints(
     ] = None,
 ) -> DiffAnswer:
     """What differs from the checkpoint `before`. No tensor is read; for values there is the job `diff`."""
+    from dcp.server.data.differences import compare  # only here: a service is to answer soon after its start
+
     second = data.open(checkpoint_id, caller)
     first = data.open(before, caller)
     mark = query_mark("diff", before, checkpoint_id, first.opened.stamp, second.opened.stamp, basis)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.data.access import DataDep
-from dcp.server.data.shards import ShardedTensor, rank_shares, sharded_tensors
 from dcp.server.dependencies import Caller, Page, requires
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.data import (
@@ -19,6 +18,9 @@ from dcp.server.schemas.data import (
     ShardedTensorAnswer,
     ShardPage,
 )
+
+if TYPE_CHECKING:
+    from dcp.server.data.shards import ShardedTensor
 
 __all__ = ["router"]
 
@@ -42,6 +44,8 @@ def list_shards(
 
     A page ends early where its tensors have many chunks.
     """
+    from dcp.server.data.shards import sharded_tensors  # only here, as all that reads tensors
+
     opened = data.open(checkpoint_id, caller).opened
     mark = query_mark("shards", checkpoint_id, opened.stamp, glob)
     after = max(-1, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else -1
@@ -58,6 +62,8 @@ def list_shards(
 @router.get("/ranks", responses=_PROBLEMS)
 def list_rank_shares(checkpoint_id: IdPath, data: DataDep, caller: Caller, page: Page) -> RankShareList:
     """How much each rank wrote."""
+    from dcp.server.data.shards import rank_shares
+
     opened = data.open(checkpoint_id, caller).opened
     mark = query_mark("ranks", checkpoint_id, opened.stamp)
     begin = max(0, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else 0

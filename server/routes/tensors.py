@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from dcp.server.catalog.tensors import Entry, tensors_page, tree_level
 from dcp.server.data.access import DataDep
 from dcp.server.data.responses import BodyResponse, choose_range, disposition, is_unchanged, not_modified
-from dcp.server.data.tensors import TensorFormat, parse_slices, plan_tensor
+from dcp.server.data.slices import TensorFormat, parse_slices
 from dcp.server.dependencies import Caller, Db, Page, requires
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.data import TensorAnswer, TensorPage, TreeNodeAnswer, TreePageAnswer, binary
@@ -106,6 +106,8 @@ def tensor_data(
     ] = "npy",
 ) -> Response:
     """One tensor, or a slice of it, as .npy or .safetensors. Only what this needs is read, and compared."""
+    from dcp.server.data.tensors import plan_tensor  # only here: a service is to answer soon after its start
+
     slices = parse_slices(taken)
     found = data.open(checkpoint_id, caller)
     etag = found.opened.etag("tensor", fqn, slices, to)

@@ -9,6 +9,7 @@ from pydantic import Field
 from dcp.server.schemas.common import Answer
 
 __all__ = [
+    "Basis",
     "ChunkAnswer",
     "DiffAnswer",
     "FileAnswer",
@@ -26,6 +27,9 @@ __all__ = [
     "TreePageAnswer",
     "binary",
 ]
+
+Basis = Literal["checksums", "structure"]
+"""checksums: values too, by the CRC-32s that both indexes have. structure: names, shapes and dtypes alone."""
 
 Kind = Literal["tensor", "object"]
 _Difference = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
@@ -156,7 +160,7 @@ class DiffAnswer(Answer):
 
     a: int
     b: int
-    basis: Literal["checksums", "structure"]
+    basis: Basis
     counts: dict[str, int]
     equal_tensors: int
     equal_objects: int

@@ -17,11 +17,12 @@ from safetensors.torch import load as load_safetensors
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.elements import Array
-from dcp.server.data import bodies
+from dcp.server.data import bodies, planned
 from dcp.server.data.bodies import Body, FileBody
 from dcp.server.data.downloads import DownloadOptions, download_etag, download_name, plan_download
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
-from dcp.server.data.tensors import parse_slices, plan_tensor
+from dcp.server.data.slices import parse_slices
+from dcp.server.data.tensors import plan_tensor
 from dcp.server.problems import GoneError, NotFoundError, UnprocessableError
 from dcp.server.roots import Root
 from dcp.server.settings import RootSettings
@@ -34,8 +35,12 @@ from tests.support.values import raw
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of an odd, small size, so that small tensors have many."""
-    for name in ("PART_BYTES", "_REMOTE_PART_BYTES", "_ARRAY_PART_BYTES", "_TURNED_PART_BYTES"):
-        monkeypatch.setattr(bodies, name, 70_001)
+    for module, names in (
+        (bodies, ("PART_BYTES", "_REMOTE_PART_BYTES")),
+        (planned, ("_ARRAY_PART_BYTES", "_TURNED_PART_BYTES")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, 70_001)
 
 
 def read(body: Body, begin: int = 0, end: int | None = None) -> bytes:

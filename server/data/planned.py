@@ -1,0 +1,155 @@
+"""Bodies that are made of tensors while they are read: files of a conversion, and slices.
+
+Imports what reads tensors; whoever imports this does so when it is first needed, because a service is to
+answer soon after its start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from dcp.conversion.checks import SourceChecks
+from dcp.conversion.layout import TargetLayout
+from dcp.conversion.pieces import range_boxes
+from dcp.conversion.plan import copy_sources
+from dcp.conversion.stretches import StretchReader, is_sequential
+from dcp.conversion.tasks import Task, make_tasks
+from dcp.elements import Array
+from dcp.server.data import bodies
+from dcp.server.data.bodies import Body, empty_part
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.stores.base import Store
+from dcp.tensor_reading import Slices, TensorReader
+
+__all__ = ["ArrayBody", "PlannedBody"]
+
+_TURNED_PART_BYTES: Final = 16 << 20
+"""Where payloads are stored in another order than they are sent in: each part has a little of everywhere."""
+
+_ARRAY_PART_BYTES: Final = 8 << 20
+
+
+class PlannedBody(Body):
+    """The one file of a conversion's layout, made while it is read."""
+
+    def __init__(self, store: Store, index: CheckpointIndex, layout: TargetLayout) -> None:
+        (self.size_bytes,) = layout.file_sizes
+        self._store = store
+        self._index = index
+        self._layout = layout
+        self._plan: _Plan | None = None
+
+    def parts(self, begin: int, end: int) -> Generator[memoryview]:
+        """Source checksums are compared as soon as a block is complete; what was read of others in part is
+        read to its end before the last part is handed out."""
+        with ExitStack() as stack:
+            engine = stack.enter_context(ReadEngine(self._store, self._index, verify="blocks"))
+            plan = self._planned(engine)
+            first = begin if plan.can_seek else 0
+            reader = stack.enter_context(
+                StretchReader(self._store, replace(plan.task, begin=first, end=end), verify=True)
+            )
+            checks = SourceChecks(engine)
+            while reader.position < end:
+                at = reader.position
+                # A checksum at the end of a zip needs all before it: then the part before is read, too.
+                stop = end if at >= begin else begin
+                stretch = empty_part(min(plan.stretch_bytes, stop - at))
+                reader.fill(stretch)
+                checks.add(reader.take_sources())
+                if reader.position == end:
+                    if first == 0 and end == self.size_bytes:
+                        checks.finish(plan.chunks)
+                    else:
+                        checks.finish_begun()
+                if at >= begin:
+                    step = bodies.part_bytes_of(self._store)
+                    yield from (stretch[low : low + step] for low in range(0, len(stretch), step))
+
+    def _planned(self, engine: ReadEngine) -> _Plan:
+        if self._plan is None:
+            sources = copy_sources(engine, self._layout)
+            (task,) = make_tasks(self._index, self._layout, sources, by_file=True)
+            boxes = [box for boxes in sources for box in boxes]
+            in_order = all(map(is_sequential, boxes))
+            part_bytes = bodies.part_bytes_of(self._store)
+            self._plan = _Plan(
+                task,
+                can_seek=in_order and not self._layout.holes,
+                stretch_bytes=part_bytes if in_order else _TURNED_PART_BYTES,
+                chunks=sorted({box.chunk for box in boxes}),
+            )
+        else:
+            engine.resolve(self._plan.chunks)
+        return self._plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a file is made; ``chunks`` are all that it is made of, ``stretch_bytes`` what is made at a time."""
+
+    task: Task
+    can_seek: bool
+    stretch_bytes: int
+    chunks: list[int]
+
+
+class ArrayBody(Body):
+    """``head``, then what ``slices`` take of a tensor, in C order, of elements as ``convert`` makes them.
+
+    ``itemsize`` is theirs.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        index: CheckpointIndex,
+        row: int,
+        slices: Slices | None,
+        *,
+        head: bytes,
+        itemsize: int,
+        convert: Callable[[Array], Array],
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._row = row
+        self._slices = slices
+        self._head = head
+        self._itemsize = itemsize
+        self._convert = convert
+        with TensorReader(store, index) as reader:
+            self.shape = reader.shape_of(row, slices)
+        self.size_bytes = len(head) + math.prod(self.shape) * itemsize
+
+    def parts(self, begin: int, end: int) -> Generator[memoryview]:
+        """Blocks that are touched are read whole and compared."""
+        head = memoryview(self._head)[begin:end]
+        if head:
+            yield head
+        begin, end = (max(0, at - len(self._head)) for at in (begin, end))
+        if begin >= end:
+            return
+        size = self._itemsize
+        step = max(1, _ARRAY_PART_BYTES // size)
+        with TensorReader(self._store, self._index, verify="full", threads=1) as reader:
+            for first in range(begin // size, -(-end // size), step):
+                last = min(first + step, -(-end // size))
+                data = self._read(reader, first, last)
+                yield data[max(0, begin - first * size) : end - first * size]
+
+    def _read(self, reader: TensorReader, first: int, last: int) -> memoryview:
+        """Elements ``first`` to ``last`` of the result."""
+        arrays = []
+        for box in range_boxes(self.shape, first, last):
+            place = [slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+            array = reader.read_part(self._row, self._slices, place)
+            arrays.append(np.ascontiguousarray(self._convert(array)).reshape(-1).view(np.uint8))
+        return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).data
