@@ -7,7 +7,6 @@ its checkpoints. Elsewhere it notes what the whole model was at each saved step,
 from __future__ import annotations
 
 import argparse
-import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,8 +37,8 @@ def train(options: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     catalog = dcp.CatalogRegistration(
         options.catalog,
-        key=os.environ.get("DCP_TEST_CATALOG_KEY"),
         root=options.catalog_root,
+        folder=options.catalog_folder,
         spool=options.results / "spool",
     )
     with dcp.CheckpointManager(
@@ -77,6 +76,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", required=True, help="a path or a URL")
     parser.add_argument("--catalog", required=True, help="the URL of the service")
     parser.add_argument("--catalog-root", help="the name there of the root that holds the checkpoints")
+    parser.add_argument("--catalog-folder", default="", help="the run's folder in that root")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--mode", choices=("thread", "process"), default="thread")
