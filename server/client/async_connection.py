@@ -230,11 +230,11 @@ class AsyncConnection:
                     if response.is_error:
                         await response.aread()
                         raise error_of(response)
-                    async for line in response.aiter_lines():
-                        if (event := stream.feed(line)) is not None:
+                    async for data in response.aiter_bytes():
+                        for event in stream.feed(data):
                             yield event
-                            if stream.ended:
-                                return
+                        if stream.ended:
+                            return
                 pause = stream.failed()
             except httpx.HTTPError as error:
                 pause = stream.failed()

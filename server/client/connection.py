@@ -227,11 +227,10 @@ class Connection:
                     if response.is_error:
                         response.read()
                         raise error_of(response)
-                    for line in response.iter_lines():
-                        if (event := stream.feed(line)) is not None:
-                            yield event
-                            if stream.ended:
-                                return
+                    for data in response.iter_bytes():
+                        yield from stream.feed(data)
+                        if stream.ended:
+                            return
                 pause = stream.failed()
             except httpx.HTTPError as error:
                 pause = stream.failed()

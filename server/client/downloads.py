@@ -72,6 +72,8 @@ class Download:
 
         Raises AnswerError for one that does not say how much comes.
         """
+        if headers.get("content-encoding", "identity") != "identity":
+            raise AnswerError("something on the way to the service packs what it sends, though asked not to")
         etag, size = headers.get("etag"), headers.get("content-length", "")
         match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
         begins, total = (match[1], int(match[3])) if match is not None else (None, None)

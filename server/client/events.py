@@ -1,4 +1,4 @@
-"""Server-sent events: from lines to events of jobs. Pure."""
+"""Server-sent events: from bytes to events of jobs. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcp.server.client.models import JobEvent
 __all__ = ["EventStream"]
 
 _LONGEST_PAUSE_SECONDS: Final = 10.0
-_MAX_EVENT_CHARACTERS: Final = 4 << 20
+_MAX_EVENT_BYTES: Final = 4 << 20
 
 
 @dataclass(slots=True)
@@ -29,22 +29,34 @@ class EventStream:
     _event: str = ""
     _id: str | None = None
     _data: list[str] = field(default_factory=list)
-    _characters: int = 0
+    _size: int = 0
+    _rest: bytes = b""
 
     def headers(self) -> dict[str, str]:
         """Of the next connection, which begins with a new event."""
         self._forget()
+        self._rest = b""
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
         return headers if self.last_id is None else headers | {"Last-Event-ID": str(self.last_id)}
 
-    def feed(self, line: str) -> JobEvent | None:
-        """Take a line without its end; the event that it completes, if it does. Raises AnswerError."""
+    def feed(self, data: bytes) -> list[JobEvent]:
+        """Take the next bytes; the events that they complete. Raises AnswerError.
+
+        Lines end at line feeds alone: text in events may have what Python, too, takes for the end of one.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            raise AnswerError("an event of the service has no end")
+        events = (self._line(line.removesuffix(b"\r").decode(errors="replace")) for line in lines)
+        return [event for event in events if event is not None]
+
+    def _line(self, line: str) -> JobEvent | None:
         if not line:
             return self._complete()
         name, _, value = line.partition(":")
         value = value.removeprefix(" ")
-        self._characters += len(line)
-        if self._characters > _MAX_EVENT_CHARACTERS:
+        self._size += len(line)
+        if self._size > _MAX_EVENT_BYTES:
             raise AnswerError("an event of the service has no end")
         if name == "data":
             self._data.append(value)
@@ -85,4 +97,4 @@ class EventStream:
         )
 
     def _forget(self) -> None:
-        self._event, self._id, self._data, self._characters = "", None, [], 0
+        self._event, self._id, self._data, self._size = "", None, [], 0

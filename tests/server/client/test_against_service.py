@@ -15,11 +15,14 @@ from safetensors.torch import load_file
 import dcp
 from dcp.server.client import (
     Client,
+    ConflictError,
     ForbiddenError,
+    JobCancelledError,
     NotFoundError,
     PreconditionFailedError,
     UnauthorizedError,
     UnprocessableError,
+    WaitTimeoutError,
 )
 from tests.support.app import App, running_app
 from tests.support.both_clients import KINDS, client_of
@@ -216,3 +219,38 @@ def test_refusals(connect: MakeClient) -> None:
 
         reader.checkpoints(since=datetime(2026, 1, 1))
     assert reader.request("GET", "/checkpoints", params={"limit": 1})["items"] == []
+
+
+def test_deleting_and_taking_it_back(connect: MakeClient) -> None:
+    """A deleted one is not listed, and can be restored; a pinned one is not deleted."""
+    client = connect("read", "write", "delete")
+    one, two = registered(client)
+    client.pin(two)
+    with pytest.raises(ConflictError):
+        client.delete(two)
+    gone = client.delete(one, grace_seconds=3600)
+    assert gone.state == "deleted" and gone.purge_after is not None
+    assert [found.id for found in client.checkpoints()] == [two]
+    assert [found.id for found in client.checkpoints(state="deleted")] == [one]
+    assert client.restore(one, etag=gone.etag).state == "committed"
+
+
+def test_jobs_wait_their_turn(connect: MakeClient) -> None:
+    """Submitted jobs are listed, cancelled and begun anew; the same twice is one."""
+    client = connect("read", "write")
+    one, _ = registered(client)
+    job = client.verify(one)
+    assert (job.kind, job.state, job.checkpoint_id) == ("verify", "queued", one)
+    assert client.verify(one).id == job.id
+    scan = client.scan("main", below="run")
+    assert [found.id for found in client.jobs()] == [scan.id, job.id]
+    assert [found.id for found in client.jobs(kind="verify", checkpoint_id=one)] == [job.id]
+    assert client.cancel(job.id).state == "cancelled"
+    with pytest.raises(JobCancelledError):
+        client.wait(job)
+    kinds = [event.kind for event in client.watch(job.id)]
+    assert kinds[0] == "submitted" and kinds[-1] == "end"
+    assert client.retry(job.id).state == "queued"
+    assert client.job_tasks(job.id).all() == []
+    with pytest.raises(WaitTimeoutError):
+        client.wait(job.id, timeout_seconds=0.05)

@@ -279,15 +279,21 @@ def test_waiting(connect: Connect) -> None:
             client.wait(7, timeout_seconds=0.2)
 
 
+def _text(data: Any) -> str:
+    # As the service writes it: control characters escaped, the others as they are.
+    return json.dumps(data, ensure_ascii=False).replace("\u000b", "\\u000b")
+
+
 def event(number: int | None, kind: str, data: Any) -> str:
     """A server-sent event as the service writes it."""
     head = "" if number is None else f"id: {number}\n"
-    return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n"
+    return f"{head}event: {kind}\ndata: {_text(data)}\n\n"
 
 
-def shown(number: int, kind: str) -> str:
+def shown(number: int, kind: str, note: str = "") -> str:
     """An event of the ledger."""
-    data = {"id": number, "job_id": 7, "kind": kind, "at": "2026-01-01T00:00:00.000Z", "data": {"n": number}}
+    inner = {"n": number} | ({"note": note} if note else {})
+    data = {"id": number, "job_id": 7, "kind": kind, "at": "2026-01-01T00:00:00.000Z", "data": inner}
     return event(number, kind, data)
 
 
@@ -336,3 +342,20 @@ def test_watching_what_is_not_there(connect: Connect) -> None:
     """An error of the service ends the stream."""
     with scripted_service(lambda asked: problem(404)) as service, pytest.raises(ProblemError, match="404"):
         list(connect(service).watch(7))
+
+
+def test_text_that_looks_like_the_end_of_a_line(connect: Connect) -> None:
+    """Only a line feed is one: names and messages may have what Unicode has besides."""
+    note = "a\u2028b\u0085c\u000bd"
+    stream = (shown(1, "state", note) + event(None, "end", {})).replace("\n", "\r\n").encode()
+    with scripted_service(lambda asked: Answer(200, stream, STREAM)) as service:
+        first, last = connect(service).watch(7)
+    assert first.data == {"n": 1, "note": note} and last.kind == "end"
+
+
+def test_a_proxy_that_packs(connect: Connect, tmp_path: Path) -> None:
+    """What comes packed is not written: its size would be right, and its bytes wrong."""
+    packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
+    with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="packs"):
+        connect(service).download(1, tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
