@@ -51,15 +51,15 @@ MOMENTS = {
 }
 """What is under way, by the request of the worker that gets no answer when all is killed."""
 
-PAIRS = [("sqlite", "writing", "published"), ("postgresql", "written", "publishing")]
-OTHERS = [("sqlite", "written", "publishing"), ("postgresql", "writing", "published")]
+PAIRS = [
+    (database, *moments)
+    for database in ("sqlite", "postgresql")
+    for moments in (("writing", "published"), ("written", "publishing"))
+]
 
 
-@pytest.mark.parametrize(
-    ("make_database", "first", "second"),
-    [*PAIRS, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in OTHERS)],
-    indirect=["make_database"],
-)
+@pytest.mark.exhaustive  # test_training.py kills once on each database
+@pytest.mark.parametrize(("make_database", "first", "second"), PAIRS, indirect=["make_database"])
 def test_all_killed_twice_in_a_conversion(
     first: str,
     second: str,
