@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ from dcp.server.worker_process import worker_beside
 __all__ = ["app_of_environment", "flags_environment", "serve"]
 
 _KEEP_ALIVE_SECONDS: Final = 15
+_SETTLE_SECONDS: Final = 0.5  # the first requests come first
 _log = structlog.get_logger(__name__)
 
 
@@ -62,10 +64,14 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        gc.collect()
-        gc.freeze()  # what is there now stays, and need not be looked through again and again
-        gc.enable()
+        asyncio.get_running_loop().call_later(_SETTLE_SECONDS, _settle)
         self._begun.set()
+
+
+def _settle() -> None:
+    gc.collect()
+    gc.freeze()  # what is there now stays, and need not be looked through again and again
+    gc.enable()
 
 
 def _serve_here(settings: Settings, begun: threading.Event) -> int:
@@ -91,6 +97,7 @@ def _serve_many(settings: Settings, begun: threading.Event) -> int:
         workers=settings.api_workers,
         **_options(settings),
     )
+    gc.enable()
     begun.set()
     with shared_folder():
         Multiprocess(config, sockets=[config.bind_socket()]).run()
