@@ -263,7 +263,7 @@ audit: Final = Table(
     Column("at_seconds", Float, nullable=False, index=True),
     Column("actor", String(128), nullable=False, index=True),  # "key:NAME", "trainer:...", "system"
     Column("action", String(64), nullable=False, index=True),
-    Column("target", String(512), nullable=False),
+    Column("target", String(512), nullable=False, index=True),
     Column("detail", _Json),
     Column("request_id", String(64)),
     Column("address", String(64)),

@@ -67,6 +67,7 @@ def upgrade() -> None:
     op.create_index("ix_audit_action", "audit", ["action"])
     op.create_index("ix_audit_actor", "audit", ["actor"])
     op.create_index("ix_audit_at_seconds", "audit", ["at_seconds"])
+    op.create_index("ix_audit_target", "audit", ["target"])
     op.create_table(
         "automation_rules",
         Column("id", ID, autoincrement=True, nullable=False),
