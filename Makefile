@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 .PHONY: help demo test test-all check lint types contracts bench format clean
 
 help:
-	@echo "make demo      train, kill in a save, resume on other numbers of ranks, flip a bit; checks every claim"
+	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
 	@echo "make demo S3=1 the same on an S3 server, which it starts"
 	@echo "make test      all tests but the exhaustive ones"
 	@echo "make test-all  all tests: also world size 8 and long runs"
