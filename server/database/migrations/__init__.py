@@ -15,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
-from dcp.server.database.engine import Database
+from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
 
 __all__ = ["check", "current", "head", "is_current", "upgrade"]
@@ -26,8 +26,8 @@ _LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": of all processes that start at o
 def upgrade(database: Database) -> str | None:
     """Bring the database up to date, all of it or nothing; the revision it had, None if it was empty.
 
-    Does nothing if it is up to date. Raises `DatabaseUnavailableError`, and `alembic.util.CommandError` for
-    a database of a newer version.
+    Does nothing if it is up to date. Raises `DatabaseUnavailableError`, also for one of a newer version
+    of this program.
     """
     with database.write() as connection:
         if database.dialect == "postgresql":
@@ -36,6 +36,10 @@ def upgrade(database: Database) -> str | None:
             connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
         before = _revision(connection)
+        if before is not None and before not in _known():
+            raise DatabaseUnavailableError(
+                f"the database is of a newer version: revision {before}, and {head()} is known here"
+            )
         if before != head():
             config = _config()
             config.attributes["connection"] = connection
@@ -66,6 +70,10 @@ def check(database: Database) -> list[str]:
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         return [str(difference) for difference in compare_metadata(context, metadata)]
+
+
+def _known() -> set[str]:
+    return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
 
 
 def _revision(connection: Connection) -> str | None:

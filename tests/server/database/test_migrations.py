@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from sqlalchemy import inspect, text
+from sqlalchemy.exc import DBAPIError
 
 from dcp.server.database import migrations
-from dcp.server.database.engine import Database
+from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
 
 
@@ -40,6 +42,28 @@ def test_a_second_upgrade_changes_nothing(database: Database) -> None:
     assert migrations.upgrade(database) == migrations.head()
     with database.read() as connection:
         assert connection.execute(text("SELECT name FROM checkpoint_names")).scalars().all() == ["step-1"]
+
+
+def test_a_database_of_a_newer_version_is_left_alone(database: Database) -> None:
+    """After a downgrade of the program: said so, and nothing is changed."""
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(DatabaseUnavailableError, match="newer version: revision 9999"):
+        migrations.upgrade(database)
+    assert migrations.current(database) == "9999"
+
+
+def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
+    """A table of ours is in the way: no other one is made, and without it all is well."""
+    with empty_database.write() as connection:
+        connection.execute(text("CREATE TABLE webhooks (x INTEGER)"))
+    with pytest.raises((DBAPIError, DatabaseUnavailableError)):
+        migrations.upgrade(empty_database)
+    with empty_database.write() as connection:
+        assert inspect(connection).get_table_names() == ["webhooks"]
+        connection.execute(text("DROP TABLE webhooks"))
+    assert migrations.upgrade(empty_database) is None
+    assert migrations.is_current(empty_database)
 
 
 def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:
