@@ -138,7 +138,7 @@ def test_keys_that_are_plain_names(key: str, tmp_path: Path) -> None:
     assert remote.url_of(key) == f"s3://bucket/prefix/{key}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.sampled_from(["..", ".", "/", "\\", "%2e", "%2f", "%25", "a", ":", "~", "\0", "%00", " ", "é"]),
