@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,12 +29,9 @@ def upgrade(config: Config = None, database: DatabaseUrl = None, debug: Debug = 
     with errors_as_lines(debug=debug):
         from dcp.server.database import migrations
 
-        opened = open_database(config, database)
-        try:
+        with open_database(config, database) as opened:
             before = migrations.upgrade(opened)
             after = migrations.current(opened)
-        finally:
-            opened.close()
         print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
 
 
@@ -44,11 +43,8 @@ def status(
     with errors_as_lines(debug=debug):
         from dcp.server.database import migrations
 
-        opened = open_database(config, database)
-        try:
+        with open_database(config, database) as opened:
             current, head = migrations.current(opened), migrations.head()
-        finally:
-            opened.close()
     if json:
         print_json({"current": current, "needed": head, "is_current": current == head})
     else:
@@ -57,15 +53,27 @@ def status(
         raise typer.Exit(EXIT_FINDINGS)
 
 
-def open_database(config: Config, url: str | None) -> Database:
-    """The database of the settings; exits with a line for a wrong URL."""
+@contextmanager
+def open_database(config: Config, url: str | None, *, with_tables: bool = False) -> Iterator[Database]:
+    """The database of the settings; exits with a line for a wrong URL, and for one that is away.
+
+    ``with_tables``: those of this version. SQLite gets them, as from `dcp serve`; for another one the line
+    says what to do.
+    """
     settings = read_settings(config, database_url=url)
+    from dcp.server.database import migrations
     from dcp.server.database.engine import Database, DatabaseUnavailableError
 
     try:
-        opened = Database(settings.database_url.get_secret_value(), pool_size=2)
-        with opened.read():
-            return opened
+        with closing(Database(settings.database_url.get_secret_value(), pool_size=2)) as opened:
+            if with_tables and not migrations.is_current(opened):
+                if opened.dialect != "sqlite" or not settings.migrate:
+                    print_error("the database has not the tables of this version: run dcp db upgrade first")
+                    raise typer.Exit(EXIT_FAILURE)
+                migrations.upgrade(opened)
+            with opened.read():
+                pass
+            yield opened
     except (ValueError, DatabaseUnavailableError) as error:
         print_error(str(error))
         raise typer.Exit(EXIT_FAILURE) from None

@@ -62,9 +62,11 @@ def create(
         from dcp.server.security import keys
 
         now_seconds = time.time()
-        opened = open_database(config, database)
         try:
-            with opened.write() as connection:
+            with (
+                open_database(config, database, with_tables=True) as opened,
+                opened.write() as connection,
+            ):
                 record, secret = keys.create_key(
                     connection,
                     name=name,
@@ -78,8 +80,6 @@ def create(
         except ProblemError as error:
             print_error(error.detail)
             raise typer.Exit(EXIT_FAILURE) from None
-        finally:
-            opened.close()
     if json:
         print_json({"id": record.id, "name": name, "scopes": sorted(set(scopes)), "key": secret})
     else:
@@ -94,12 +94,8 @@ def list_(
     with errors_as_lines(debug=debug):
         from dcp.server.security import keys
 
-        opened = open_database(config, database)
-        try:
-            with opened.read() as connection:
-                records = keys.list_keys(connection)
-        finally:
-            opened.close()
+        with open_database(config, database, with_tables=True) as opened, opened.read() as connection:
+            records = keys.list_keys(connection)
     if json:
         print_json([{**_plain(record), "is_valid": record.is_valid(time.time())} for record in records])
         return
@@ -119,19 +115,15 @@ def revoke(
         from dcp.server.catalog import audit
         from dcp.server.security import keys
 
-        opened = open_database(config, database)
         now_seconds = time.time()
-        try:
-            with opened.write() as connection:
-                found = [one for one in keys.list_keys(connection) if key in (str(one.id), one.prefix)]
-                if not found:
-                    print_error(f"there is no key {key!r}; dcp keys list shows all")
-                    raise typer.Exit(EXIT_FAILURE)
-                record = keys.revoke_key(connection, found[0].id, now_seconds)
-                detail = {"name": record.name}
-                audit.record(connection, "cli", "key.revoke", f"key:{record.id}", detail, now=now_seconds)
-        finally:
-            opened.close()
+        with open_database(config, database, with_tables=True) as opened, opened.write() as connection:
+            found = [one for one in keys.list_keys(connection) if key in (str(one.id), one.prefix)]
+            if not found:
+                print_error(f"there is no key {key!r}; dcp keys list shows all")
+                raise typer.Exit(EXIT_FAILURE)
+            record = keys.revoke_key(connection, found[0].id, now_seconds)
+            detail = {"name": record.name}
+            audit.record(connection, "cli", "key.revoke", f"key:{record.id}", detail, now=now_seconds)
         print(f"revoked: {record.name} ({record.prefix})")
 
 

@@ -35,8 +35,9 @@ def run(*arguments: str, status: int = 0) -> str:
 
 def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
     """Printed once and alone; listed without itself; good until it is revoked."""
-    assert "empty -> " in run("db", "upgrade")
+    # the first thing that anybody does: there is no database yet
     secret = run("keys", "create", "ci", "--scope", "read", "--scope", "write", "--expires", "30d").strip()
+    assert "up to date" in run("db", "upgrade")
     database = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}")
     with database.read() as connection:
         found = find_key(connection, secret, 0.0)
@@ -83,6 +84,14 @@ def test_the_state_of_the_database(tmp_path: Path) -> None:
     assert "up to date" in run("db", "upgrade", "--database", other)
     for wrong in ("mysql://host/db", f"sqlite:///{tmp_path / 'no' / 'folder.sqlite'}", "nonsense"):
         assert "dcp: " in run("db", "status", "--database", wrong, status=3)
+
+
+def test_keys_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is migrated by itself, a line says what to do first."""
+    monkeypatch.setenv("DCP_SERVER_MIGRATE", "false")
+    assert "dcp db upgrade" in run("keys", "create", "ci", status=3)
+    assert "empty -> " in run("db", "upgrade")
+    assert run("keys", "create", "ci").startswith("dcp_")
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:
