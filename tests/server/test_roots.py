@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from dcp.storage.errors import (
     StorageError,
     StorageFullError,
 )
+from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.s3 import raw_s3
 
 
@@ -138,3 +140,20 @@ def test_storage_that_does_not_answer_is_unavailable(s3_server: S3Server) -> Non
     with pytest.raises((UnavailableError, NotFoundError)) as caught:
         root.source("run/step-1")
     assert "no-such-bucket" not in caught.value.detail
+
+
+def test_the_tree_of_any_file_system_of_fsspec() -> None:
+    """Where there is no listing of everything, folders are listed one by one; no address is signed there."""
+    place = f"memory://tree-{uuid.uuid4().hex}"
+    for name, data in {"a": b"1", "run/step-1/a": b"12", "run/step-1/b": b"", "run/step-2/a": b"123"}.items():
+        folder, _, file = f"{place}/{name}".rpartition("/")
+        with FsspecStore(folder).create(file, durable=False) as handle:
+            handle.write(data)
+    store = FsspecStore(place)
+    assert sorted((folder, info.name, info.size_bytes) for folder, info in store.tree()) == [
+        ("", "a", 1),
+        ("run/step-1", "a", 2),
+        ("run/step-1", "b", 0),
+        ("run/step-2", "a", 3),
+    ]
+    assert store.presigned_url("a", 60) is None
