@@ -288,6 +288,7 @@ def _facts_document(root: Root, key: str) -> dict[str, Any]:
         "committed_seconds": facts.committed_seconds,
         "step": facts.step,
         "save_id": facts.save_id,
+        "fingerprint": facts.fingerprint,
         "bytes": facts.bytes,
         "file_count": facts.file_count,
         "observed_seconds": facts.observed_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, update
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import upsert_checkpoint
@@ -39,11 +39,15 @@ def record_target(connection: Connection, job: Job, params: ConvertParams, resul
         committed_seconds=found["committed_seconds"],
         step=found["step"] if found["step"] is not None or source is None else source.step,
         save_id=found["save_id"],
+        fingerprint=found["fingerprint"],
         bytes=found["bytes"],
         file_count=found["file_count"],
         tags=frozenset(params.tags),
     )
     target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
+    # So that the scan opens it, and finds the structure; that it is committed has been told by now.
+    without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
+    connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
     if source is not None:
         add_lineage(connection, target, params.checkpoint_id, "converted_from", job_id=job.id, now=now)
     detail = {"root": root, "key": key, "from": params.checkpoint_id, "job": job.id}
