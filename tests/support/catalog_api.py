@@ -13,7 +13,7 @@ from tests.support.service import DcpProcess, ServiceError, wait_until
 
 __all__ = ["CatalogApi", "create_key"]
 
-_JOB_SECONDS = 240.0
+_JOB_SECONDS = 400.0
 _COMMAND_SECONDS = 120.0
 
 

@@ -26,7 +26,7 @@ _MARK: Final = "DCP_TEST_SERVICE"
 """Marks all processes of one service, so that none but them is ever killed."""
 
 _ROOT: Final = Path(__file__).parents[2]
-_READY_SECONDS: Final = 120.0
+_READY_SECONDS: Final = 240.0
 _STOP_SECONDS: Final = 60.0
 _GONE_SECONDS: Final = 30.0
 _SHOWN_LOG_LINES: Final = 60
@@ -47,7 +47,7 @@ def free_port() -> int:
     raise ServiceError("no port is free")
 
 
-def wait_until(look: Callable[[], T], what: str, seconds: float = 120.0) -> T:
+def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:
     """What ``look`` returns once that is true; ServiceError after ``seconds``.
 
     Connections that break meanwhile are taken for "not yet".

@@ -93,6 +93,35 @@ def test_all_killed_twice_in_a_conversion(
     check_equal(s3_proxy.server, f"{s3_root}/exports", state)
 
 
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_worker_killed_then_server_killed(
+    tmp_path: Path, make_database: MakeDatabase, s3_proxy: FaultProxy, s3_root: str
+) -> None:
+    """A killed worker is started again by its server; a killed server takes its worker and tasks along."""
+    options = s3_proxy.storage_options
+    state = save_checkpoint(f"{s3_root}/runs", s3_proxy.server.storage_options)
+    roots = [{"url": f"{s3_root}/{name}", "storage_options": options} for name in ("runs", "exports")]
+    service = Service(tmp_path / "service", settings_of(make_database(), *roots))
+    with service, service.client() as http:
+        api = CatalogApi(http)
+        source = api.register("runs", SAVED)
+        operation, key = MOMENTS["writing"]
+        rules = [s3_proxy.spoil(HANG, operation=operation, key=key, nth=nth) for nth in (1, 2)]
+        job = api.submit(
+            "convert", checkpoint_id=source, to="safetensors", target_root="exports", target_key=TARGET
+        )
+        wait_until(lambda: rules[0].seen >= 1, "the first attempt writes")
+        workers = service.pids("worker")
+        assert len(workers) == 1
+        service.kill_pid(workers[0])
+        wait_until(lambda: rules[0].seen >= 2, "the second attempt writes")
+        service.kill_only_it()
+        wait_until(lambda: not service.pids(), "worker and tasks have ended by themselves")
+        service.start()
+        check_one_target(api, source, api.finished(job))
+    check_equal(s3_proxy.server, f"{s3_root}/exports", state)
+
+
 def check_one_target(api: CatalogApi, source: int, job: dict[str, Any]) -> None:
     """The catalog has one target, which comes from the source by this job, and was told of once."""
     (target,) = api.checkpoints(root="exports", state="any")
