@@ -25,14 +25,16 @@ from dcp.server.database.tables import (
     webhooks,
 )
 
-__all__ = ["WINDOW_SECONDS", "read_state"]
+__all__ = ["REGULAR_SCHEDULE", "WINDOW_SECONDS", "read_state"]
 
 WINDOW_SECONDS: Final = 3600.0
 """How far back "recent" goes."""
 
+REGULAR_SCHEDULE: Final = "clean-up"
+"""What workers do from time to time, also where nothing else is to be done."""
+
 _NEWEST_VERIFICATIONS: Final = 10_000
 _RARE_STATES: Final = ("incomplete", "unreadable", "vanished", "deleted")
-_REGULAR: Final = "clean-up"
 _UNFINISHED: Final = ("queued", "planning", "running", "publishing")
 
 Rows = Iterable[tuple[tuple[str, ...], float]]
@@ -188,7 +190,9 @@ def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
     help_text = "Events that a consumer (automation, webhooks) has not dealt with"
     yield _gauge("dcp_events_behind", help_text, ["consumer"], rows)
     # Others have nothing to do at times, and are late then.
-    due = connection.execute(select(schedules.c.due_seconds).where(schedules.c.name == _REGULAR)).scalar()
+    due = connection.execute(
+        select(schedules.c.due_seconds).where(schedules.c.name == REGULAR_SCHEDULE)
+    ).scalar()
     help_text = "How late the clean-up of every ten minutes is; grows while no worker runs"
     yield _age("dcp_worker_late_seconds", help_text, due, now)
 

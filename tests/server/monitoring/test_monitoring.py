@@ -32,8 +32,11 @@ from dcp.server.database.tables import (
     verifications,
     webhooks,
 )
+from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.monitoring import Monitoring, install
 from dcp.server.monitoring.processes import FOLDER_VARIABLE, living_processes, shared_folder
+from dcp.server.monitoring.state import REGULAR_SCHEDULE
+from dcp.server.settings import Settings
 from tests.support.app import running_app
 from tests.support.service import Service, wait_until
 
@@ -270,6 +273,13 @@ def test_the_state_of_the_database_is_told(watched: tuple[FastAPI, TestClient], 
         ("dcp_api_resident_bytes", 10 << 20),
     ):
         assert least <= (value(found, name) or 0) < least + (1 << 40), name
+
+
+def test_what_says_that_no_worker_runs_is_done_by_every_worker() -> None:
+    """`dcp_worker_late_seconds` looks at a schedule that is taken every ten minutes in any case."""
+    (regular,) = [one for one in built_in_schedules(Settings()) if one.name == REGULAR_SCHEDULE]
+    assert regular.interval_seconds <= 600
+    assert regular.is_needed is None
 
 
 def test_many_that_ask_cost_one_reading(watched: tuple[FastAPI, TestClient], database: Database) -> None:
