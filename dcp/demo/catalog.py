@@ -25,7 +25,7 @@ T = TypeVar("T")
 JOBS: Final = ("uninterrupted", "run", "handed-over", "on-1-rank", "on-3-ranks", "damaged")
 """What has saved or been copied by now."""
 
-_WAIT_SECONDS: Final = 120.0
+_WAIT_SECONDS: Final = 240.0
 _DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
 """What the demo's checkpoints hold, by the names of safetensors."""
 

@@ -19,7 +19,7 @@ from dcp.demo.places import FolderPlace, Place
 __all__ = ["ROOT_NAME", "CatalogService"]
 
 ROOT_NAME: Final = "checkpoints"
-_READY_SECONDS: Final = 60.0
+_READY_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 60.0
 _SHOWN_LOG_LINES: Final = 20
 
