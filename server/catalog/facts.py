@@ -19,6 +19,7 @@ FoundState = Literal["incomplete", "committed", "unreadable"]
 Verification = Literal["unverified", "good", "damaged"]
 
 _MAX_STEP: Final = (1 << 63) - 1
+_END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class CheckpointFacts:
             "state": self.state,
             "save_id": None if self.save_id is None else clean_text(self.save_id)[:64],
             "fingerprint": None if self.fingerprint is None else clean_text(self.fingerprint)[:64],
-            "committed_seconds": self.committed_seconds,
+            "committed_seconds": _shown(self.committed_seconds),
             "bytes": clean_integer(self.bytes),
             "file_count": min(clean_integer(self.file_count), 2**31 - 1),
             "world_size": None if self.world_size is None else min(self.world_size, 2**31 - 1),
@@ -92,6 +93,13 @@ class CheckpointFacts:
             "user_metadata": None if self.user_metadata is None else clean_json(self.user_metadata),
             "provenance": None if self.provenance is None else clean_json(self.provenance),
         }
+
+
+def _shown(seconds: float | None) -> float | None:
+    # Times of files may be anything; those that no calendar has would spoil every list they are in.
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    return max(0.0, min(_END_OF_TIME, seconds))
 
 
 @dataclass(frozen=True, slots=True)

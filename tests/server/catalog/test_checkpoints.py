@@ -297,6 +297,20 @@ def test_hostile_names_and_values_are_stored_all_the_same(catalog: Database) -> 
     assert found.element_count == 2**63 - 1
 
 
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [(1e12, 253_402_300_799.0), (-5.0, 0.0), (float("nan"), 100.0), (float("inf"), 100.0)],
+)
+def test_times_that_no_calendar_has_are_brought_into_one(
+    catalog: Database, seconds: float, kept: float
+) -> None:
+    """A file may say any time; a list that shows it must still be shown."""
+    with catalog.write() as connection:
+        done = upsert_checkpoint(connection, facts(committed_seconds=seconds))
+        assert get_checkpoint(connection, done.id).committed_seconds == kept
+        assert not upsert_checkpoint(connection, facts(committed_seconds=seconds)).is_changed
+
+
 @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/./b", "a\\b", "a\x00b", "a" * 1025])
 def test_a_key_that_is_not_clean_is_refused(key: str) -> None:
     """Facts cannot be made of a key that could lead elsewhere."""
