@@ -20,19 +20,24 @@ from tests.support.catalog_roots import rows, scan, write_manifest
 
 
 @pytest.fixture
-def roots(tmp_path: Path, database: Database) -> Roots:
+def places(tmp_path: Path) -> Roots:
     """A root, one within it, and one on S3 that nobody asks for anything."""
     (tmp_path / "main" / "inner").mkdir(parents=True)
-    found = Roots(
+    return Roots(
         {
             "main": RootSettings(url=str(tmp_path / "main")),
             "inner": RootSettings(url=f"file://{tmp_path}/main/inner/"),
             "bucket": RootSettings(url="s3://bucket/runs/"),
         }
     )
+
+
+@pytest.fixture
+def roots(places: Roots, database: Database) -> Roots:
+    """The roots, known to the catalog."""
     with database.write() as connection:
-        sync_roots(connection, {root.name: root.url for root in found})
-    return found
+        sync_roots(connection, {root.name: root.url for root in places})
+    return places
 
 
 def say(database: Database, roots: Roots, key: str, **more: Any) -> Registered:
@@ -139,9 +144,9 @@ def test_files_and_folders_of_weights(database: Database, roots: Roots, tmp_path
         ("S3://bucket/runs/a/", "step-1", ("bucket", "a/step-1")),
     ],
 )
-def test_the_root_of_a_url(roots: Roots, tmp_path: Path, url: str, key: str, found: tuple[str, str]) -> None:
+def test_the_root_of_a_url(places: Roots, tmp_path: Path, url: str, key: str, found: tuple[str, str]) -> None:
     """Trainers know a path or a URL: it is in the innermost root that holds it."""
-    root, inner = resolve(roots, Registration(key=key, root_url=url.format(main=tmp_path / "main")))
+    root, inner = resolve(places, Registration(key=key, root_url=url.format(main=tmp_path / "main")))
     assert (root.name, inner) == found
 
 
@@ -158,19 +163,19 @@ def test_the_root_of_a_url(roots: Roots, tmp_path: Path, url: str, key: str, fou
         "{main}/out",
     ],
 )
-def test_urls_outside(roots: Roots, tmp_path: Path, url: str) -> None:
+def test_urls_outside(places: Roots, tmp_path: Path, url: str) -> None:
     """What is in no root is not found; a link that leads out of one neither."""
     (tmp_path / "main" / "out").symlink_to("/usr")
     with pytest.raises(NotFoundError):
-        resolve(roots, Registration(key="step-1", root_url=url.format(main=tmp_path / "main")))
+        resolve(places, Registration(key="step-1", root_url=url.format(main=tmp_path / "main")))
 
 
 @pytest.mark.parametrize("key", ["../step-1", "/etc/x", "a//b", "", "a\\b", "a%2e%2e/..%2f", "s3://b/x"])
-def test_keys_that_lead_elsewhere(database: Database, roots: Roots, tmp_path: Path, key: str) -> None:
+def test_keys_that_lead_elsewhere(places: Roots, tmp_path: Path, key: str) -> None:
     """Are refused, by name and by URL alike."""
     for place in ({"root": "main"}, {"root_url": str(tmp_path / "main" / "inner")}):
         with pytest.raises(UnprocessableError):
-            register(database, roots, Registration(key=key, **place), actor="a")  # type: ignore[arg-type]
+            resolve(places, Registration(key=key, **place))  # type: ignore[arg-type]
 
 
 def test_only_visible_roots(database: Database, roots: Roots, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.storage.formats.index_cases import indexes, small_index
 from tests.storage.formats.test_manifest import resealed
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(indexes())
 def test_as_the_index(index: CheckpointIndex) -> None:
     """Whatever the index is, and whatever plain data it carries: tuples, large numbers, bytes."""
