@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -32,8 +33,9 @@ PUBLIC_PATHS = {
 
 
 @pytest.fixture
-def sqlite_app(tmp_path: Path) -> Iterator[App]:
+def sqlite_app(tmp_path: Path, _sqlite_template: Path) -> Iterator[App]:
     """The application on SQLite: what is tested here does not differ between the databases."""
+    shutil.copy(_sqlite_template, tmp_path / "catalog.sqlite")
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
         yield app
 

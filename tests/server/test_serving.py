@@ -42,9 +42,10 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
         assert service.stop() == 0
 
 
-def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
-    """Killed by whomever, another one takes its place."""
-    with Service(tmp_path) as service:
+def test_the_worker_beside_it(tmp_path: Path) -> None:
+    """Killed, it is followed by another one; it ends with the service, even with a killed one."""
+    service = Service(tmp_path).start()
+    try:
         first = wait_until(lambda: service.pids("worker", "--until-input-ends"), "a worker")
         for pid in first:
             service.kill_pid(pid)
@@ -53,12 +54,6 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
             return [pid for pid in service.pids("worker", "--until-input-ends") if pid not in first]
 
         wait_until(others, "another worker")
-
-
-def test_a_worker_does_not_outlive_the_service(tmp_path: Path) -> None:
-    """SIGKILL gives `dcp serve` no time to tell its worker; it ends all the same."""
-    service = Service(tmp_path).start()
-    try:
         wait_until(lambda: "worker started" in service.log(), "a worker at work")
         service.kill_only_it()
         wait_until(lambda: not service.pids(), "no process left")
@@ -69,21 +64,20 @@ def test_a_worker_does_not_outlive_the_service(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
     """It ends before it listens as it does later: soon, and with nothing left behind."""
-    for delay_seconds in (0.6, 1.2):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dcp", "serve", "--port", "0"],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        try:
-            time.sleep(delay_seconds)
-            process.send_signal(number)
-            process.communicate(timeout=120)
-        finally:
-            process.kill()
-            process.communicate()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcp", "serve", "--port", "0"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        time.sleep(1.0)
+        process.send_signal(number)
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_several_processes(tmp_path: Path) -> None:
