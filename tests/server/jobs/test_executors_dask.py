@@ -175,6 +175,7 @@ def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, c
     until(lambda: len(cluster_pids(cluster)) == 2, "its successor")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_the_cluster_does_not_go_on_for_a_worker_that_died(
     database: Database, tmp_path: Path, cluster: Any

@@ -55,7 +55,7 @@ def _records(database: Database) -> int:
         return connection.execute(select(func.count()).select_from(audit)).scalar_one()
 
 
-@pytest.mark.parametrize("where", ["plan", "task", "publish"])
+@pytest.mark.parametrize("where", [pytest.param("plan", marks=pytest.mark.exhaustive), "task", "publish"])
 def test_a_killed_worker_takes_its_subprocesses_with_it_and_another_goes_on(
     database: Database, tmp_path: Path, where: str
 ) -> None:
@@ -90,6 +90,7 @@ def test_a_publisher_that_died_behind_its_commit_is_found_to_be_done(
     assert _records(database) == 1
 
 
+@pytest.mark.exhaustive  # the ledger's own test of it is quick
 def test_publishers_that_are_lost_never_end_a_job(database: Database, tmp_path: Path) -> None:
     """Whether it is published only another attempt can tell, however many workers were lost with it."""
     job_id = put(database, tmp_path, "write", publish_act="wait:go", max_attempts=1)
@@ -167,6 +168,7 @@ def test_a_lease_is_renewed_for_as_long_as_the_task_takes(database: Database, tm
         assert any(event.kind == "state" for event in job_events_after(connection, job_id))
 
 
+@pytest.mark.exhaustive
 def test_two_workers_share_the_work(database: Database, tmp_path: Path) -> None:
     """Each task is done once, whoever does it."""
     folders = [tmp_path / str(n) for n in range(4)]
