@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,8 @@ from dcp.server.client import (
     UnprocessableError,
     WaitTimeoutError,
 )
+from dcp.server.database.engine import Database
+from dcp.server.database.migrations import upgrade
 from tests.support.app import App, running_app
 from tests.support.both_clients import KINDS, client_of
 from tests.support.sockets import listening
@@ -31,14 +34,24 @@ from tests.support.sockets import listening
 MakeClient = Callable[..., Client]
 
 
-@pytest.fixture
-def app(tmp_path: Path) -> Iterator[App]:
-    """The application, with two steps of a run in the root "main"."""
-    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
-        manager = dcp.CheckpointManager(tmp_path / "main" / "run", mode="sync", no_dist=True)
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an empty catalog, and two steps of a run in the root "main"."""
+    folder = tmp_path_factory.mktemp("template")
+    database = Database(f"sqlite:///{folder / 'catalog.sqlite'}")
+    upgrade(database)
+    database.close()
+    with dcp.CheckpointManager(folder / "main" / "run", mode="sync", no_dist=True) as manager:
         for step in (1, 2):
             manager.save(step, state_at(step), metrics={"loss": 1 / step}, force=True)
-        manager.close()
+    return folder
+
+
+@pytest.fixture
+def app(template: Path, tmp_path: Path) -> Iterator[App]:
+    """The application over a copy of the template."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
         yield running
 
 
