@@ -237,6 +237,20 @@ def test_a_lost_publisher_is_never_the_last(database: Database) -> None:
     assert job.is_ending and job.error is not None and job.error["type"] == "StorageError"
 
 
+def test_nothing_is_discarded_while_a_task_runs(database: Database) -> None:
+    """It could write what has just been cleared away; the others of its job are not begun any more."""
+    job_id = planned(database, 3)
+    first, second = taken(database), taken(database)
+    step(database, ledger.request_cancel, job_id, NOW, "test")
+    assert take(database) is None
+    with database.read() as connection:
+        assert ledger.stopped(connection, [first.held, second.held]) == {first.held, second.held}
+    step(database, ledger.release, first.held, NOW)
+    assert take(database) is None
+    step(database, ledger.complete_task, second.held, {}, NOW)  # it was quicker than whoever stops it
+    assert taken(database).phase == "discard"
+
+
 def test_a_discard_that_fails_does_not_keep_the_job(database: Database) -> None:
     """After its attempts the job is over all the same, and its events say that something may be left."""
     job_id = planned(database, 1, max_attempts=2)

@@ -126,7 +126,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """Refused only for what has ended otherwise, or has begun to be published."""
         if not self.jobs:
             return
-        job = self.job(data.draw(st.sampled_from(sorted(self.jobs))))
+        at_work = sorted({taken.claim.job.id for taken in self.taken})
+        job = self.job(data.draw(st.sampled_from(at_work or sorted(self.jobs))))
         try:
             after = self.write(request_cancel, job.id, self.now, "test")
         except ConflictError:
