@@ -35,12 +35,10 @@ from tests.support.values import raw
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of an odd, small size, so that small tensors have many."""
-    for module, names in (
-        (bodies, ("PART_BYTES", "_REMOTE_PART_BYTES")),
-        (planned, ("_ARRAY_PART_BYTES", "_TURNED_PART_BYTES")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, 70_001)
+    for name in ("PART_BYTES", "_REMOTE_PART_BYTES"):
+        monkeypatch.setattr(bodies, name, 300_001)
+    for name in ("_ARRAY_PART_BYTES", "_TURNED_PART_BYTES"):
+        monkeypatch.setattr(planned, name, 900_001)
 
 
 def read(body: Body, begin: int = 0, end: int | None = None) -> bytes:
