@@ -87,7 +87,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """How few rows are few, and how many are looked at for a page: the same rows must come by either way."""
     monkeypatch.setattr(planning, "FEW", request.param)
     if request.param == 0:
-        monkeypatch.setattr(queries, "WINDOWS", (40, 80))
+        monkeypatch.setattr(queries, "WINDOWS", (90, 120))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def pages(
         cursor = page.next_cursor
         if cursor is None:
             return found
-        assert len(page.checkpoints) == limit or sum(queries.WINDOWS) < 200
+        assert len(page.checkpoints) == limit or sum(queries.WINDOWS) < 300
     raise AssertionError("the pages do not end")
 
 
@@ -230,7 +230,7 @@ def test_every_filter_in_every_order_page_by_page(catalog: Database, ways: None)
         for number, (name, given_filter) in enumerate(FILTERS.items(), start=planning.FEW):
             wanted = CheckpointFilter(**given_filter)
             sort = Sort.parse(SORTS[(3 * number) % len(SORTS)])
-            assert pages(connection, wanted, sort, limit=67) == expected(all_of, wanted, sort), (name, sort)
+            assert pages(connection, wanted, sort, limit=101) == expected(all_of, wanted, sort), (name, sort)
 
 
 def test_filters_leave_something_and_not_everything(catalog: Database) -> None:
@@ -254,7 +254,7 @@ def test_every_order_with_small_pages(catalog: Database, ways: None) -> None:
         all_of = everything(connection)
         wanted = CheckpointFilter(root="main", tags=frozenset({"a"}))
         for sort in map(Sort.parse, SORTS):
-            assert pages(connection, wanted, sort, limit=7) == expected(all_of, wanted, sort), sort
+            assert pages(connection, wanted, sort, limit=13) == expected(all_of, wanted, sort), sort
 
 
 def test_a_search_that_finds_next_to_nothing_goes_on_with_the_next_page(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoint
+from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoint, upsert_checkpoints
 from dcp.server.catalog.errors import InvalidQueryError, MissingError
 from dcp.server.catalog.lineage import MAX_NODES, add_lineage, lineage_of
 from dcp.server.catalog.roots import list_roots, root_row, set_scanned, sync_roots
@@ -120,9 +120,12 @@ def test_a_huge_family_is_cut(catalog: Database) -> None:
     """More relatives than anybody looks at: some of them, and a word that there are more."""
     base = add(catalog, "main", "r/base")
     with catalog.write() as connection:
-        for number in range(MAX_NODES + 5):
-            facts = CheckpointFacts(root="main", key=f"r/{number}", format="dcp", observed_seconds=1.0)
-            add_lineage(connection, upsert_checkpoint(connection, facts).id, base, "resumed_from")
+        facts = [
+            CheckpointFacts(root="main", key=f"r/{number}", format="dcp", observed_seconds=1.0)
+            for number in range(MAX_NODES + 5)
+        ]
+        for child in upsert_checkpoints(connection, facts):
+            add_lineage(connection, child.id, base, "resumed_from")
         found = lineage_of(connection, base)
     assert (len(found.nodes), found.is_cut) == (MAX_NODES, True)
 
