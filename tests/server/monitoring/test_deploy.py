@@ -33,14 +33,14 @@ ADDED_BY_PROMETHEUS = {"instance", "job"}
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Names and labels, from the /metrics of a server of two processes that has seen some of everything."""
+    """Names and labels, from the /metrics of a real server that has seen some of everything."""
     folder = tmp_path_factory.mktemp("deploy")
     url = f"sqlite:///{folder / 'catalog.sqlite'}"
     database = Database(url)
     upgrade(database)
     fill(database, time.time())
     database.close()
-    settings = {"database_url": url, "embedded_worker": False, "api_workers": 2}
+    settings = {"database_url": url, "embedded_worker": False}
     with (
         Service(folder / "service", settings) as service,
         httpx.Client(base_url=service.url, timeout=60) as client,
