@@ -37,11 +37,8 @@ def cluster() -> Iterator[Any]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "make_database",
-    ["sqlite", pytest.param("postgresql", marks=pytest.mark.exhaustive)],
-    indirect=True,
-)
+@pytest.mark.exhaustive  # of the whole; test_executors_dask.py has the parts
+@pytest.mark.parametrize("make_database", ["sqlite", "postgresql"], indirect=True)
 def test_conversions_on_dask(
     tmp_path: Path, make_database: MakeDatabase, s3_proxy: FaultProxy, s3_root: str, cluster: Any
 ) -> None:

@@ -93,6 +93,7 @@ def test_all_killed_twice_in_a_conversion(
     check_equal(s3_proxy.server, f"{s3_root}/exports", state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_worker_killed_then_server_killed(
     tmp_path: Path, make_database: MakeDatabase, s3_proxy: FaultProxy, s3_root: str
