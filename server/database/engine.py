@@ -30,7 +30,7 @@ _BUSY_SECONDS: Final = 5.0
 _PATIENCE_SECONDS: Final = 10.0
 _ATTEMPTS: Final = 5
 _PAUSE_SECONDS: Final = 0.05
-_CACHE_KIB: Final = 16_384
+_CACHE_KIB: Final = 4_096  # of each connection; what is not in it is in the memory of the system
 _WAL_LIMIT_BYTES: Final = 64 << 20
 _REPEATABLE: Final = {"40001", "40P01"}
 """PostgreSQL: serialization failure, deadlock."""
