@@ -324,7 +324,6 @@ class _Deaths:
     ("to", "is_local", "stride"),
     [
         ("dcp", True, 5),
-        ("dcp", False, 5),
         *(
             pytest.param(to, is_local, 1, marks=pytest.mark.exhaustive)
             for to in _TARGETS
