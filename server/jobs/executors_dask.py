@@ -32,6 +32,7 @@ __all__ = ["DaskExecutor", "carry_out_there"]
 
 _BEAT_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.5
+_REMEMBER_SECONDS: Final = 300.0
 _ANSWER_SECONDS: Final = 10
 _CLOSE_SECONDS: Final = 5.0
 _Variable: Final[Any] = distributed.Variable  # which has no types
@@ -51,6 +52,7 @@ class _Remote:
         self.future: Any = None
         self.has_begun = False
         self.is_killed = False
+        self.withdrawn_seconds: float | None = None
         self._wake = wake
 
     def kill(self) -> None:
@@ -75,6 +77,7 @@ class DaskExecutor:
         self._lock = threading.Lock()
         self._client: Any = None
         self._remotes: dict[str, _Remote] = {}
+        self._given_up: dict[str, float] = {}
         self._count = 0
         self._wake = threading.Event()
         self._is_closing = False
@@ -118,7 +121,8 @@ class DaskExecutor:
             except Exception as error:  # noqa: BLE001 - the cluster is away, whatever Dask calls it
                 _log.warning("Dask is away", address=self._address, error=repr(error))
                 self._lose(error)
-            self._wake.wait(_BEAT_SECONDS)
+            is_urgent = any(remote.is_killed for remote in list(self._remotes.values()))
+            self._wake.wait(_LOOK_SECONDS / 2 if is_urgent else _BEAT_SECONDS)
             self._wake.clear()
         self._lose(None)
         self._disconnect()
@@ -147,9 +151,7 @@ class DaskExecutor:
     def _submit(self) -> None:
         for remote in list(self._remotes.values()):
             if remote.is_killed and not remote.has_begun:
-                if remote.future is not None:
-                    remote.future.cancel()  # it waits for its turn; if it has just begun, it finds its name
-                self._end(remote, Outcome())
+                self._withdraw(remote)
             elif remote.future is None:
                 remote.future = self._client.submit(
                     carry_out_there,
@@ -163,12 +165,26 @@ class DaskExecutor:
                 )
                 remote.future.add_done_callback(partial(self._done, remote))
 
+    def _withdraw(self, remote: _Remote) -> None:
+        """It waits for its turn; or it has just begun and nobody has heard of it, and then it finds its name
+        among the killed ones, and has to be given the time for that."""
+        if remote.future is None:
+            self._end(remote, Outcome())
+        elif remote.withdrawn_seconds is None:
+            remote.withdrawn_seconds = time.monotonic()
+            remote.future.cancel()
+        elif time.monotonic() - remote.withdrawn_seconds > 2 * _LOOK_SECONDS:
+            self._end(remote, Outcome())
+
     def _beat(self) -> None:
         if self._client is None:
             return
         self._count += 1
+        now = time.monotonic()
         with self._lock:
+            self._given_up = {name: at for name, at in self._given_up.items() if now - at < _REMEMBER_SECONDS}
             killed = sorted(name for name, remote in self._remotes.items() if remote.is_killed)
+            killed += self._given_up
         variable = _Variable(self._channel, client=self._client)
         variable.set({"count": self._count, "killed": killed}, timeout=_ANSWER_SECONDS)
 
@@ -187,18 +203,24 @@ class DaskExecutor:
                 remote.on_progress(int(message["done_bytes"]))
 
     def _done(self, remote: _Remote, future: Any) -> None:
+        if remote.withdrawn_seconds is not None:
+            return
         if future.status == "finished":
-            self._end(remote, _outcome(future.result()))
+            self._end(remote, _outcome(future.result()), is_finished=True)
         elif remote.is_killed:
             self._end(remote, Outcome())
         else:
             failure = None if future.status == "cancelled" else future.exception()
             self._end(remote, Outcome(error=_away(failure)))
 
-    def _end(self, remote: _Remote, outcome: Outcome) -> None:
+    def _end(self, remote: _Remote, outcome: Outcome, *, is_finished: bool = False) -> None:
         with self._lock:
             if self._remotes.pop(remote.name, None) is None:
                 return
+            if (
+                remote.future is not None and not is_finished
+            ):  # should it run on there, it is told that nobody wants it any more
+                self._given_up[remote.name] = time.monotonic()
         remote.on_done(outcome)
 
 
