@@ -15,7 +15,7 @@ from dcp.demo.catalog_service import ROOT_NAME, CatalogService
 from dcp.demo.checks import compare_digests
 from dcp.demo.jobs import DemoError, Workplace
 from dcp.demo.narration import Narrator
-from dcp.demo.places import checkpoint_name
+from dcp.demo.places import FolderPlace, checkpoint_name
 from dcp.server.client import Client, ClientError
 
 __all__ = ["JOBS", "CatalogAct", "digests_of_safetensors"]
@@ -41,9 +41,12 @@ class CatalogAct:
     def tell(self, digests: dict[str, str]) -> None:
         """``digests`` are of what the last step of the job "run" has saved."""
         self._narrator.chapter("Serve all of it as a catalog")
+        told = (
+            "nothing configured" if isinstance(self._place, FolderPlace) else "nothing but the bucket named"
+        )
         self._narrator.say(
-            """dcp serve with nothing configured: the checkpoints of this folder in an SQLite database, an API
-            on this machine only, and a worker for its jobs."""
+            f"""dcp serve with {told}: the checkpoints there in an SQLite database, an API on this machine only,
+            and a worker for its jobs."""
         )
         with CatalogService(self._work.root, self._place) as service:
             self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
