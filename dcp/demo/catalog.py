@@ -41,12 +41,10 @@ class CatalogAct:
     def tell(self, digests: dict[str, str]) -> None:
         """``digests`` are of what the last step of the job "run" has saved."""
         self._narrator.chapter("Serve all of it as a catalog")
-        told = (
-            "nothing configured" if isinstance(self._place, FolderPlace) else "nothing but the bucket named"
-        )
+        told = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
         self._narrator.say(
-            f"""dcp serve with {told}: the checkpoints there in an SQLite database, an API on this machine only,
-            and a worker for its jobs."""
+            f"""dcp serve with {told}: the checkpoints there in an SQLite database, an API on this machine
+            only, and a worker for its jobs."""
         )
         with CatalogService(self._work.root, self._place) as service:
             self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
