@@ -27,7 +27,7 @@ from dcp.server.settings import Settings
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.sources import Place, index_at
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import FileInfo, Store
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.manager.removal import Removed
@@ -165,7 +165,9 @@ def _remove_commit(place: Place, subject: Subject) -> Removed:
     def is_meant(commit: Commit) -> bool:
         if subject.save_id is not None:
             return commit.save_id == subject.save_id
-        return subject.fingerprint in (None, fingerprint_at(place))
+        if subject.fingerprint is not None:
+            return subject.fingerprint == fingerprint_at(place)
+        return _is_older(marks_of(place.store.list()), subject)
 
     return remove_checkpoint(place.store, time.time(), is_meant=is_meant)
 
@@ -182,7 +184,11 @@ def _weights(place: Place, subject: Subject) -> list[tuple[str, int]] | None:
         return None
     marks = [info for name, info in listing.items() if name == place.file]
     marks = marks if place.file is not None else marks_of(listing.values())
-    if subject.fingerprint not in (None, fingerprint_of(marks)):
+    if subject.fingerprint is None:
+        is_meant = _is_older(marks, subject)
+    else:
+        is_meant = subject.fingerprint == fingerprint_of(marks)
+    if not is_meant:
         return []
     try:
         names = list(index_at(place).files)
@@ -190,6 +196,12 @@ def _weights(place: Place, subject: Subject) -> list[tuple[str, int]] | None:
         names = [info.name for info in marks]
     indexes = [name for name in listing if name.endswith(_INDEX_ENDING)] if place.file is None else []
     return [(name, listing[name].size_bytes) for name in dict.fromkeys([*indexes, *names]) if name in listing]
+
+
+def _is_older(marks: Sequence[FileInfo], subject: Subject) -> bool:
+    """Whether nothing was written since it was deleted: all that tells, where nothing else is known of it."""
+    newest = max((info.modified_seconds for info in marks), default=0.0)
+    return subject.deleted_seconds is not None and newest <= subject.deleted_seconds
 
 
 def _remove_files(store: Store, files: Sequence[tuple[str, int]]) -> Removed:

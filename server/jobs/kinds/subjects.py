@@ -48,6 +48,7 @@ class Subject:
     bytes: int
     save_id: str | None
     fingerprint: str | None
+    deleted_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; ``Subject(**data)`` is the inverse."""
@@ -83,6 +84,7 @@ def find_subject(
         bytes=found.bytes,
         save_id=found.save_id,
         fingerprint=found.fingerprint,
+        deleted_seconds=found.deleted_seconds,
     )
 
 
