@@ -79,7 +79,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 
     # the catalog converted by itself what was released, and gave it to its client
     assert (root / "checkpoints" / "exports" / "step-00000008" / "model.safetensors").exists()
-    assert len(re.findall(r"downloaded, .*: all [0-9]+ tensors", output)) == 2
+    assert len(re.findall(r"downloaded,[^:]*:\s+all\s+[0-9]+\s+tensors", output)) == 2
 
     # what is left: four committed checkpoints, and no process
     committed = [path.name for path in sorted((root / "checkpoints" / "run").iterdir())]

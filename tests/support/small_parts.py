@@ -1,26 +1,13 @@
-"""The service's own kinds of jobs, with conversions in parts of 1 MiB: many tasks without much to write."""
+"""The service's own kinds of jobs, with conversions in parts of 1 MiB: many tasks without much to write.
+
+For processes of their own (`tests.support.small_parts_worker`): to import it changes all conversions.
+"""
 
 from __future__ import annotations
 
-import signal
-import threading
-from typing import Final
-
 from dcp.conversion import stages, tasks
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger import Backoff
-from dcp.server.jobs.worker import Worker
-from dcp.server.settings import Settings
 
-__all__ = ["KINDS", "SMALL_KINDS", "serve"]
-
-SMALL_KINDS: Final = "tests.support.small_parts:KINDS"
+__all__ = ["KINDS"]
 
 stages.PART_BYTES = tasks.TASK_BYTES = 1 << 20  # type: ignore[misc]  # here only
-
-
-def serve(settings: Settings) -> None:
-    """Be a worker with all its periodic work, until SIGTERM."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    Worker(settings, kinds=SMALL_KINDS, backoff=Backoff(0.05, 0.2)).run(stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from tests.support.databases import MakeDatabase
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with one checkpoint."""
+    """A root with one checkpoint, old enough to be told from another by its files' times."""
     folder = tmp_path_factory.mktemp("findings")
     dcp.save({"a": torch.ones(3), "b": torch.zeros(2)}, checkpoint_id=folder / "main" / "run" / "step-1")
+    for path in (folder / "main" / "run" / "step-1").iterdir():
+        os.utime(path, (1_700_000_000, 1_700_000_000))
     return folder
 
 

@@ -25,12 +25,12 @@ from dcp.server.jobs.states import FINAL_STATES
 from tests.support.job_workers import HANG_SECONDS, until
 from tests.support.kind_runs import KindRuns
 from tests.support.s3 import raw_s3
-from tests.support.small_parts import serve
+from tests.support.small_parts_worker import serve
 
 _ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
 _STATE = {f"t{number}": torch.full((1 << 18,), float(number)) for number in range(12)}  # 12 MiB
 _processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.support.small_parts"])
+_processes.set_forkserver_preload(["tests.support.small_parts", "tests.support.small_parts_worker"])
 
 
 def make(database: Database, tmp_path: Path, roots: dict[str, Any]) -> KindRuns:
