@@ -49,7 +49,10 @@ def measure(starts: int, requests: int, folder: Path) -> dict[str, Any]:
             [sys.executable, "-m", "dcp", "serve", "--port", str(port)],
             cwd=folder,
             stderr=subprocess.DEVNULL,
-            env={name: value for name, value in os.environ.items() if not name.startswith("DCP_")},
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("DCP_")},
+                "DCP_SERVER_RATE_LIMIT": "1000000/second",  # requests come as fast as they are answered
+            },
         )
         try:
             _first_answer(port, server)
