@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -38,8 +38,9 @@ class CatalogAct:
         self._place = work.place
         self._narrator = narrator
 
-    def tell(self, digests: dict[str, str]) -> None:
-        """``digests`` are of what the last step of the job "run" has saved."""
+    def tell(self, digests: dict[str, str], losses: Mapping[int, float]) -> None:
+        """``digests`` are of what the last step of the job "run" has saved, ``losses`` by step those of the
+        job "uninterrupted"."""
         self._narrator.chapter("Serve all of it as a catalog")
         told = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
         self._narrator.say(
@@ -51,7 +52,7 @@ class CatalogAct:
             # with a transport of its own no proxy is asked for what is on this machine
             with Client(service.url, transport=httpx.HTTPTransport()) as client:
                 try:
-                    self._find(client)
+                    self._find(client, losses)
                     self._verify(client)
                     self._convert(client, digests)
                 except ClientError as error:
@@ -59,7 +60,7 @@ class CatalogAct:
             status = service.stop()
         self._narrator.check("it ended in good order", status == 0, f"exit status {status}")
 
-    def _find(self, client: Client) -> None:
+    def _find(self, client: Client, losses: Mapping[int, float]) -> None:
         client.wait(client.scan(ROOT_NAME), timeout_seconds=_WAIT_SECONDS)
         found = {one.key for one in client.checkpoints(root=ROOT_NAME)}
         every = self._work.save_every
@@ -73,12 +74,11 @@ class CatalogAct:
         claim = f"a scan finds all {len(there)} committed checkpoints, and nothing else"
         self._narrator.check(claim, found == there, f"{sorted(found ^ there)[:3]}")
         best = client.checkpoints(root=ROOT_NAME, run="uninterrupted", sort="metric:loss").first()
-        metrics = (
-            "none" if best is None else f"{best.name}, loss {best.metrics.get('loss', float('nan')):.3f}"
-        )
+        lowest = min(steps, key=lambda step: losses[step])
         self._narrator.check(
-            f"the one of lowest loss of the uninterrupted job: {metrics}",
-            best is not None and best.step == self._work.steps,
+            f"the one of lowest loss of the uninterrupted job: step {lowest}, loss {losses[lowest]:.3f}",
+            best is not None and (best.step, best.metrics.get("loss")) == (lowest, losses[lowest]),
+            f"not {best}",
         )
 
     def _verify(self, client: Client) -> None:

@@ -59,7 +59,7 @@ class Story:
         self.use_the_command_line()
         self.flip_a_bit()
         self.read_with_stock_torch(reference, resumed)
-        self.serve_a_catalog(resumed)
+        self.serve_a_catalog(reference, resumed)
 
     # -- chapters --------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Story:
         )
         self._show_damaged(result)
 
-    def serve_a_catalog(self, resumed: dict[int, JobOutcome]) -> None:
+    def serve_a_catalog(self, reference: JobOutcome, resumed: dict[int, JobOutcome]) -> None:
         """All of it once more, as a team sees it."""
         if any(find_spec(name) is None for name in ("fastapi", "httpx", "sqlalchemy")):
             self.narrator.chapter("The catalog is not shown")
@@ -255,7 +255,8 @@ class Story:
             return
         from dcp.demo.catalog import CatalogAct  # only here: training is shown without these packages, too
 
-        CatalogAct(self.work, self.narrator).tell(resumed[2].digests(f"saved-{self.work.steps}"))
+        digests = resumed[2].digests(f"saved-{self.work.steps}")
+        CatalogAct(self.work, self.narrator).tell(digests, reference.losses)
 
     # -- what chapters share ---------------------------------------------------------------------------------
 
