@@ -126,7 +126,7 @@ def test_progress_is_told_while_a_task_runs(database: Database, tmp_path: Path) 
         (tmp_path / "go").touch()
         until(lambda: done_bytes() == 100, "the second task")
         cancel(database, job_id)
-        wait_for_end(database, job_id)
+        assert wait_for_end(database, job_id).state == "cancelled"
 
 
 def test_the_higher_priority_goes_first(database: Database, tmp_path: Path) -> None:
