@@ -52,6 +52,17 @@ from dcp.server.client.models import (
     TreeNode,
     Verification,
 )
+from dcp.server.client.models_admin import (
+    Delivery,
+    Key,
+    NewKey,
+    RetentionDecision,
+    RetentionPolicy,
+    RetentionPreview,
+    Rule,
+    Webhook,
+    WebhookSecret,
+)
 
 __all__ = [
     "Alias",
@@ -65,6 +76,7 @@ __all__ = [
     "Client",
     "ClientError",
     "ConflictError",
+    "Delivery",
     "Diff",
     "DownloadError",
     "DownloadQuery",
@@ -77,7 +89,9 @@ __all__ = [
     "JobEvent",
     "JobFailedError",
     "JobTask",
+    "Key",
     "Lineage",
+    "NewKey",
     "NotFoundError",
     "Pages",
     "PreconditionFailedError",
@@ -87,7 +101,11 @@ __all__ = [
     "RangeError",
     "RankShare",
     "Registered",
+    "RetentionDecision",
+    "RetentionPolicy",
+    "RetentionPreview",
     "Root",
+    "Rule",
     "Run",
     "ShardedTensor",
     "Statistics",
@@ -100,4 +118,6 @@ __all__ = [
     "UnprocessableError",
     "Verification",
     "WaitTimeoutError",
+    "Webhook",
+    "WebhookSecret",
 ]

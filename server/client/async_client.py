@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 import anyio
 
 from dcp.server.client import calls
-from dcp.server.client.async_connection import AsyncConnection, AsyncPages
+from dcp.server.client.async_admin import AsyncAdministration
+from dcp.server.client.async_connection import AsyncPages
 from dcp.server.client.calls import CheckpointQuery, DownloadQuery
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncClient"]
 
 
-class AsyncClient(AsyncConnection):
+class AsyncClient(AsyncAdministration):
     """As `dcp.server.client.Client`, awaited::
 
     async with AsyncClient("https://catalog:8470", key="dcp_...") as client:
@@ -350,6 +351,6 @@ class AsyncClient(AsyncConnection):
         body: Any = None,
         etag: str | None = None,
     ) -> Any:
-        """A request for which there is no method, such as ``request("GET", "/webhooks")``: the JSON of the
+        """A request for which there is no method, such as ``request("GET", "/audit")``: the JSON of the
         answer."""
         return await self._send(calls.plain(method, path, params or {}, body, etag))

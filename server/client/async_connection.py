@@ -53,7 +53,7 @@ class AsyncPages(Generic[T]):
                 yield item
 
     async def pages(self) -> AsyncIterator[list[T]]:
-        """Page after page."""
+        """Page after page; where the service searches for long, some are short or empty."""
         cursor: str | None = None
         while True:
             page = await self._fetch(calls.calls_of_page(self._call, self._page_size, cursor))
@@ -63,9 +63,10 @@ class AsyncPages(Generic[T]):
                 return
 
     async def first(self) -> T | None:
-        """The first item, by a request for no more than that."""
-        page = await self._fetch(calls.calls_of_page(self._call, 1, None))
-        return page.items[0] if page.items else None
+        """The first item, by requests for no more than that."""
+        async for item in AsyncPages(self._fetch, self._call, 1):
+            return item
+        return None
 
     async def all(self) -> list[T]:
         """All of them."""

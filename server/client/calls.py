@@ -16,7 +16,19 @@ from dcp.server.client import models
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
 
-__all__ = ["API", "Call", "CheckpointQuery", "DownloadQuery", "PagedCall", "calls_of_page"]
+__all__ = [
+    "API",
+    "Call",
+    "CheckpointQuery",
+    "DownloadQuery",
+    "PagedCall",
+    "calls_of_page",
+    "if_match",
+    "many",
+    "nothing",
+    "one",
+    "params",
+]
 
 API = "/api/v1"
 
@@ -63,7 +75,10 @@ class DownloadQuery(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request; ``parse`` makes of the JSON of its answer (None if it has no body) what is returned."""
+    """One request; ``parse`` makes of the JSON of its answer (None if it has no body) what is returned.
+
+    ``only_reads``: a POST that changes nothing. ``has_secret``: the answer does, and is given once only.
+    """
 
     method: str
     path: str
@@ -71,20 +86,23 @@ class Call(Generic[T]):
     params: Params = ()
     body: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    only_reads: bool = False
+    has_secret: bool = False
 
     @property
     def is_repeatable(self) -> bool:
         """Whether it may be sent again although the first one may have been carried out."""
-        return "If-Match" not in self.headers
+        return "If-Match" not in self.headers and not self.has_secret
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCall(Generic[T]):
-    """Requests for page after page of a list."""
+    """Requests for page after page of a list; with a ``body`` they are POSTs, which change nothing."""
 
     path: str
     item: Callable[[Any], T]
     params: Params = ()
+    body: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +120,9 @@ def calls_of_page(paged: PagedCall[T], limit: int, cursor: str | None) -> Call[P
         items, more = _items(document), document.get("next_cursor")
         return Page([paged.item(item) for item in items], more if isinstance(more, str) else None)
 
-    return Call("GET", paged.path, parse, (*paged.params, *params(limit=limit, cursor=cursor)))
+    query = (*paged.params, *params(limit=limit, cursor=cursor))
+    method = "GET" if paged.body is None else "POST"
+    return Call(method, paged.path, parse, query, paged.body, only_reads=True)
 
 
 def params(**values: Any) -> Params:
@@ -132,19 +152,22 @@ def _items(document: Any) -> list[Any]:
     return items
 
 
-def _one(kind: type[T]) -> Callable[[Any], T]:
+def one(kind: type[T]) -> Callable[[Any], T]:
+    """Parses an answer that is one of ``kind``."""
     return partial(decode, kind)
 
 
-def _many(kind: type[T]) -> Callable[[Any], list[T]]:
+def many(kind: type[T]) -> Callable[[Any], list[T]]:
+    """Parses an answer that has ``items``, all of them."""
     return lambda document: [decode(kind, item) for item in _items(document)]
 
 
-def _none(document: Any) -> None:
-    return None
+def nothing(document: Any) -> None:
+    """Parses an answer without a body."""
 
 
-def _match(etag: str | None) -> dict[str, str]:
+def if_match(etag: str | None) -> dict[str, str]:
+    """The header that lets a change be refused if it is not that version any more."""
     if etag is None:
         return {}
     return {"If-Match": etag if etag == "*" or etag.startswith('"') else f'"{etag}"'}
@@ -156,27 +179,27 @@ def _label(name: str) -> str:
 
 # -- the catalog ---------------------------------------------------------------------------------------------
 
-_DETAIL = _one(models.CheckpointDetail)
+_DETAIL = one(models.CheckpointDetail)
 
 
 def roots() -> Call[list[models.Root]]:
-    return Call("GET", "/roots", _many(models.Root))
+    return Call("GET", "/roots", many(models.Root))
 
 
 def root(name: str) -> Call[models.Root]:
-    return Call("GET", f"/roots/{quote(name, safe='')}", _one(models.Root))
+    return Call("GET", f"/roots/{quote(name, safe='')}", one(models.Root))
 
 
 def runs(root: str | None, contains: str | None, glob: str | None, sort: str) -> PagedCall[models.Run]:
-    return PagedCall("/runs", _one(models.Run), params(root=root, contains=contains, glob=glob, sort=sort))
+    return PagedCall("/runs", one(models.Run), params(root=root, contains=contains, glob=glob, sort=sort))
 
 
 def run(run_id: int) -> Call[models.Run]:
-    return Call("GET", f"/runs/{run_id}", _one(models.Run))
+    return Call("GET", f"/runs/{run_id}", one(models.Run))
 
 
 def checkpoints(query: CheckpointQuery) -> PagedCall[models.Checkpoint]:
-    return PagedCall("/checkpoints", _one(models.Checkpoint), params(**query))
+    return PagedCall("/checkpoints", one(models.Checkpoint), params(**query))
 
 
 def checkpoint(checkpoint_id: int) -> Call[models.CheckpointDetail]:
@@ -185,11 +208,11 @@ def checkpoint(checkpoint_id: int) -> Call[models.CheckpointDetail]:
 
 def register(body: Mapping[str, Any]) -> Call[models.Registered]:
     given = {name: value for name, value in body.items() if value is not None}
-    return Call("POST", "/checkpoints", _one(models.Registered), body=given)
+    return Call("POST", "/checkpoints", one(models.Registered), body=given)
 
 
 def lineage(checkpoint_id: int) -> Call[models.Lineage]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/lineage", _one(models.Lineage))
+    return Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
 
 
 # -- labels --------------------------------------------------------------------------------------------------
@@ -197,26 +220,26 @@ def lineage(checkpoint_id: int) -> Call[models.Lineage]:
 
 def tag(method: str, checkpoint_id: int, name: str, etag: str | None) -> Call[models.CheckpointDetail]:
     path = f"/checkpoints/{checkpoint_id}/tags/{_label(name)}"
-    return Call(method, path, _DETAIL, headers=_match(etag))
+    return Call(method, path, _DETAIL, headers=if_match(etag))
 
 
 def pin(method: str, checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
-    return Call(method, f"/checkpoints/{checkpoint_id}/pin", _DETAIL, headers=_match(etag))
+    return Call(method, f"/checkpoints/{checkpoint_id}/pin", _DETAIL, headers=if_match(etag))
 
 
 def metrics(
     checkpoint_id: int, values: Mapping[str, float | None], etag: str | None
 ) -> Call[models.CheckpointDetail]:
     path = f"/checkpoints/{checkpoint_id}/metrics"
-    return Call("PATCH", path, _DETAIL, body={"metrics": dict(values)}, headers=_match(etag))
+    return Call("PATCH", path, _DETAIL, body={"metrics": dict(values)}, headers=if_match(etag))
 
 
 def aliases(run_id: int) -> Call[list[models.Alias]]:
-    return Call("GET", f"/runs/{run_id}/aliases", _many(models.Alias))
+    return Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
 
 
 def alias(run_id: int, name: str) -> Call[models.Alias]:
-    return Call("GET", f"/runs/{run_id}/aliases/{_label(name)}", _one(models.Alias))
+    return Call("GET", f"/runs/{run_id}/aliases/{_label(name)}", one(models.Alias))
 
 
 def set_alias(
@@ -224,38 +247,38 @@ def set_alias(
 ) -> Call[models.Alias]:
     body = {"checkpoint_id": checkpoint_id, "is_protected": is_protected}
     path = f"/runs/{run_id}/aliases/{_label(name)}"
-    return Call("PUT", path, _one(models.Alias), body=body, headers=_match(etag))
+    return Call("PUT", path, one(models.Alias), body=body, headers=if_match(etag))
 
 
 def delete_alias(run_id: int, name: str, etag: str) -> Call[None]:
-    return Call("DELETE", f"/runs/{run_id}/aliases/{_label(name)}", _none, headers=_match(etag))
+    return Call("DELETE", f"/runs/{run_id}/aliases/{_label(name)}", nothing, headers=if_match(etag))
 
 
 # -- what is in a checkpoint ---------------------------------------------------------------------------------
 
 
 def files(checkpoint_id: int) -> Call[list[models.File]]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/files", _many(models.File))
+    return Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))
 
 
 def tensors(
     checkpoint_id: int, glob: str | None, kind: str | None, dtype: str | None
 ) -> PagedCall[models.Tensor]:
     path = f"/checkpoints/{checkpoint_id}/tensors"
-    return PagedCall(path, _one(models.Tensor), params(glob=glob, kind=kind, dtype=dtype))
+    return PagedCall(path, one(models.Tensor), params(glob=glob, kind=kind, dtype=dtype))
 
 
 def tensor_tree(checkpoint_id: int, prefix: str) -> PagedCall[models.TreeNode]:
     path = f"/checkpoints/{checkpoint_id}/tensors/tree"
-    return PagedCall(path, _one(models.TreeNode), params(prefix=prefix))
+    return PagedCall(path, one(models.TreeNode), params(prefix=prefix))
 
 
 def shards(checkpoint_id: int, glob: str | None) -> PagedCall[models.ShardedTensor]:
-    return PagedCall(f"/checkpoints/{checkpoint_id}/shards", _one(models.ShardedTensor), params(glob=glob))
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards", one(models.ShardedTensor), params(glob=glob))
 
 
 def rank_shares(checkpoint_id: int) -> PagedCall[models.RankShare]:
-    return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", _one(models.RankShare))
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(models.RankShare))
 
 
 def diff_page(
@@ -279,12 +302,12 @@ def statistics_page(checkpoint_id: int, cursor: str | None) -> Call[tuple[models
 
 
 def verifications(checkpoint_id: int) -> Call[list[models.Verification]]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/verifications", _many(models.Verification))
+    return Call("GET", f"/checkpoints/{checkpoint_id}/verifications", many(models.Verification))
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
 
-_JOB = _one(models.Job)
+_JOB = one(models.Job)
 
 
 def submit(kind: str, job_params: Mapping[str, Any], priority: int) -> Call[models.Job]:
@@ -304,22 +327,22 @@ def job_action(job_id: int, action: str) -> Call[models.Job]:
 
 
 def job_tasks(job_id: int) -> PagedCall[models.JobTask]:
-    return PagedCall(f"/jobs/{job_id}/tasks", _one(models.JobTask))
+    return PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
 
 
 def plain(method: str, path: str, query: Mapping[str, Any], body: Any, etag: str | None) -> Call[Any]:
-    return Call(method, path, lambda document: document, params(**query), body, _match(etag))
+    return Call(method, path, lambda document: document, params(**query), body, if_match(etag))
 
 
 def delete(
     checkpoint_id: int, grace_seconds: float | None, etag: str | None
 ) -> Call[models.CheckpointDetail]:
     path, query = f"/checkpoints/{checkpoint_id}", params(grace_seconds=grace_seconds)
-    return Call("DELETE", path, _DETAIL, query, headers=_match(etag))
+    return Call("DELETE", path, _DETAIL, query, headers=if_match(etag))
 
 
 def restore(checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
-    return Call("POST", f"/checkpoints/{checkpoint_id}/restore", _DETAIL, headers=_match(etag))
+    return Call("POST", f"/checkpoints/{checkpoint_id}/restore", _DETAIL, headers=if_match(etag))
 
 
 def compute(checkpoint_id: int, what: str) -> Call[models.Job]:
@@ -331,12 +354,12 @@ def compute(checkpoint_id: int, what: str) -> Call[models.Job]:
 
 def tensor_data(checkpoint_id: int, fqn: str, slice: str | None, form: str) -> Call[None]:
     path = f"/checkpoints/{checkpoint_id}/tensors/data"
-    return Call("GET", path, _none, params(name=fqn, slice=slice, format=form))
+    return Call("GET", path, nothing, params(name=fqn, slice=slice, format=form))
 
 
 def download(checkpoint_id: int, query: DownloadQuery) -> Call[None]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/download", _none, params(**query))
+    return Call("GET", f"/checkpoints/{checkpoint_id}/download", nothing, params(**query))
 
 
 def download_file(checkpoint_id: int, name: str) -> Call[None]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/files/{quote(name, safe='')}", _none)
+    return Call("GET", f"/checkpoints/{checkpoint_id}/files/{quote(name, safe='')}", nothing)

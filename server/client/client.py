@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dcp.server.client import calls
+from dcp.server.client.admin import Administration
 from dcp.server.client.calls import CheckpointQuery, DownloadQuery
-from dcp.server.client.connection import Connection, Pages
+from dcp.server.client.connection import Pages
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.models import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Client"]
 
 
-class Client(Connection):
+class Client(Administration):
     """The service at ``url``; a context manager, safe to use from several threads::
 
         with Client("https://catalog:8470", key="dcp_...") as client:
@@ -344,6 +345,6 @@ class Client(Connection):
         body: Any = None,
         etag: str | None = None,
     ) -> Any:
-        """A request for which there is no method, such as ``request("GET", "/webhooks")``: the JSON of the
+        """A request for which there is no method, such as ``request("GET", "/audit")``: the JSON of the
         answer."""
         return self._send(calls.plain(method, path, params or {}, body, etag))

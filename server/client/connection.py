@@ -50,7 +50,7 @@ class Pages(Generic[T]):
             yield from page
 
     def pages(self) -> Iterator[list[T]]:
-        """Page after page."""
+        """Page after page; where the service searches for long, some are short or empty."""
         cursor: str | None = None
         while True:
             page = self._fetch(calls.calls_of_page(self._call, self._page_size, cursor))
@@ -60,9 +60,8 @@ class Pages(Generic[T]):
                 return
 
     def first(self) -> T | None:
-        """The first item, by a request for no more than that."""
-        page = self._fetch(calls.calls_of_page(self._call, 1, None))
-        return page.items[0] if page.items else None
+        """The first item, by requests for no more than that."""
+        return next(iter(Pages(self._fetch, self._call, 1)), None)
 
     def all(self) -> list[T]:
         """All of them."""

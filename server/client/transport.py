@@ -20,6 +20,8 @@ __all__ = ["Policy", "base_url_of", "error_of", "headers_of", "httpx_request", "
 T = TypeVar("T")
 
 _PASSING: Final = frozenset({429, 502, 503, 504})
+_LOST: Final = frozenset({502, 504})
+"""A proxy's: the service may have done what it was asked for."""
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _MAX_PROBLEM_BYTES: Final = 1 << 20
 _BEFORE_SENDING: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -39,6 +41,8 @@ class Policy:
         if isinstance(failure, ProblemError):
             asked = failure.retry_after_seconds or 0.0
             if failure.status not in _PASSING or asked > _LONGEST_PAUSE_SECONDS:
+                return None
+            if failure.status in _LOST and not call.is_repeatable:
                 return None
             return max(pause, asked)
         if isinstance(failure, _BEFORE_SENDING) or call.is_repeatable:
@@ -67,7 +71,7 @@ def headers_of(key: str | None) -> dict[str, str]:
 def httpx_request(client: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
     """The request of ``call``; one that changes something can be recognised when it comes twice."""
     headers = dict(call.headers)
-    if call.method == "POST":
+    if call.method == "POST" and not call.only_reads:
         headers["Idempotency-Key"] = uuid.uuid4().hex
     return client.build_request(
         call.method,

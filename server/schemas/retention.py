@@ -119,6 +119,7 @@ class PolicyAnswer(Answer):
     version: int
     created: str
     updated: str
+    etag: str = Field(description="For If-Match.")
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
@@ -135,6 +136,7 @@ class PolicyAnswer(Answer):
             version=policy.version,
             created=rfc3339(policy.created_seconds),
             updated=rfc3339(policy.updated_seconds),
+            etag=policy.etag,
         )
 
 

@@ -59,6 +59,7 @@ class RuleAnswer(Answer):
     version: int
     created: str
     updated: str
+    etag: str = Field(description="For If-Match.")
 
     @classmethod
     def of(cls, rule: Rule) -> Self:
@@ -73,6 +74,7 @@ class RuleAnswer(Answer):
             version=rule.version,
             created=rfc3339(rule.created_seconds),
             updated=rfc3339(rule.updated_seconds),
+            etag=rule.etag,
         )
 
 

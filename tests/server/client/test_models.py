@@ -10,10 +10,23 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dcp.server.client import models
+from dcp.server.client import models, models_admin
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
-from dcp.server.schemas import checkpoints, data, findings, jobs, labels, lineage, roots, runs
+from dcp.server.schemas import (
+    checkpoints,
+    data,
+    findings,
+    jobs,
+    keys,
+    labels,
+    lineage,
+    retention,
+    roots,
+    rules,
+    runs,
+    webhooks,
+)
 
 PAIRS = [
     (models.Root, roots.RootAnswer),
@@ -41,6 +54,15 @@ PAIRS = [
     (models.JobFailure, jobs.JobErrorAnswer),
     (models.JobTask, jobs.TaskAnswer),
     (models.Progress, jobs.ProgressAnswer),
+    (models_admin.Key, keys.KeyAnswer),
+    (models_admin.NewKey, keys.NewKeyAnswer),
+    (models_admin.Webhook, webhooks.WebhookAnswer),
+    (models_admin.WebhookSecret, webhooks.SecretAnswer),
+    (models_admin.Delivery, webhooks.DeliveryAnswer),
+    (models_admin.Rule, rules.RuleAnswer),
+    (models_admin.RetentionPolicy, retention.PolicyAnswer),
+    (models_admin.RetentionDecision, retention.DecisionAnswer),
+    (models_admin.RetentionPreview, retention.RunPreview),
 ]
 
 
