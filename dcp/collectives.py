@@ -327,15 +327,19 @@ class Ranks:
                 reporting_rank=self.rank,
             )
             failures = dict.fromkeys(lost.ranks or [-1], error)
+        except BaseException:  # an interrupt, or no memory for the others' messages: of this rank alone
+            self._give_up()
+            raise
         raise failure_of(step, failures, self.rank, None)
 
-    def _wait(self, work: Any) -> None:
-        try:
-            self._poll(work)
-        except (KeyboardInterrupt, SystemExit):  # else the others would learn of it by their timeout
+    def _give_up(self) -> None:
+        """Tell the others, who would else learn of it by their timeout."""
+        if self._channel is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._key}/abort", "1")
-            raise
+
+    def _wait(self, work: Any) -> None:
+        self._poll(work)
         try:
             work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
         except RuntimeError as error:
@@ -352,7 +356,7 @@ class Ranks:
             if now >= next_look:
                 next_look = now + _POLL_STORE_SECONDS
                 if self._store_says_aborted():
-                    self._lost("another rank reported a broken connection, or was interrupted")
+                    self._lost("another rank gave up, or reported a broken connection")
             if self._blocks:
                 # Asking again and again would keep the core from the rank that is waited for.
                 with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then

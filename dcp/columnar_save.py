@@ -104,12 +104,17 @@ class ColumnarSave:
 
     def _run_together(self) -> None:
         writer, ranks, begun = self._writer, self._ranks, time.perf_counter()
-        columns = None if self._cache is None else self._known_plan(self._cache)
-        if columns is None:
-            columns = self._received(ranks.reduce_scatter("plan", self._local_plan, self._global_plan))
+        known = None if self._cache is None else self._known_plan(self._cache)
+        reply = b""
+        if known is None:
+            reply = ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
         self.seconds["plan"] = time.perf_counter() - begun
+
+        def write() -> bytes:
+            return self._write(self._received(reply) if known is None else known).encode()
+
         try:
-            ranks.reduce_broadcast("write", lambda: self._write(columns).encode(), self._commit)
+            ranks.reduce_broadcast("write", write, self._commit)
         except BaseException as error:  # an interrupt, too, must not leave files behind
             # By the coordinator alone: by now every rank has reported to it, or was given up.
             if ranks.is_coordinator:

@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import threading
 import time
@@ -238,6 +239,43 @@ def test_an_interrupted_rank_does_not_keep_the_others() -> None:
         result = results[rank]
         assert isinstance(result, RankRaised), result
         assert result.facts["ranks"] == [1], result.message
+        assert result.seconds < 100
+
+
+def rank_without_memory(rank: int, world_size: int) -> str:
+    """Rank 0 has not the memory to take the others' messages, and lives on."""
+    ranks = Ranks(use_dist=True, timeout_seconds=120)
+    message = bytes(48 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+
+    def local() -> bytes:
+        if rank == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (60 << 20), limits[1]))
+        return message
+
+    try:
+        ranks.reduce_broadcast("probe", local, lambda parts: b"")
+    except (MemoryError, RuntimeError) as error:
+        if rank != 0:
+            raise
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        wait_for_others(rank, world_size)
+        return type(error).__name__
+    finally:
+        say_done(rank)
+    return "done"
+
+
+def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
+    """What is raised within an exchange, on one rank alone, ends the others' wait long before their
+    timeout."""
+    results = run_ranks(3, rank_without_memory, failures=True)
+    assert results[0] in ("MemoryError", "RuntimeError"), results[0]
+    for result in results[1:]:
+        assert isinstance(result, RankRaised), result
+        assert "CollectiveTimeoutError" in result.class_names
+        assert result.facts["ranks"] == [0], result.message
         assert result.seconds < 100
 
 
