@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
 from dcp.planners import load_planner
+from dcp.planners.boxes import row_products
 from dcp.planners.columns import LoadColumns
 from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
 from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches
@@ -322,13 +322,22 @@ class _ColumnarLoad:
         begun = time.perf_counter()
         planner, report, ranks = self._planner, self._report, self._ranks
         index = self._set_up(shared)
-        columns, dests = planner.create_load_columns(index)
+        columns, destinations = planner.create_load_columns(index)
         report.note_plan(planner)
         report.note_source(index)
-        request = _request(columns, dests)
+        request = ReadRequest(
+            columns.chunks,
+            columns.dests,
+            destinations,
+            columns.box_start,
+            columns.storage_offsets,
+            columns.dest_offsets,
+            columns.lengths,
+        )
         report.seconds["plan"] = time.perf_counter() - begun
         begun = time.perf_counter()
-        total = sum(dest.nbytes for dest in dests)
+        volumes = row_products(columns.lengths, columns.box_start)
+        total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
         with (
             reporting(self._progress, "read", total, show=ranks.is_coordinator) as on_bytes,
             self._reader.engine(index) as engine,
@@ -364,23 +373,3 @@ def _agree_on_patterns(ranks: list[bytes]) -> bytes:
     matches = [msgpack.unpackb(data) for data in ranks]
     check_matches([Matches(*fields) for fields in matches if fields is not None])
     return b""
-
-
-def _request(columns: LoadColumns, dests: list[Any]) -> ReadRequest:
-    starts = columns.box_start.tolist()
-    bounds = list(itertools.pairwise(starts))
-    boxes = [
-        [tuple(values[begin:end]) for begin, end in bounds]
-        for values in (
-            columns.storage_offsets.tolist(),
-            columns.dest_offsets.tolist(),
-            columns.lengths.tolist(),
-        )
-    ]
-    return ReadRequest(
-        chunks=columns.chunks.tolist(),
-        dests=[dests[number] for number in columns.dests.tolist()],
-        storage_offsets=boxes[0],
-        dest_offsets=boxes[1],
-        lengths=boxes[2],
-    )

@@ -25,6 +25,7 @@ from dcp.planners.per_rank import rank_key
 from dcp.planners.save_planner import _current_rank, flatten_sharded
 from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.torch_plans import index_from_metadata, read_items
+from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 
@@ -154,14 +155,14 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, list[torch.Tensor]]:
+    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, Destinations]:
         """(what to read, local tensors by destination number).
 
         The tensors are the state dict's own and may require grad. Raises one error with everything that does
         not fit (see `dcp.planners.load_plan.plan_load`).
         """
         columns, _, local = self._plan(index)
-        return columns, local.sources
+        return columns, Destinations.of(local.sources)
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""

@@ -1,12 +1,17 @@
-"""Where what is read goes: a request's tensors as runs, regions and boxes for the read engine."""
+"""Where what is read goes: a request's tensors as runs, regions and boxes for the read engine.
+
+Rows that are one run, in the file and in the memory of the destination, are found for all together, since
+there may be many thousands. What is left is looked at row by row.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,71 +22,232 @@ from dcp.storage.engine.read import ReadEngine, Unit
 from dcp.storage.engine.read_requests import Box, Region, Runs
 from dcp.storage.engine.read_worker import Worker
 from dcp.storage.errors import PlanError
-from dcp.storage.tensors import as_copied, is_addressable, narrow, slab_boxes, torch_dtype
+from dcp.storage.formats.index import Int64, starts
+from dcp.storage.tensors import as_copied, dtype_codes, is_addressable, narrow, slab_boxes, torch_dtype
 
-__all__ = ["ReadRequest", "classify"]
+__all__ = ["Destinations", "ReadRequest", "classify"]
 
 _STAGED_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class ReadRequest:
-    """What a rank wants, row by row: the box at ``storage_offsets[i]`` of extent ``lengths[i]`` of chunk
-    ``chunks[i]`` (a row of the index) goes to ``dest_offsets[i]`` of the local tensor ``dests[i]``."""
+@dataclass(frozen=True, eq=False)
+class Destinations:
+    """Local tensors to read into, and what is known of their memory.
 
-    chunks: Sequence[int] = ()
-    dests: Sequence[torch.Tensor] = ()
-    storage_offsets: Sequence[tuple[int, ...]] = ()
-    dest_offsets: Sequence[tuple[int, ...]] = ()
-    lengths: Sequence[tuple[int, ...]] = ()
+    ``is_plain``: C-contiguous in CPU memory, neither conjugated nor negated, so that bytes which are read to
+    ``pointers`` become the values; addresses of others are of no meaning. ``dtype_codes`` is 0 for a dtype
+    that no checkpoint has. Shapes are ragged: ``shape_start``, ``shape_values``.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    is_plain: npt.NDArray[np.bool_]
+    pointers: Int64
+    dtype_codes: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Destinations:
+        """Ask ``tensors``."""
+        is_plain = [is_addressable(tensor) and tensor.is_contiguous() for tensor in tensors]
+        addresses = [t.data_ptr() if plain else 0 for t, plain in zip(tensors, is_plain, strict=True)]
+        shapes = [tensor.shape for tensor in tensors]
+        return cls(
+            tensors,
+            np.array(is_plain, np.bool_),
+            np.array(addresses, np.int64),
+            dtype_codes(tensors),
+            starts([len(shape) for shape in shapes]),
+            np.fromiter(chain.from_iterable(shapes), np.int64),
+        )
+
+
+class _Row(NamedTuple):
+    chunk: int
+    dest: torch.Tensor
+    storage_offsets: tuple[int, ...]
+    dest_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadRequest:
+    """What a rank wants.
+
+    Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
+    index) to ``dest_offsets`` of the tensor number ``dests[i]`` of ``destinations``. Boxes are ragged, sliced
+    by ``box_start``.
+    """
+
+    chunks: Int64
+    dests: Int64
+    destinations: Destinations
+    box_start: Int64
+    storage_offsets: Int64
+    dest_offsets: Int64
+    lengths: Int64
+
+    @classmethod
+    def of_rows(
+        cls,
+        chunks: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        storage_offsets: Sequence[Sequence[int]],
+        dest_offsets: Sequence[Sequence[int]],
+        lengths: Sequence[Sequence[int]],
+    ) -> ReadRequest:
+        """A request row by row, with a tensor for each.
+
+        PlanError for a row whose offsets and lengths are of several dimensionalities.
+        """
+        ndims = [len(row) for row in lengths]
+        if any([len(row) for row in rows] != ndims for rows in (storage_offsets, dest_offsets)):
+            raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
+        flat = (
+            np.fromiter(chain.from_iterable(rows), np.int64)
+            for rows in (storage_offsets, dest_offsets, lengths)
+        )
+        return cls(
+            np.array(chunks, np.int64),
+            np.arange(len(tensors), dtype=np.int64),
+            Destinations.of(tensors),
+            starts(ndims),
+            *flat,
+        )
+
+    def rows(self, numbers: Int64) -> Iterator[_Row]:
+        """The rows ``numbers``, one by one."""
+        tensors, box_start = self.destinations.tensors, item_view(self.box_start)
+        for row in numbers.tolist():
+            box = slice(box_start[row], box_start[row + 1])
+            boxes = (self.storage_offsets[box], self.dest_offsets[box], self.lengths[box])
+            offsets, dest_offsets, lengths = (tuple(values.tolist()) for values in boxes)
+            yield _Row(int(self.chunks[row]), tensors[int(self.dests[row])], offsets, dest_offsets, lengths)
 
 
 def classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Region], list[Unit], list[Box]]:
     """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request: units, or
     boxes where the engine joins what it reads."""
-    index = engine.index
-    dtypes = {code: torch_dtype(code) for code in np.unique(index.dtype_codes).tolist()}
-    codes = item_view(index.dtype_codes)
-    chunks: list[int] = []
-    positions: list[int] = []
-    sizes_bytes: list[int] = []
-    addresses: list[int] = []
+    runs, others = _plain_runs(engine, request)
     regions: list[Region] = []
     units: list[Unit] = []
     staged: list[Box] = []
-    tensor_of, boxes = item_view(index.chunk_tensors), item_view(index.box_start)
-    flat_sizes = item_view(index.chunk_sizes)
-    columns = (request.chunks, request.dests, request.storage_offsets, request.dest_offsets, request.lengths)
-    for chunk, dest, offsets, dest_offsets, lengths in zip(*columns, strict=True):
-        target = dest if dest.shape == lengths else narrow(dest, dest_offsets, lengths)
-        contiguous = target.is_contiguous()
-        if not contiguous and torch._debug_has_internal_overlap(target) == 1:
-            fqn = index.fqns[tensor_of[chunk]]
-            raise PlanError(
-                f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "
-                "clone() of it",
-                fqn=fqn,
-            )
-        if target.dtype != dtypes[codes[tensor_of[chunk]]] or not is_addressable(target):
+    more: list[tuple[int, int, int, int]] = []
+    for row in request.rows(others):
+        chunk, _, offsets, _, lengths = row
+        target = _target(engine, row)
+        if target.dtype != torch_dtype(_dtype_code(engine, chunk)) or not is_addressable(target):
             if engine.joins:
                 staged.append(_staged_box(engine, chunk, offsets, lengths, target))
             else:
                 units.append(_staged(engine, chunk, offsets, lengths, target))
             continue
         itemsize = target.element_size()
-        if contiguous and not engine.payloads.is_permuted(chunk):
-            sizes = flat_sizes[boxes[chunk] : boxes[chunk + 1]].tolist()
-            position = _contiguous_position(sizes, offsets, lengths)
+        if target.is_contiguous() and not engine.payloads.is_permuted(chunk):
+            position = _contiguous_position(engine.index.box(chunk)[1], offsets, lengths)
             if position is not None:
-                chunks.append(chunk)
-                positions.append(position * itemsize)
-                sizes_bytes.append(target.nbytes)
-                addresses.append(target.data_ptr())
+                more.append((chunk, position * itemsize, target.nbytes, target.data_ptr()))
                 continue
         strides = tuple(stride * itemsize for stride in target.stride())
-        regions.append(Region(chunk, tuple(offsets), tuple(lengths), target.data_ptr(), strides))
-    runs = Runs(*(np.array(column, dtype=np.int64) for column in (chunks, positions, sizes_bytes, addresses)))
-    return runs, regions, units, staged
+        regions.append(Region(chunk, offsets, lengths, target.data_ptr(), strides))
+    return _joined(runs, more), regions, units, staged
+
+
+def _joined(runs: Runs, more: Sequence[tuple[int, int, int, int]]) -> Runs:
+    if not more:
+        return runs
+    columns = np.array(more, np.int64).T
+    whole = zip((getattr(runs, field.name) for field in fields(Runs)), columns, strict=True)
+    return Runs(*(np.concatenate(parts) for parts in whole))
+
+
+# -- all rows at once ----------------------------------------------------------------------------------------
+
+
+def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, Int64]:
+    """(rows that are one run in the payload and one in plain memory of the stored dtype, numbers of the
+    others)."""
+    index, memory = engine.index, request.destinations
+    chunks, dests, ndims = request.chunks, request.dests, np.diff(request.box_start)
+    tensors = index.chunk_tensors[chunks]
+    usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
+    usable &= ndims == np.diff(memory.shape_start)[dests]
+    usable &= ndims == index.ndims[tensors]
+    permuted = engine.payloads.permuted_chunks
+    if len(permuted):
+        usable &= ~np.isin(chunks, permuted)
+    is_run = np.zeros(len(chunks), np.bool_)
+    positions, places, volumes = (np.zeros(len(chunks), np.int64) for _ in range(3))
+    for ndim in np.unique(ndims[usable]).tolist():
+        rows = np.flatnonzero(usable & (ndims == ndim))
+        lengths = _matrix(request.lengths, request.box_start, rows, ndim)
+        stored = _runs_of(
+            _matrix(index.chunk_sizes, index.box_start, chunks[rows], ndim),
+            _matrix(request.storage_offsets, request.box_start, rows, ndim),
+            lengths,
+        )
+        local = _runs_of(
+            _matrix(memory.shape_values, memory.shape_start, dests[rows], ndim),
+            _matrix(request.dest_offsets, request.box_start, rows, ndim),
+            lengths,
+        )
+        is_run[rows] = stored.is_run & local.is_run
+        positions[rows], places[rows] = stored.positions, local.positions
+        volumes[rows] = lengths.prod(axis=1)
+    found = np.flatnonzero(is_run)
+    itemsizes = index.itemsizes[tensors[found]]
+    runs = Runs(
+        chunks=chunks[found],
+        payload_positions=positions[found] * itemsizes,
+        sizes_bytes=volumes[found] * itemsizes,
+        addresses=memory.pointers[dests[found]] + places[found] * itemsizes,
+    )
+    return runs, np.flatnonzero(~is_run)
+
+
+def _matrix(values: Int64, start: Int64, rows: Int64, ndim: int) -> Int64:
+    """The ragged rows ``rows`` of (values, start), all of length ``ndim``."""
+    matrix: Int64 = values[start[rows][:, None] + np.arange(ndim, dtype=np.int64)]
+    return matrix
+
+
+class _Places(NamedTuple):
+    is_run: npt.NDArray[np.bool_]
+    positions: Int64
+
+
+def _runs_of(sizes: Int64, offsets: Int64, lengths: Int64) -> _Places:
+    """By box in a C-ordered array of ``sizes``: whether it is one run of elements, and the first one's place.
+
+    All are (boxes, dimensions). Boxes that are empty, or reach outside of their array, are none here.
+    """
+    is_full = lengths == sizes
+    full_behind, steps = np.ones_like(is_full), np.ones_like(sizes)
+    full_behind[:, :-1] = np.logical_and.accumulate(is_full[:, :0:-1], axis=1)[:, ::-1]
+    steps[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    inside = (offsets >= 0) & (lengths > 0) & (lengths <= sizes - offsets)
+    is_run = (inside & (full_behind | (lengths == 1))).all(axis=1)
+    return _Places(is_run, (offsets * steps).sum(axis=1))
+
+
+# -- row by row ----------------------------------------------------------------------------------------------
+
+
+def _dtype_code(engine: ReadEngine, chunk: int) -> int:
+    return int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])])
+
+
+def _target(engine: ReadEngine, row: _Row) -> torch.Tensor:
+    """The part of the row's tensor that is read into."""
+    target = row.dest if row.dest.shape == row.lengths else narrow(row.dest, row.dest_offsets, row.lengths)
+    if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:
+        fqn = engine.index.fqns[int(engine.index.chunk_tensors[row.chunk])]
+        raise PlanError(
+            f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "
+            "clone() of it",
+            fqn=fqn,
+        )
+    return target
 
 
 def _contiguous_position(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
@@ -127,7 +293,7 @@ def _staged_box(
 
 def _as_stored(engine: ReadEngine, chunk: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
     """``target`` and the stored dtype, both as bytes where nothing is converted and an element is one."""
-    saved = torch_dtype(int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])]))
+    saved = torch_dtype(_dtype_code(engine, chunk))
     if target.dtype != saved:
         return target, saved
     target = as_copied(target.detach())

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.destinations import ReadRequest, classify
+from dcp.storage.destinations import Destinations, ReadRequest, classify
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import ReadStats, Verify
 from dcp.storage.errors import (
@@ -42,7 +42,7 @@ from dcp.storage.tensors import finish_device_work
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import is_supported
 
-__all__ = ["FileSystemReader", "ReadRequest", "uses_columns"]
+__all__ = ["Destinations", "FileSystemReader", "ReadRequest", "uses_columns"]
 
 _BATCH_BYTES = 256 << 20
 """A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
@@ -189,12 +189,12 @@ class FileSystemReader(StorageReader):
                 targets = [_target(planner, item) for item in batch]
                 self._read(
                     engine,
-                    ReadRequest(
+                    ReadRequest.of_rows(
                         [chunk_rows.find(item) for item in batch],
                         targets,
-                        [tuple(item.storage_offsets) for item in batch],
+                        [item.storage_offsets for item in batch],
                         [(0,) * target.dim() for target in targets],
-                        [tuple(item.lengths) for item in batch],
+                        [item.lengths for item in batch],
                     ),
                 )
                 for item, target in zip(batch, targets, strict=True):
@@ -268,7 +268,7 @@ class FileSystemReader(StorageReader):
         before = ReadStats(**vars(engine.stats))
         runs, regions, units, boxes = classify(engine, request)
         if units or boxes:
-            finish_device_work(request.dests)
+            finish_device_work(request.destinations.tensors)
         engine.run(runs, regions, units, boxes)
         after = engine.stats
         self.stats.add(

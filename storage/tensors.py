@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dcp.storage.engine.memory import view
@@ -14,6 +16,7 @@ __all__ = [
     "as_copied",
     "byte_pieces",
     "dtype_code",
+    "dtype_codes",
     "finish_device_work",
     "is_addressable",
     "narrow",
@@ -46,6 +49,11 @@ def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
     if code is None:
         raise PlanError(f"tensor {fqn!r} has dtype {dtype}, which a checkpoint cannot hold", fqn=fqn)
     return code
+
+
+def dtype_codes(tensors: Iterable[torch.Tensor]) -> npt.NDArray[np.uint8]:
+    """The format code of each tensor's dtype; 0 where a checkpoint cannot hold it."""
+    return np.array([_CODE_BY_TORCH.get(tensor.dtype, 0) for tensor in tensors], np.uint8)
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.edges import MAX_RECORDS, Edges
 from dcp.storage.engine.memory import item_view
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.formats.record_reader import locate_payload
 
 if TYPE_CHECKING:
@@ -60,6 +62,11 @@ class Payloads:
         """Whether the payload is stored in another way than C order."""
         return chunk in self._orders or chunk in self._index.payload_strides
 
+    @property
+    def permuted_chunks(self) -> Int64:
+        """Those of the resolved chunks that `is_permuted` holds for."""
+        return np.array([*self._orders, *self._index.payload_strides], np.int64)
+
     def order(self, chunk: int) -> tuple[int, ...] | None:
         """Dimensions from slowest to fastest where a foreign record has them dense, but not in C order."""
         return self._orders.get(chunk)
@@ -78,11 +85,11 @@ class Payloads:
         order = self._orders.get(chunk) or tuple(range(len(sizes)))
         return order, c_strides([sizes[d] for d in order], itemsize)
 
-    def resolve(self, chunks: Iterable[int]) -> None:
+    def resolve(self, chunks: Int64) -> None:
         """Open the records of those ``chunks`` whose payload offset is not known yet."""
         if not self._foreign:
             return
-        unknown = [chunk for chunk in dict.fromkeys(chunks) if self._offset_view[chunk] == UNKNOWN]
+        unknown = np.unique(chunks[self.offsets[chunks] == UNKNOWN]).tolist()
         if self._fetch is None:
             for chunk in unknown:
                 self._open_record(chunk, partial(_pread, self._handle(int(self._index.chunk_files[chunk]))))

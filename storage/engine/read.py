@@ -15,7 +15,7 @@ import ctypes
 import math
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +32,7 @@ from dcp.storage.engine.read_requests import Box, ReadStats, Region, Runs, Verif
 from dcp.storage.engine.read_worker import MAX_SPAN_BYTES, Worker
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.stores.base import ReadHandle, Store
 
 __all__ = ["ReadEngine", "Unit"]
@@ -80,12 +80,13 @@ class ReadEngine:
             handle.close()
         self._handles.clear()
 
-    def resolve(self, chunks: Sequence[int]) -> None:
+    def resolve(self, chunks: Sequence[int] | Int64) -> None:
         """Find the payloads of ``chunks`` where the index does not say where they are."""
+        rows = np.asarray(chunks, np.int64)
         with self._missing_is_damage():
             if self.joins:
-                self._open_all({int(self.index.chunk_files[chunk]) for chunk in chunks})
-            self.payloads.resolve(chunks)
+                self._open_all(np.unique(self.index.chunk_files[rows]))
+            self.payloads.resolve(rows)
 
     def run(
         self, runs: Runs, regions: Sequence[Region], extra: Sequence[Unit] = (), boxes: Sequence[Box] = ()
@@ -99,7 +100,8 @@ class ReadEngine:
             raise PlanError(f"{self.store.url} is read by units, not by boxes")
         wanted: list[Region | Box] = [*regions, *boxes]
         with self._missing_is_damage():
-            self.resolve([*runs.chunks.tolist(), *(box.chunk for box in wanted)])
+            boxed = np.array([box.chunk for box in wanted], np.int64)
+            self.resolve(np.concatenate([runs.chunks, boxed]))
             needed = int(runs.sizes_bytes.sum())
             needed += sum(math.prod(box.lengths) * self.itemsize(box.chunk) for box in wanted)
             self.stats.bytes_needed += needed
@@ -139,10 +141,10 @@ class ReadEngine:
         requests, _ = join(pieces, self.profile, self.profile.request_bytes)
         self._execute([partial(scatter.carry_out, request) for request in requests], None)
 
-    def _open_all(self, files: Iterable[int]) -> None:
+    def _open_all(self, files: Int64) -> None:
         """Open those of ``files`` at once that take a request, because the index does not know their size."""
-        sizes = self.index.file_sizes
-        unknown = [file for file in sorted(files) if sizes[file] == UNKNOWN and file not in self._handles]
+        unsized = files[self.index.file_sizes[files] == UNKNOWN]
+        unknown = [file for file in unsized.tolist() if file not in self._handles]
         if len(unknown) > 1:
             self._execute([partial(_open_unit, file) for file in unknown], None)
 

@@ -319,7 +319,7 @@ def test_runs_inside_of_others_are_read_whole(tmp_path: Path, verify: Any) -> No
     reader = FileSystemReader(tmp_path, verify=verify)
     whole, part = torch.zeros(4000, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
     with reader.engine(reader.read_index()) as engine:
-        request = ReadRequest([0, 1], [whole, part], [(0,), (100,)], [(0,), (0,)], [(4000,), (10,)])
+        request = ReadRequest.of_rows([0, 1], [whole, part], [(0,), (100,)], [(0,), (0,)], [(4000,), (10,)])
         reader.read_request(engine, request)
     assert torch.equal(whole, stored[:4000])
     assert torch.equal(part, stored[100:110])
@@ -370,6 +370,6 @@ def test_blocks_of_a_payload_read_in_part_do_not_count_as_verified(tmp_path: Pat
     index = reader.read_index()
     target = torch.zeros(2 << 20)
     with reader.engine(index) as engine:
-        reader.read_request(engine, ReadRequest([0], [target], [(0,)], [(0,)], [(2 << 20,)]))
+        reader.read_request(engine, ReadRequest.of_rows([0], [target], [(0,)], [(0,)], [(2 << 20,)]))
         assert (engine.stats.blocks_verified, engine.stats.blocks_unverified) == (0, 2)
     assert torch.equal(target, stored[: 2 << 20])

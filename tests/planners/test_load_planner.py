@@ -209,11 +209,11 @@ def test_partial_loads_report_what_was_missing() -> None:
     """allow_partial_load passes over missing keys and tells them; unexpected ones are told anyway."""
     index = index_of({"w": torch.zeros(2), "old": 1})
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    columns, dests = columns_of(planner, {"w": torch.zeros(2), "new": torch.zeros(3), "lr": 1}, index)
+    columns, destinations = columns_of(planner, {"w": torch.zeros(2), "new": torch.zeros(3), "lr": 1}, index)
     assert planner.missing_keys == ("new", "lr")
     assert planner.unexpected_keys == ("old",)
     assert columns.dests.tolist() == [0]
-    assert len(dests) == 2
+    assert len(destinations.tensors) == 2
 
 
 def test_stored_classes_need_the_callers_word(tmp_path: Path) -> None:
@@ -251,9 +251,9 @@ def test_per_rank_values_are_taken_by_their_rank() -> None:
     planner = DefaultLoadPlanner()
     planner.rank = 1
     values = {"rng": PerRank(torch.zeros(2)), "pos": PerRank(0)}
-    columns, dests = columns_of(planner, values, index)
+    columns, destinations = columns_of(planner, values, index)
     assert index.chunk_tensors[columns.chunks].tolist() == [index.position["rng.rank-1"]]
-    assert dests[0] is values["rng"].value
+    assert destinations.tensors[0] is values["rng"].value
     assert columns.object_fqns == ["pos.rank-1"]
     planner.store_object("pos.rank-1", 5)
     assert values["pos"].value == 5

@@ -37,11 +37,11 @@ def index_of(values: dict[str, Any], *, world_size: int | None = None) -> Checkp
 def chosen(planner: DefaultLoadPlanner, values: dict[str, Any], index: CheckpointIndex) -> dict[str, str]:
     """The stored names that ``values`` are loaded from, by the state dict's."""
     planner.set_up_planner(values)
-    columns, dests = planner.create_load_columns(index)
+    columns, destinations = planner.create_load_columns(index)
     flat = {id(tensor): fqn for fqn, tensor in planner.state_dict.items()}
     tensors = index.chunk_tensors[columns.chunks].tolist()
     names = {
-        flat[id(dests[dest])]: index.fqns[tensor]
+        flat[id(destinations.tensors[dest])]: index.fqns[tensor]
         for dest, tensor in zip(columns.dests.tolist(), tensors, strict=True)
     }
     objects = [index.objects.fqns[row] for row in columns.objects.tolist()]
@@ -350,9 +350,9 @@ def test_values_wait_for_the_load_to_succeed() -> None:
     planner, state = resuming(1, 2, per_rank="keep")
     planner.stores_later = True
     planner.set_up_planner(state)
-    _, dests = planner.create_load_columns(two_ranks(2))
+    _, destinations = planner.create_load_columns(two_ranks(2))
     own = state["loader"].value
-    for dest in dests:
+    for dest in destinations.tensors:
         dest.fill_(7)
     planner.store_object("loader.rank-1.pos", 7)
     assert own["pos"] == -1

@@ -194,7 +194,7 @@ def test_parts_of_one_chunk_for_several_tensors_are_compared_together() -> None:
     parts = [torch.zeros(n, 1000) for n in (701, 1299, 1000)]
     offsets = [(0, 0), (701, 0), (2000, 0)]
     with reader.engine(index) as engine:
-        request = ReadRequest([0] * 3, parts, offsets, [(0, 0)] * 3, [tuple(p.shape) for p in parts])
+        request = ReadRequest.of_rows([0] * 3, parts, offsets, [(0, 0)] * 3, [tuple(p.shape) for p in parts])
         stats = reader.read_request(engine, request)
     assert torch.equal(torch.cat(parts), stored)
     assert (stats.blocks_verified, stats.blocks_unverified) == (3, 0)
