@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
@@ -120,6 +121,13 @@ class FileSystemWriter(StorageWriter):
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """Where the checkpoint goes."""
         return self.path
+
+    def stay_here(self) -> None:
+        """Make a relative path absolute: the save is carried out later, when the process may be in another
+        folder."""
+        url = self.store.url
+        if url == str(Path(self.path).absolute()):  # not so for what is no path
+            self.path = url
 
     @property
     def store(self) -> Store:

@@ -201,6 +201,8 @@ class AsyncSession:
             ours, order.options = planner, PlanOptions.of(planner)
         else:
             order.planner = planner
+        if isinstance(writer, FileSystemWriter):
+            writer.stay_here()
         chosen = stager or self._given_stager or self._own_stager()
         state = stateful_to_plain(state_dict)
         if ours is None:

@@ -58,6 +58,28 @@ def state_of(version: int) -> dict[str, Any]:
     return {"w": torch.full((1000,), float(version)), "version": version}
 
 
+# -- other folders -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_relative_id_is_of_the_folder_where_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: AsyncCheckpointerType
+) -> None:
+    """A save that has to wait for the one before goes where a relative id was when it was asked for, though
+    the program has gone to another folder since; and its metadata is read from there."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    options: dict[str, Any] = {"no_dist": True, "async_checkpointer_type": kind}
+    dcp.async_save(state_of(1), storage_writer=slow_writer(tmp_path / "first", 0.5), **options)
+    second = dcp.async_save(state_of(2), checkpoint_id="second", **options)
+    monkeypatch.chdir(there)
+    assert set(second.result(240).state_dict_metadata) == {"w", "version"}
+    assert loaded(here / "second")["version"] == 2
+    assert not list(there.iterdir())
+
+
 # -- interrupts ----------------------------------------------------------------------------------------------
 
 
