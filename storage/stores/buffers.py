@@ -49,14 +49,7 @@ class BufferPool:
         self.size_bytes = size_bytes
         self._generation = 0
         self._start_afresh()
-        reference = weakref.ref(self)
-
-        def start_afresh_in_child() -> None:
-            pool = reference()
-            if pool is not None:
-                pool._start_afresh()
-
-        os.register_at_fork(after_in_child=start_afresh_in_child)
+        _POOLS.add(self)
 
     def _start_afresh(self) -> None:
         # In a forked child: the lock may be held by a thread that does not exist here, and buffers that
@@ -107,6 +100,16 @@ class BufferPool:
     def _allocate(self, generation: int) -> BounceBuffer:
         return BounceBuffer(self.size_bytes, generation)
 
+
+_POOLS: Final[weakref.WeakSet[BufferPool]] = weakref.WeakSet()
+
+
+def _start_all_afresh() -> None:
+    for pool in list(_POOLS):
+        pool._start_afresh()
+
+
+os.register_at_fork(after_in_child=_start_all_afresh)
 
 POOL: Final = BufferPool()
 """The pool of this process."""

@@ -32,7 +32,7 @@ from dcp.storage.stores.objects.client import (
 )
 from dcp.storage.stores.objects.options import ObjectOptions
 
-__all__ = ["FsspecClient", "open_filesystem"]
+__all__ = ["FsspecClient", "open_filesystem", "path_of", "place_of"]
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
@@ -42,11 +42,32 @@ _FINAL: Final = (PermissionError, NotImplementedError, ImportError, TypeError, V
 _MEMORY_LOCK: Final = threading.RLock()
 
 
-def open_filesystem(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system of ``url`` and the path in it. Raises `StorageError` for what fsspec cannot open."""
+def place_of(url: str) -> str:
+    """The file system of ``url``, as fsspec tells it from others of its kind, without the path."""
+    scheme = url.partition("://")[0]
+    with _opening(url):
+        return f"{scheme}://{sorted(fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url).items())}"
+
+
+def path_of(url: str) -> str:
+    """The path of ``url`` in its file system."""
+    with _opening(url):
+        return str(fsspec.get_filesystem_class(url.partition("://")[0])._strip_protocol(url)).rstrip("/")
+
+
+def open_filesystem(url: str, storage_options: Mapping[str, Any]) -> Any:
+    """The file system of ``url``. Raises `StorageError` for what fsspec cannot open."""
+    # Listings that are a minute old would show steps that are gone, and hide those just saved. Instances that
+    # fsspec keeps it keeps for ever, each with its credentials.
+    kept = {"use_listings_cache": False, "skip_instance_cache": True}
+    with _opening(url, storage_options):
+        return fsspec.core.url_to_fs(url, **kept, **storage_options)[0]
+
+
+@contextmanager
+def _opening(url: str, storage_options: Mapping[str, Any] | None = None) -> Iterator[None]:
     try:
-        # Listings that are a minute old would show steps that are gone, and hide those just saved.
-        filesystem, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **storage_options)
+        yield
     except ImportError as error:
         raise StorageError(
             f"{url} needs a package that is not installed: {error}", path=url, op="open"
@@ -56,7 +77,6 @@ def open_filesystem(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, 
         raise StorageError(
             f"fsspec cannot open {url!r}{names}: {type(error).__name__}: {error}", path=url, op="open"
         ) from error
-    return filesystem, str(path).rstrip("/")
 
 
 class FsspecClient(StreamClient):

@@ -29,6 +29,7 @@ from dcp.storage.stores.objects.client import (
     RequestError,
     Upload,
 )
+from dcp.storage.stores.objects.closing import close_with
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.s3_errors import request_error
 
@@ -86,6 +87,7 @@ class S3Client(PartsClient):
                 path=f"s3://{bucket}",
                 op="open",
             ) from error
+        close_with(self, self._fs)
 
     @property
     def creates_conditionally(self) -> bool | None:

@@ -1,16 +1,20 @@
 """What store objects of one place share in a process: the client with its connections, threads, buffers.
 
 Every step of a run has a store object of its own; a session with the service costs far more than a request.
+So what they share lives as long as any of them or a handle of theirs, and that of the last few places longer.
+Credentials are part of a place: in a service that is given new ones every hour, the old ones' sessions end.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from dcp.storage.stores.buffers import BufferPool
 from dcp.storage.stores.objects.client import ObjectClient
@@ -38,14 +42,19 @@ class Shared:
             return self.pools.setdefault(size_bytes, BufferPool(count, size_bytes))
 
 
-_SHARED: Final[dict[tuple[int, str], Shared]] = {}
-_LOCKS: Final[dict[tuple[int, str], threading.RLock]] = {}
-_guard = threading.Lock()
+_KEPT_PLACES: Final = 4
+"""What of so many places is kept though nobody uses it: the next step of a run will."""
+
+_Key = tuple[int, str]
+_ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
+_KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
+_LOCKS: Final[WeakValueDictionary[_Key, threading.RLock]] = WeakValueDictionary()
+_guard = threading.RLock()  # the collector may run what opens a store, wherever it is held
 
 
 def _start_afresh() -> None:
     global _guard
-    _guard = threading.Lock()  # a thread that the child does not have may hold the old one
+    _guard = threading.RLock()  # a thread that the child does not have may hold the old one
 
 
 os.register_at_fork(after_in_child=_start_afresh)
@@ -55,16 +64,20 @@ def shared(place: str, options: ObjectOptions, given: Any, make: Callable[[], Ob
     """The one of this process for ``place`` and these options; a forked child has its own."""
     key = os.getpid(), f"{place}\n{options}\n{sorted(given.items(), key=lambda item: item[0])!r}"
     with _guard:
-        found = _SHARED.get(key)
+        found = _ALIVE.get(key)
         if found is None:
             client = make()
             threads = ThreadPoolExecutor(client.concurrency, thread_name_prefix="dcp-object")
-            found = _SHARED[key] = Shared(client, options, threads)
+            found = _ALIVE[key] = Shared(client, options, threads)
+        _KEPT[key] = found
+        _KEPT.move_to_end(key)
+        while len(_KEPT) > _KEPT_PLACES:
+            _KEPT.popitem(last=False)
         return found
 
 
 def lock_of(url: str) -> threading.RLock:
-    """The lock of a place between the threads of this process."""
+    """The lock of a place between the threads of this process, for as long as anybody has it."""
     with _guard:
         return _LOCKS.setdefault((os.getpid(), url), threading.RLock())
 

@@ -81,7 +81,8 @@ class FsspecStore(Store):
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         if "::" in url:
             raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
-        if url.partition("://")[0] not in fsspec.available_protocols():
+        scheme = url.partition("://")[0]
+        if scheme not in fsspec.available_protocols() and scheme not in fsspec.registry:
             raise StorageError(
                 f"no store is known for {url!r}: neither dcp nor fsspec knows the scheme; use a path, "
                 "file://, memory://, s3:// or another one of fsspec's",
@@ -89,14 +90,14 @@ class FsspecStore(Store):
                 op="open",
             )
         s3 = _S3_URL.fullmatch(url.rstrip("/"))
-        if s3 is None and url.partition("://")[0] in ("s3", "s3a"):
+        if s3 is None and scheme in ("s3", "s3a"):
             raise StorageError(f"{url!r} names no bucket; use s3://bucket/prefix", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self._options, self._filesystem_options = ObjectOptions.split(self._given)
         self._bucket = s3[1] if s3 else None
         self._prefix = f"{s3[2]}/" if s3 and s3[2] else "" if s3 else None
-        self._requests = Requests(self.url, self._bucket or self.url.partition("://")[0], self._options)
+        self._requests = Requests(self.url, self._bucket or scheme, self._options)
         self._found: tuple[int, Shared | None] = 0, None
         self.read_profile = ReadProfile(
             threads=self._options.concurrency,
@@ -363,10 +364,16 @@ class FsspecStore(Store):
     def _shared(self) -> Shared:
         pid, found = self._found
         if found is None or pid != os.getpid():
-            place = self._bucket or self.url
-            found = shared(place, self._options, self._filesystem_options, self._make_client)
+            found = shared(self._place(), self._options, self._filesystem_options, self._make_client)
             self._found = os.getpid(), found
         return found
+
+    def _place(self) -> str:
+        if self._bucket is not None:
+            return self._bucket
+        from dcp.storage.stores.objects.generic import place_of
+
+        return place_of(self.url)
 
     def _make_client(self) -> ObjectClient:
         if self._bucket is not None:
@@ -375,7 +382,7 @@ class FsspecStore(Store):
             return S3Client(self._bucket, self._filesystem_options, self._options)
         from dcp.storage.stores.objects.generic import FsspecClient, open_filesystem
 
-        return FsspecClient(open_filesystem(self.url, self._filesystem_options)[0], self._options)
+        return FsspecClient(open_filesystem(self.url, self._filesystem_options), self._options)
 
     @property
     def _client(self) -> ObjectClient:
@@ -386,9 +393,9 @@ class FsspecStore(Store):
 
     def _key(self, name: str) -> str:
         if self._prefix is None:
-            from dcp.storage.stores.objects.generic import open_filesystem
+            from dcp.storage.stores.objects.generic import path_of
 
-            self._prefix = f"{open_filesystem(self.url, self._filesystem_options)[1]}/"
+            self._prefix = f"{path_of(self.url)}/"
         return f"{self._prefix}{name}"
 
     def _file_key(self, name: str) -> str:
