@@ -52,6 +52,10 @@ class ProcessExecutor:
         """As `Executor.start`."""
         return _Process(self._nursery, order, on_progress, on_done)
 
+    def warm(self) -> None:
+        """Let what begins next begin at once."""
+        self._nursery.warm()
+
     def close(self) -> None:
         """As `Executor.close`."""
         self._nursery.close()

@@ -3,7 +3,7 @@
 What Dask does not have is done with two of its means. Who gives the orders keeps a `distributed.Variable`
 with a count that goes on and the names of what is to be killed: a task whose count stands still, or whose
 name is there, ends its subprocess. Progress comes back as events of a topic. So nothing goes on for long when
-the worker that ordered it dies, and cancelling takes effect as quickly as on one machine.
+the worker that ordered it dies, and cancelling takes effect within two seconds, as on one machine.
 
 Planning, publishing, and kinds that need the database stay on the machine of the worker.
 """
@@ -32,6 +32,7 @@ __all__ = ["DaskExecutor", "carry_out_there"]
 
 _BEAT_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.5
+_ASK_SECONDS: Final = 2.0
 _REMEMBER_SECONDS: Final = 300.0
 _ANSWER_SECONDS: Final = 10
 _CLOSE_SECONDS: Final = 5.0
@@ -52,7 +53,8 @@ class _Remote:
         self.future: Any = None
         self.has_begun = False
         self.is_killed = False
-        self.withdrawn_seconds: float | None = None
+        self.is_told = False
+        """Whether the cluster knows that it is killed."""
         self._wake = wake
 
     def kill(self) -> None:
@@ -87,6 +89,8 @@ class DaskExecutor:
         """As `Executor.start`."""
         if order.phase != "task" or order.kind in self._stays:
             return self._here.start(order, on_progress, on_done)
+        if self._thread is None:
+            self._here.warm()  # so that nobody waits for it when something is to be cleared away
         name = f"{self._channel}-{order.attempt_name}"
         remote = _Remote(name, order, self._wake, on_progress, on_done)
         with self._lock:
@@ -116,8 +120,8 @@ class DaskExecutor:
         while not self._is_closing:
             try:
                 self._connect()
-                self._submit()
                 self._beat()
+                self._submit()
             except Exception as error:  # noqa: BLE001 - the cluster is away, whatever Dask calls it
                 _log.warning("Dask is away", address=self._address, error=repr(error))
                 self._lose(error)
@@ -166,15 +170,24 @@ class DaskExecutor:
                 remote.future.add_done_callback(partial(self._done, remote))
 
     def _withdraw(self, remote: _Remote) -> None:
-        """It waits for its turn; or it has just begun and nobody has heard of it, and then it finds its name
-        among the killed ones, and has to be given the time for that."""
+        """It waits for its turn, or has begun and nobody has heard of it. What begins after the cluster was
+        told finds its name among the killed ones, so that it is enough to ask once."""
         if remote.future is None:
             self._end(remote, Outcome())
-        elif remote.withdrawn_seconds is None:
-            remote.withdrawn_seconds = time.monotonic()
-            remote.future.cancel()
-        elif time.monotonic() - remote.withdrawn_seconds > 2 * _LOOK_SECONDS:
-            self._end(remote, Outcome())
+        elif remote.is_told:
+            remote.has_begun = self._has_begun(remote)
+            if not remote.has_begun:
+                remote.future.cancel()
+                self._end(remote, Outcome())
+
+    def _has_begun(self, remote: _Remote) -> bool:
+        ask = self._client.scheduler.call_stack
+        try:
+            return bool(self._client.sync(ask, keys=[remote.name], callback_timeout=_ASK_SECONDS))
+        except KeyError:  # the scheduler has not heard of it, or has forgotten it
+            return False
+        except TimeoutError:  # its process there does not answer, and may do anything
+            return True
 
     def _beat(self) -> None:
         if self._client is None:
@@ -183,10 +196,12 @@ class DaskExecutor:
         now = time.monotonic()
         with self._lock:
             self._given_up = {name: at for name, at in self._given_up.items() if now - at < _REMEMBER_SECONDS}
-            killed = sorted(name for name, remote in self._remotes.items() if remote.is_killed)
-            killed += self._given_up
+            killed = [remote for remote in self._remotes.values() if remote.is_killed]
+            names = [*sorted(remote.name for remote in killed), *self._given_up]
         variable = _Variable(self._channel, client=self._client)
-        variable.set({"count": self._count, "killed": killed}, timeout=_ANSWER_SECONDS)
+        variable.set({"count": self._count, "killed": names}, timeout=_ANSWER_SECONDS)
+        for remote in killed:
+            remote.is_told = True
 
     def _lose(self, error: BaseException | None) -> None:
         for remote in list(self._remotes.values()):
@@ -203,8 +218,6 @@ class DaskExecutor:
                 remote.on_progress(int(message["done_bytes"]))
 
     def _done(self, remote: _Remote, future: Any) -> None:
-        if remote.withdrawn_seconds is not None:
-            return
         if future.status == "finished":
             self._end(remote, _outcome(future.result()), is_finished=True)
         elif remote.is_killed:

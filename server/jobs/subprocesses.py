@@ -111,6 +111,12 @@ class Nursery:
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
+    def warm(self) -> None:
+        """Start the warm process, so that the first `start` need not wait for what it imports."""
+        with self._lock:
+            if not self._is_closed:
+                self._ready()
+
     def start(
         self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[Outcome], None]
     ) -> Child:

@@ -24,7 +24,7 @@ from dcp.server.jobs.schedules import Schedule
 from dcp.server.jobs.subprocess_main import Setup
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
-from tests.support.job_kinds import TEST_KINDS
+from tests.support.job_kinds import TEST_KINDS, log_lines
 
 __all__ = [
     "HANG_SECONDS",
@@ -32,6 +32,7 @@ __all__ = [
     "cancel",
     "job_settings",
     "put",
+    "seconds_to_cancel",
     "state_of",
     "until",
     "wait_for_end",
@@ -169,6 +170,30 @@ def until(holds: Callable[[], object], what: str) -> None:
     while not holds():
         assert time.monotonic() < end, f"waited in vain for: {what}"
         time.sleep(0.01)
+
+
+def seconds_to_cancel(
+    database: Database, folder: Path, acts: Sequence[str], begun: int, tries: int = 3
+) -> float:
+    """From asking for a job's end to its being cancelled and all its processes dead: the best of some tries,
+    since the machine may be busy with other things. Each is asked for when ``begun`` of its tasks have."""
+    seconds = []
+    for number in range(tries):
+        place = folder / f"cancelled-{number}"
+        place.mkdir()
+        job_id = put(database, place, *acts)
+        until(lambda place=place: len(_pids(place)) >= begun, f"{begun} tasks")  # type: ignore[misc]
+        asked = time.monotonic()
+        cancel(database, job_id)
+        assert wait_for_end(database, job_id).state == "cancelled"
+        assert not any(Path(f"/proc/{pid}").exists() for pid in _pids(place))
+        seconds.append(time.monotonic() - asked)
+        assert "discard" in log_lines(place) and not any("done" in line for line in log_lines(place))
+    return min(seconds)
+
+
+def _pids(folder: Path) -> list[int]:
+    return [int(line.split()[2]) for line in log_lines(folder) if line.startswith("task ")]
 
 
 def wait_for_end(database: Database, job_id: int) -> Job:

@@ -27,6 +27,7 @@ from tests.support.job_workers import (
     cancel,
     job_settings,
     put,
+    seconds_to_cancel,
     until,
     wait_for_end,
     working,
@@ -167,6 +168,40 @@ def test_tasks_on_the_cluster_are_killed(executor: DaskExecutor, tmp_path: Path)
     assert "done 9" not in log_lines(tmp_path)
 
 
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path, cluster: Any) -> None:
+    """With the usual settings, for deaf tasks and for those that wait for their turn on the cluster."""
+    settings = job_settings(
+        database,
+        tmp_path,
+        executor=f"dask://{address_of(cluster)}",
+        poll_seconds=Settings().poll_seconds,
+        concurrency=7,
+    )
+    with working(settings, own_executor=True):
+        assert seconds_to_cancel(database, tmp_path, ["hold:1000"] * 7, begun=4) <= 2
+
+
+def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_path: Path) -> None:
+    """The scheduler knows that it has not begun, so that nobody waits for a sign of it."""
+    deaf = [Begun(executor, tmp_path, number, "hold:1000") for number in range(4)]
+    began(tmp_path, 4)
+    seconds = []
+    for number in range(3):
+        waiting = Begun(executor, tmp_path, 5 + number, "write")
+        remote: Any = waiting.running
+        until(lambda remote=remote: remote.future is not None, "that it is handed over")  # type: ignore[misc]
+        asked = time.monotonic()
+        waiting.running.kill()
+        assert waiting.outcome() == Outcome()
+        seconds.append(time.monotonic() - asked)
+    for one in deaf:
+        one.running.kill()
+    assert [one.outcome() for one in deaf] == [Outcome()] * 4
+    assert min(seconds) < 0.9
+    assert len(pids(tmp_path)) == 4
+
+
 def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, cluster: Any) -> None:
     """Its tasks are done by the others."""
     tasks = [Begun(executor, tmp_path, number, "wait:go") for number in range(4)]
@@ -198,7 +233,16 @@ def test_the_cluster_does_not_go_on_for_a_worker_that_died(
 
 def test_a_cluster_that_is_not_there_fails_the_attempt(tmp_path: Path) -> None:
     """Nobody waits for it; the attempt has failed in passing."""
+    before = _children()
     executor = DaskExecutor(Setup(Settings(work_folder=tmp_path / "work"), TEST_KINDS), "127.0.0.1:1")
-    error = Begun(executor, tmp_path, 0, "write").outcome().error
+    begun = Begun(executor, tmp_path, 0, "write")
+    assert len(_children() - before) == 1  # which is to clear away, and is not started only then
+    error = begun.outcome().error
     executor.close()
     assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)
+
+
+def _children() -> set[str]:
+    """Of this process."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {pid for task in tasks for pid in (task / "children").read_text().split()}

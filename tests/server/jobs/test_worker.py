@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from sqlalchemy import select
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, job_events
 from dcp.server.jobs.ledger import job_events_after, list_tasks, progress_of
+from dcp.server.settings import Settings
 from tests.support.job_kinds import log_lines, note
 from tests.support.job_workers import (
     cancel,
     job_settings,
     put,
+    seconds_to_cancel,
     state_of,
     until,
     wait_for_end,
@@ -176,3 +179,11 @@ def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path
     (tmp_path / "go").touch()
     with working(job_settings(database, tmp_path)):
         assert wait_for_end(database, job_id).state == "succeeded"
+
+
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
+def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path) -> None:
+    """Of a job whose tasks are deaf, by a worker with the usual settings: its processes are dead by then."""
+    settings = job_settings(database, tmp_path, poll_seconds=Settings().poll_seconds)
+    with working(settings):
+        assert seconds_to_cancel(database, tmp_path, ["hold:1000"] * 3, begun=2) <= 2
