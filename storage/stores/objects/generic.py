@@ -31,13 +31,12 @@ from dcp.storage.stores.objects.client import (
     StreamClient,
 )
 from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.refusals import as_request_error
 
 __all__ = ["FsspecClient", "open_filesystem", "path_of", "place_of"]
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
-_FINAL: Final = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError, AttributeError)
-"""Refusals, and what does not depend on the service."""
 
 _MEMORY_LOCK: Final = threading.RLock()
 
@@ -72,7 +71,7 @@ def _opening(url: str, storage_options: Mapping[str, Any] | None = None) -> Iter
         raise StorageError(
             f"{url} needs a package that is not installed: {error}", path=url, op="open"
         ) from error
-    except (ValueError, TypeError, OSError) as error:
+    except Exception as error:  # some log in at once, and fail with errors of their own
         names = f" with options {', '.join(sorted(storage_options))}" if storage_options else ""
         raise StorageError(
             f"fsspec cannot open {url!r}{names}: {type(error).__name__}: {error}", path=url, op="open"
@@ -245,13 +244,8 @@ class FsspecClient(StreamClient):
             yield
         except RequestError:
             raise
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            raise RequestError(Failure.MISSING, f"{type(error).__name__}: {error}") from error
-        except _FINAL as error:
-            raise RequestError(Failure.FINAL, f"{type(error).__name__}: {error}") from error
         except Exception as error:
-            # Each file system has errors of its own, and says of none whether it passes.
-            raise RequestError(Failure.PASSING, f"{type(error).__name__}: {error}") from error
+            raise as_request_error(error, self.place) from error
 
 
 def _key(entry: Mapping[str, Any]) -> str:

@@ -1,0 +1,209 @@
+"""What errors of fsspec's file systems mean: what never passes is told at once, with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import ftplib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+
+import aiohttp
+import fsspec
+import huggingface_hub.errors
+import pytest
+import requests
+from fsspec.implementations.memory import MemoryFileSystem
+
+import dcp
+from dcp.storage.errors import StorageError
+from dcp.storage.stores.objects.client import Failure
+from dcp.storage.stores.objects.refusals import as_request_error
+from dcp.storage.stores.objects.store import FsspecStore
+
+
+class GoogleAuthError(Exception):
+    """As google.auth's."""
+
+    def __init__(self, text: str, retryable: bool = False) -> None:
+        super().__init__(text)
+        self.retryable = retryable
+
+
+class DefaultCredentialsError(GoogleAuthError):
+    """As google.auth's."""
+
+
+class RefreshError(GoogleAuthError):
+    """As google.auth's."""
+
+
+class TransportError(GoogleAuthError):
+    """As google.auth's."""
+
+
+class HttpError(Exception):
+    """As gcsfs'."""
+
+    def __init__(self, code: int | str | None, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class HttpResponseError(Exception):
+    """As azure.core's."""
+
+    def __init__(self, status_code: int | None = None) -> None:
+        super().__init__("Operation returned an invalid status")
+        self.status_code = status_code
+
+
+class ClientAuthenticationError(HttpResponseError):
+    """As azure.core's; azure.identity's have no status."""
+
+
+class AuthenticationException(Exception):
+    """As paramiko's."""
+
+
+def _hub(status: int) -> Exception:
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return huggingface_hub.errors.HfHubHTTPError("no", response=response)  # type: ignore[arg-type]
+
+
+def _caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+FINAL, PASSING = Failure.FINAL, Failure.PASSING
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "advice"),
+    [
+        (DefaultCredentialsError("none were found"), FINAL, "credentials"),
+        (RefreshError("invalid_grant"), FINAL, "credentials"),
+        (RefreshError("the metadata server is busy", retryable=True), PASSING, ""),
+        (_caused(RefreshError("no metadata server"), TransportError("timed out")), PASSING, ""),
+        (HttpError(401, "Anonymous caller does not have storage.objects.list access"), FINAL, "credentials"),
+        (HttpError("403", "quota project"), FINAL, "credentials"),
+        (HttpError(503, "busy"), PASSING, ""),
+        (HttpError(400, "no such parameter"), FINAL, ""),
+        (HttpError(None, "?"), PASSING, ""),
+        (OSError("Forbidden: gs://bucket/key\nno access"), FINAL, "credentials"),
+        (ClientAuthenticationError(), FINAL, "credentials"),
+        (HttpResponseError(403), FINAL, "credentials"),
+        (HttpResponseError(404), Failure.MISSING, ""),
+        (HttpResponseError(416), Failure.RANGE, ""),
+        (_hub(403), FINAL, "credentials"),
+        (_hub(429), PASSING, ""),
+        (_hub(507), Failure.FULL, ""),
+        (huggingface_hub.errors.LocalTokenNotFoundError("log in"), FINAL, "credentials"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE"), FINAL, ""),
+        (aiohttp.ClientResponseError(SimpleNamespace(real_url="u"), (), status=403), FINAL, "credentials"),  # type: ignore[arg-type]
+        (requests.exceptions.JSONDecodeError("Expecting value", "<html>", 0), PASSING, ""),
+        (AuthenticationException("Authentication failed."), FINAL, "credentials"),
+        (ftplib.error_perm("530 Login incorrect."), FINAL, ""),
+        (ftplib.error_temp("421 too many connections"), PASSING, ""),
+        (PermissionError(errno.EACCES, "no"), FINAL, "credentials"),
+        (OSError(errno.ENOSPC, "full"), Failure.FULL, ""),
+        (OSError(errno.EROFS, "read-only"), FINAL, ""),
+        (_caused(RuntimeError("no driver"), ImportError("pyarrow")), FINAL, "install"),
+        (ValueError("Must provide either a connection_string or account_name"), FINAL, ""),
+        (TypeError("unexpected keyword argument"), FINAL, ""),
+        (ConnectionResetError("reset"), PASSING, ""),
+        (TimeoutError(), PASSING, ""),
+        (FileNotFoundError("gone"), Failure.MISSING, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
+    """By type, status or name; and what the user can do is in the message, only where it helps."""
+    meant = as_request_error(error, "cloud://")
+    assert meant.kind is kind
+    assert type(error).__name__ in str(meant)
+    for word in ("credentials are", "install the package"):
+        assert (word in str(meant)) == (bool(advice) and advice in word)
+
+
+class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+    """A file system that nobody has logged in to."""
+
+    protocol = "lockedcloud"
+
+    def ls(self, path: str, detail: bool = True, **_: object) -> list[object]:
+        raise DefaultCredentialsError("Your default credentials were not found.")
+
+    info = cat_file = pipe_file = ls
+
+
+class _NeedsLogin(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
+    """One that logs in as it is made."""
+
+    protocol = "logincloud"
+
+    def __init__(self, **options: object) -> None:
+        raise AuthenticationException("Authentication failed.")
+
+
+def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
+    """After one attempt of each request, however patient they are asked to be."""
+    fsspec.register_implementation("lockedcloud", _Locked, clobber=True)
+    options = {"retry_seconds": 3600.0}
+    for act in (dcp.save, dcp.load):
+        with pytest.raises(StorageError, match="credentials are missing") as failed:
+            act({"n": 1}, checkpoint_id="lockedcloud://bucket/run", storage_options=options, no_dist=True)
+        assert failed.value.facts["attempts"] == 1
+
+
+def test_a_file_system_that_cannot_log_in() -> None:
+    """Its own kind of error becomes ours, with the names of the options and none of the values."""
+    fsspec.register_implementation("logincloud", _NeedsLogin, clobber=True)
+    store = FsspecStore("logincloud://bucket/run", {"password": "hush"})
+    with pytest.raises(StorageError, match="with options password: AuthenticationException") as failed:
+        store.list()
+    assert "hush" not in str(failed.value)
+
+
+@contextmanager
+def _name_node(status: int) -> Iterator[tuple[int, list[str]]]:
+    """An HTTP server that refuses everything, on a port of its own; what it was asked."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = json.dumps(
+                {"RemoteException": {"exception": "SecurityException", "message": "no"}}
+            ).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1], asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_real_file_system_over_http(status: int) -> None:
+    """fsspec's own for WebHDFS, which knows 403, and lets 401 through as an error of requests."""
+    with _name_node(status) as (port, asked):
+        store = FsspecStore(f"webhdfs://127.0.0.1:{port}/run", {"retry_seconds": 3600.0})
+        with pytest.raises(StorageError, match="credentials are missing"):
+            store.list()
+        assert len(asked) == 1
