@@ -24,7 +24,7 @@ from dcp.conversion.values import SourceValues
 from dcp.planners.load_plan import WantedColumns, plan_load
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, PlanError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Path, starts
 from dcp.storage.formats.plain import encode_plain
@@ -33,11 +33,23 @@ from dcp.storage.formats.torch_structure import restore_structure
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
 
-__all__ = ["LayoutOptions", "Planned", "copy_sources", "fingerprint", "plan_layout", "with_save_id"]
+__all__ = [
+    "LayoutOptions",
+    "Planned",
+    "SourceChangedError",
+    "copy_sources",
+    "fingerprint",
+    "plan_layout",
+    "with_save_id",
+]
 
 _MAX_LISTED: Final = 10
 _MAX_VALUE_BYTES: Final = 16 << 20
 _SIZE: Final = "torch.Size"
+
+
+class SourceChangedError(CheckpointConflictError):
+    """The source is not what it was when the conversion was planned: it has to be converted anew."""
 
 
 @dataclass(frozen=True)

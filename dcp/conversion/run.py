@@ -15,7 +15,14 @@ from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.executors import open_executor
 from dcp.conversion.extras import with_extras
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.plan import LayoutOptions, copy_sources, fingerprint, plan_layout, with_save_id
+from dcp.conversion.plan import (
+    LayoutOptions,
+    SourceChangedError,
+    copy_sources,
+    fingerprint,
+    plan_layout,
+    with_save_id,
+)
 from dcp.conversion.publish import Publisher, publisher_of
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.dcp import Chunks
@@ -81,7 +88,8 @@ def convert(
     ``storage_options`` are of the source's storage, ``target_options`` of the target's.
 
     Raises CheckpointError's subclasses: CheckpointNotFoundError, CorruptCheckpointError,
-    CheckpointConflictError (the target exists), PlanError (options), StorageError and StorageFullError.
+    CheckpointConflictError (the target exists, or the source changed), PlanError (options), StorageError and
+    StorageFullError.
     """
     if to not in _FORMATS:
         raise PlanError(f"to must be one of {', '.join(_FORMATS)}, not {to!r}")
@@ -144,6 +152,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         self._begun = time.perf_counter()
+        self._planned = self.layout
         self._tasks: list[Task] = []
         self._done: dict[int, TaskResult] = {}
         self._resumed = 0
@@ -151,9 +160,8 @@ class _Work:
 
     def begin(self, *, resume: bool, overwrite: bool) -> None:
         """Find out what is done already, and have files to write to."""
-        ledger, index = self.publisher.ledger, self.engine.index
-        by_file = self.place.path is None
-        mark = fingerprint(self.engine.store, index, self.layout, self.to, by_file=by_file)
+        ledger = self.publisher.ledger
+        mark = self._mark = self._fingerprint()
         if self.place.path is not None:
             PosixStore(self.place.path.parent).make_root()
         resumed = ledger.open(mark if resume else f"{mark}-{self.save_id}", self.save_id)
@@ -167,6 +175,10 @@ class _Work:
             self.publisher.prepare(layout, resumed=False)
         self.layout = layout
         self._done = {result.number: result for result in map(TaskResult.decode, ledger.done)}
+
+    def _fingerprint(self) -> str:
+        engine, by_file = self.engine, self.place.path is None
+        return fingerprint(engine.store, engine.index, self._planned, self.to, by_file=by_file)
 
     def plan(self, sources: Any) -> None:
         """Cut the work into tasks."""
@@ -238,9 +250,21 @@ class _Work:
             self.publisher.discard()
             raise
         self._checksums.check_complete()
+        self._check_source()
         self.publisher.publish(self.layout, self._checksums)
         self.publisher.ledger.remove()
         self.seconds["publish"] = time.perf_counter() - begun
+
+    def _check_source(self) -> None:
+        """What has no checksums must not have been replaced while it was read: files of both might be
+        mixed."""
+        compared = self.engine.verify != "none" and not self._checks.stats.blocks_unverified
+        if compared or self._fingerprint() == self._mark:
+            return
+        self.publisher.discard()
+        raise SourceChangedError(
+            f"{self.source} has changed while it was converted; convert it again", path=self.source
+        )
 
     def report(self, dropped: tuple[str, ...]) -> ConversionReport:
         """What was done."""

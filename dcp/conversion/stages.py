@@ -23,7 +23,14 @@ from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.extras import with_extras
 from dcp.conversion.gather import Gatherer
 from dcp.conversion.parts import PartResult
-from dcp.conversion.plan import LayoutOptions, Planned, copy_sources, fingerprint, plan_layout
+from dcp.conversion.plan import (
+    LayoutOptions,
+    Planned,
+    SourceChangedError,
+    copy_sources,
+    fingerprint,
+    plan_layout,
+)
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.staged_targets import save_id_of, staged_target
 from dcp.conversion.targets.places import Place
@@ -32,7 +39,6 @@ from dcp.planners.selection import Patterns, Rename
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
 from dcp.storage.errors import (
-    CheckpointConflictError,
     CheckpointError,
     PlanError,
     StorageError,
@@ -53,10 +59,6 @@ PART_BYTES: Final = 512 << 20
 
 _MAX_PARTS: Final = 512
 _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
-
-
-class SourceChangedError(CheckpointConflictError):
-    """The source is not what it was when the conversion was prepared: it has to be prepared again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dcp
 from dcp.conversion.run import convert
+from dcp.progress import Progress
 from dcp.storage.errors import CheckpointConflictError
 from tests.support.conversion import assert_same, folder_of
 
@@ -171,3 +173,33 @@ def test_two_at_once_are_told_apart(source: Path, tmp_path: Path) -> None:
         first.communicate(timeout=120)
     assert first.returncode == 0
     _check(target)
+
+
+@pytest.mark.parametrize("verify", ["blocks", "none"])
+def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -> None:
+    """Where no checksum would tell, a source whose files were replaced after some were read is refused, and
+    nothing of it is published or resumed; converted again it is the new one."""
+    for version in (1, 2):
+        state = {f"t{n}": torch.full((18 << 20,), version, dtype=torch.int32) for n in range(2)}
+        dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+        convert(
+            tmp_path / "saved",
+            tmp_path / f"model-{version}",
+            to="safetensors",
+            shard_bytes=80 << 20,
+            executor="inline",
+        )
+    source, target = tmp_path / "model-1", tmp_path / "model.safetensors"
+
+    def replace(_: Progress) -> None:
+        for file in (tmp_path / "model-2").glob("*.safetensors"):
+            file.rename(source / file.name)
+
+    with pytest.raises(CheckpointConflictError, match="has changed while it was converted"):
+        convert(source, target, to="safetensors", executor="inline", verify=verify, progress=replace)
+    assert not target.exists()
+    report = convert(source, target, to="safetensors", executor="inline", verify=verify)
+    assert report.tasks_resumed == 0
+    loaded = {f"t{n}": torch.zeros(18 << 20, dtype=torch.int32) for n in range(2)}
+    dcp.load(loaded, checkpoint_id=target, no_dist=True)
+    assert all(bool((tensor == 2).all()) for tensor in loaded.values())
