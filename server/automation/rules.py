@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import TypeAdapter
-from sqlalchemy import Connection, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, delete, select
 
 from dcp.server.automation.actions import Action, Condition
-from dcp.server.catalog.errors import ChangedError, MissingError, StateError
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.named import NamedRows
 from dcp.server.catalog.patterns import check_pattern
 from dcp.server.database.tables import rules as table
 
 __all__ = ["NewRule", "Rule", "create_rule", "delete_rule", "get_rule", "list_rules", "update_rule"]
 
+_ROWS: Final = NamedRows(table, "rule")
 _ACTIONS: Final[TypeAdapter[tuple[Action, ...]]] = TypeAdapter(tuple[Action, ...])
 _NAMES: Final = (
     "id",
@@ -68,21 +69,14 @@ def create_rule(connection: Connection, new: NewRule, now: float) -> Rule:
             "actions": new.actions,
         }
     )
-    _refuse_name(connection, new.name, None)
-    try:
-        number = connection.execute(
-            insert(table).values(**values, created_seconds=now, updated_seconds=now).returning(table.c.id)
-        ).scalar_one()
-    except IntegrityError as error:  # made in this instant
-        raise _taken(new.name) from error
-    return get_rule(connection, int(number))
+    return get_rule(connection, _ROWS.insert(connection, values, now))
 
 
 def get_rule(connection: Connection, rule_id: int) -> Rule:
     """One; MissingError if there is none."""
     row = connection.execute(select(table).where(table.c.id == rule_id)).mappings().one_or_none()
     if row is None:
-        raise MissingError("rule", rule_id)
+        raise MissingError(_ROWS.what, rule_id)
     return _rule(row)
 
 
@@ -106,13 +100,7 @@ def update_rule(
 ) -> Rule:
     """Change the fields named, of `NewRule`. Raises MissingError, ChangedError, and as `create_rule`."""
     _lock(connection, rule_id, expected_version)
-    if "name" in changes:
-        _refuse_name(connection, changes["name"], rule_id)
-    values = _columns(changes) | {"version": table.c.version + 1, "updated_seconds": now}
-    try:
-        connection.execute(update(table).where(table.c.id == rule_id).values(**values))
-    except IntegrityError as error:
-        raise _taken(str(changes.get("name"))) from error
+    _ROWS.update(connection, rule_id, _columns(changes), now)
     return get_rule(connection, rule_id)
 
 
@@ -124,10 +112,9 @@ def delete_rule(connection: Connection, rule_id: int, *, expected_version: int |
 
 
 def _lock(connection: Connection, rule_id: int, expected_version: int | None) -> Rule:
-    connection.execute(select(table.c.id).where(table.c.id == rule_id).with_for_update())
+    _ROWS.lock(connection, rule_id)
     rule = get_rule(connection, rule_id)
-    if expected_version is not None and rule.version != expected_version:
-        raise ChangedError("rule", rule_id, expected=expected_version, version=rule.version)
+    _ROWS.expect(rule_id, rule.version, expected_version)
     return rule
 
 
@@ -147,13 +134,3 @@ def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
     if "actions" in found:
         found["actions"] = [action.model_dump(mode="json", exclude_unset=True) for action in found["actions"]]
     return found
-
-
-def _refuse_name(connection: Connection, name: str, own: int | None) -> None:
-    found = connection.execute(select(table.c.id).where(table.c.name == name)).scalar()
-    if found is not None and found != own:
-        raise _taken(name)
-
-
-def _taken(name: str) -> StateError:
-    return StateError(f"there is a rule {name!r} already", state="exists")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import Connection, Select, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, Select, delete, select
 
 from dcp.manager.retention import Retention
-from dcp.server.catalog.errors import ChangedError, MissingError, StateError
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.named import NamedRows
 from dcp.server.catalog.patterns import check_pattern
 from dcp.server.catalog.roots import root_id
 from dcp.server.database.tables import retention_policies as table
@@ -25,6 +25,8 @@ __all__ = [
     "list_policies",
     "update_policy",
 ]
+
+_ROWS: Final = NamedRows(table, "retention policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +66,14 @@ def create_policy(connection: Connection, new: NewPolicy, now: float) -> Policy:
     """Store it. Raises MissingError for the root, StateError if there is one of its name."""
     check_pattern("run_glob", new.run_glob)
     values = _columns(new) | {"root_id": root_id(connection, new.root)}
-    _refuse_name(connection, new.name, None)
-    try:
-        number = connection.execute(
-            insert(table).values(**values, created_seconds=now, updated_seconds=now).returning(table.c.id)
-        ).scalar_one()
-    except IntegrityError as error:  # made in this instant
-        raise _taken(new.name) from error
-    return get_policy(connection, int(number))
+    return get_policy(connection, _ROWS.insert(connection, values, now))
 
 
 def get_policy(connection: Connection, policy_id: int, visible: frozenset[str] | None = None) -> Policy:
     """One; MissingError if there is none that may be seen."""
     row = connection.execute(_select(visible).where(table.c.id == policy_id)).mappings().one_or_none()
     if row is None:
-        raise MissingError("retention policy", policy_id)
+        raise MissingError(_ROWS.what, policy_id)
     return Policy(**row)
 
 
@@ -110,13 +105,7 @@ def update_policy(
     _lock(connection, policy_id, expected_version, visible)
     if "run_glob" in changes:
         check_pattern("run_glob", changes["run_glob"])
-    if "name" in changes:
-        _refuse_name(connection, changes["name"], policy_id)
-    values = dict(changes) | {"version": table.c.version + 1, "updated_seconds": now}
-    try:
-        connection.execute(update(table).where(table.c.id == policy_id).values(**values))
-    except IntegrityError as error:
-        raise _taken(str(changes.get("name"))) from error
+    _ROWS.update(connection, policy_id, changes, now)
     return get_policy(connection, policy_id)
 
 
@@ -137,10 +126,9 @@ def delete_policy(
 def _lock(
     connection: Connection, policy_id: int, expected_version: int | None, visible: frozenset[str] | None
 ) -> Policy:
-    connection.execute(select(table.c.id).where(table.c.id == policy_id).with_for_update())
+    _ROWS.lock(connection, policy_id)
     policy = get_policy(connection, policy_id, visible)
-    if expected_version is not None and policy.version != expected_version:
-        raise ChangedError("retention policy", policy_id, expected=expected_version, version=policy.version)
+    _ROWS.expect(policy_id, policy.version, expected_version)
     return policy
 
 
@@ -172,13 +160,3 @@ def _columns(new: NewPolicy) -> dict[str, Any]:
         "grace_seconds": new.grace_seconds,
         "interval_seconds": new.interval_seconds,
     }
-
-
-def _refuse_name(connection: Connection, name: str, own: int | None) -> None:
-    found = connection.execute(select(table.c.id).where(table.c.name == name)).scalar()
-    if found is not None and found != own:
-        raise _taken(name)
-
-
-def _taken(name: str) -> StateError:
-    return StateError(f"there is a retention policy {name!r} already", state="exists")

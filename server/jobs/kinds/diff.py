@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -44,15 +42,13 @@ class Diff(Kind[DiffParams]):
         """As `Kind.specify`."""
         find_subject(connection, params.a, caller.roots)
         second = find_subject(connection, params.b, caller.roots)
-        document = params.model_dump(mode="json")
-        digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:40]
         return JobSpec(
             kind=self.name,
-            params=document,
+            params=params.model_dump(mode="json"),
             created_by=caller.name,
             root=second.root,
             checkpoint_id=second.id,
-            dedup_key=f"diff:{digest}",
+            dedup_key=f"diff:{params.digest()}",
         )
 
     def prepare(self, connection: Connection, params: DiffParams) -> Json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -15,6 +17,11 @@ class Parameters(BaseModel):
     """Parameters of a job. Unknown members and numbers in quotes are refused, since they are mistakes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def digest(self) -> str:
+        """The same for the same parameters: what tells jobs apart that there is to be one of at a time."""
+        document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(document.encode()).hexdigest()[:40]
 
 
 def _clean(text: str) -> str:

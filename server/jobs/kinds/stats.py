@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -50,15 +48,13 @@ class Stats(Kind[StatsParams]):
     ) -> JobSpec:
         """As `Kind.specify`."""
         subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        document = params.model_dump(mode="json")
-        digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:24]
         return JobSpec(
             kind=self.name,
-            params=document,
+            params=params.model_dump(mode="json"),
             created_by=caller.name,
             root=subject.root,
             checkpoint_id=subject.id,
-            dedup_key=f"stats:{subject.id}:{digest}",
+            dedup_key=f"stats:{subject.id}:{params.digest()}",
         )
 
     def prepare(self, connection: Connection, params: StatsParams) -> Json:
