@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.local import LocalTensors, has_plain_memory, has_sharded_tensor, is_tensor_class
+from dcp.planners.local import LocalTensors
+from dcp.planners.local_tensor import has_plain_memory, has_sharded_tensor, is_tensor_class
 from dcp.planners.state_tree import StateTree
 from dcp.planners.tensor_facts import TensorFacts
 from dcp.planners.ties import item_ties

@@ -162,7 +162,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         not fit (see `dcp.planners.load_plan.plan_load`).
         """
         columns, _, local = self._plan(index)
-        return columns, Destinations.of(local.sources)
+        return columns, local.destinations()
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""

@@ -1,278 +1,51 @@
 """The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
 
-Shared by saving and loading. DTensors may give several boxes a local tensor (see `dcp.planners.placements`).
+Shared by saving and loading. There may be many thousands of tensors, and few of them differ in more than
+their name and memory: so boxes are found once a form (`_Form`), and of each tensor only the facts are asked
+that torch alone can tell.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
-from dcp.planners.placements import Box, Split, boxes_of_runs, local_runs, local_shape
+from dcp.planners.boxes import expand_ranges, gather_rows
+from dcp.planners.local_tensor import (
+    DTENSOR,
+    KINDS,
+    OBJECT,
+    PLAIN,
+    Layout,
+    LocalTensor,
+    SpecCache,
+    layout_of,
+    local_tensor,
+)
+from dcp.planners.placements import Box
+from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
 
-__all__ = [
-    "DTYPE_CODES",
-    "LocalTensor",
-    "LocalTensors",
-    "Piece",
-    "SpecCache",
-    "collect_tensors",
-    "has_plain_memory",
-    "has_sharded_tensor",
-    "is_tensor_class",
-    "is_tensor_like",
-    "local_tensor",
-]
+__all__ = ["DTYPE_CODES", "LocalTensors", "collect_tensors"]
 
 DTYPE_CODES: Mapping[torch.dtype, int] = {
     getattr(torch, name): dtype.code for name, dtype in dtypes.BY_NAME.items() if hasattr(torch, name)
 }
 """Stable code of `dcp.storage.formats.dtypes` by torch dtype."""
 
-_COMPLEX = frozenset(dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex"))
+_COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
-_OBJECT, _PLAIN, _DTENSOR, _SHARDED, _PROTOCOL, _ASYNC, _WRAPPER = range(7)
-
-
-class Piece(NamedTuple):
-    """A box of a global tensor in the plain local tensor ``source``."""
-
-    source: torch.Tensor
-    box: Box
-
-
-class LocalTensor(NamedTuple):
-    """What a rank holds of one global tensor.
-
-    ``sharded`` is False where every rank has the whole; ``replicated`` is True where other ranks may hold the
-    same box.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    sharded: bool
-    replicated: bool
-    pieces: Sequence[Piece]
-
-
-class _Layout(NamedTuple):
-    local_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    replicated: bool
-
-
-_AnyBox = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A `Box`, or its three fields where making one would be felt."""
-
-SpecCache = dict[Any, _Layout | None]
-"""Layouts by (mesh, placements, shape) for the length of one call; None for a rank outside of the mesh."""
-
-
-def _kind_of(cls: type) -> int:
-    if issubclass(cls, DTensor):
-        return _DTENSOR
-    if hasattr(cls, "__create_write_items__") and hasattr(cls, "__get_tensor_shard__"):
-        return _PROTOCOL
-    if issubclass(cls, ShardedTensor):
-        return _SHARDED
-    if issubclass(cls, AsyncCollectiveTensor):
-        return _ASYNC
-    if not issubclass(cls, torch.Tensor):
-        return _OBJECT
-    return _WRAPPER if hasattr(cls, "__tensor_flatten__") else _PLAIN
-
-
-class _Kinds(dict[type, int]):
-    def __missing__(self, cls: type) -> int:
-        kind = self[cls] = _kind_of(cls)
-        return kind
-
-
-_KINDS = _Kinds()
-
-
-def is_tensor_like(value: object) -> bool:
-    """True for what is stored as a tensor: tensors of all kinds, and what implements torch's protocol for
-    them."""
-    return _KINDS[type(value)] != _OBJECT
-
-
-def is_tensor_class(cls: type) -> bool:
-    """`is_tensor_like` of what is of this very class."""
-    return _KINDS[cls] != _OBJECT
-
-
-def has_plain_memory(tensors: Iterable[object], locals_: Iterable[torch.Tensor]) -> bool:
-    """True where all are plain tensors, or DTensors over plain ``locals_``: facts of these, and no code of a
-    class, say what is stored."""
-    kinds = {_KINDS[cls] for cls in set(map(type, tensors))}
-    return kinds <= {_PLAIN, _DTENSOR} and {_KINDS[cls] for cls in set(map(type, locals_))} <= {_PLAIN}
-
-
-def has_sharded_tensor(values: Iterable[object]) -> bool:
-    """True where a `ShardedTensor` (FSDP1) is among ``values``."""
-    return any(_KINDS[cls] == _SHARDED for cls in set(map(type, values)))
-
-
-def _ordered_mesh_dims(spec: Any, ndim: int) -> list[int]:
-    """Mesh dimensions in the order in which their shardings are applied; left to right unless the spec says
-    else."""
-    order = getattr(spec, "shard_order", None)
-    if not order or getattr(spec, "use_strided_shard_as_shard_order", True):
-        return list(range(ndim))
-    listed = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
-    return listed + [mesh_dim for mesh_dim in range(ndim) if mesh_dim not in listed]
-
-
-def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> _Layout | None:
-    mesh, placements = spec.mesh, spec.placements
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    splits, replicated = [], False
-    for mesh_dim in _ordered_mesh_dims(spec, len(placements)):
-        placement, parts = placements[mesh_dim], mesh.size(mesh_dim)
-        if placement.is_shard() or isinstance(placement, _StridedShard):
-            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            splits.append(Split(placement.dim, parts, coordinate[mesh_dim], factor))
-        elif isinstance(placement, Replicate):
-            replicated |= parts > 1
-        else:
-            what = "a pending reduction (Partial)" if isinstance(placement, Partial) else repr(placement)
-            raise PlanError(
-                f"tensor {fqn!r} has {what}; redistribute it to Shard or Replicate first", fqn=fqn
-            )
-    if not math.prod(shape):
-        # an empty tensor still has a shape to keep: one empty chunk, from whoever comes first
-        return _Layout(shape, (Box((0,) * len(shape), shape, (0,) * len(shape)),), True)
-    runs = local_runs(shape, splits)
-    return _Layout(local_shape(runs), boxes_of_runs(runs), replicated)
-
-
-def _spec_layout(fqn: str, spec: Any, shape: tuple[int, ...], cache: SpecCache) -> _Layout | None:
-    placements = spec.placements
-    order = getattr(spec, "shard_order", None) if len(placements) > 1 else None
-    key = (id(spec.mesh), placements, shape, order)
-    try:
-        return cache[key]
-    except KeyError:
-        layout = cache[key] = _layout(fqn, spec, shape)
-        return layout
-
-
-def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | None:
-    # what to_local() gives without autograd, and without its making of a new Parameter a call
-    local = tensor._local_tensor
-    kind = _KINDS[type(local)]
-    if kind == _PROTOCOL:
-        return _from_protocol(fqn, tensor)
-    shape = tuple(tensor.shape)
-    layout = _spec_layout(fqn, tensor._spec, shape, cache)
-    if layout is None:
-        return None
-    if kind == _ASYNC:
-        local = local.wait()  # type: ignore[attr-defined]
-    if not math.prod(shape):
-        local = local.new_empty(shape)
-    elif local.shape != layout.local_shape:
-        raise PlanError(
-            f"tensor {fqn!r}: this rank's shard has shape {tuple(local.shape)}, but placements "
-            f"{tensor.placements} of shape {shape} give {layout.local_shape}; shard it as torch does",
-            fqn=fqn,
-        )
-    pieces = [Piece(local, box) for box in layout.boxes]
-    return LocalTensor(shape, local.dtype, tensor.requires_grad, True, layout.replicated, pieces)
-
-
-def _whole(fqn: str, source: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
-    if tuple(source.shape) != tuple(sizes):
-        raise PlanError(
-            f"tensor {fqn!r}: a shard of shape {tuple(source.shape)} claims the box of sizes {tuple(sizes)}",
-            fqn=fqn,
-        )
-    return Piece(source, Box(tuple(offsets), tuple(sizes), (0,) * len(sizes)))
-
-
-def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
-    shape = tuple(tensor.metadata().size)
-    pieces = []
-    for shard in tensor.local_shards():
-        if isinstance(shard.tensor, ShardedTensor):
-            raise PlanError(
-                f"tensor {fqn!r} nests sharded tensors; plan with flatten_sharded_tensors=True", fqn=fqn
-            )
-        pieces.append(_whole(fqn, shard.tensor, shard.metadata.shard_offsets, shard.metadata.shard_sizes))
-    properties = tensor.metadata().tensor_properties
-    return LocalTensor(shape, properties.dtype, properties.requires_grad, True, False, pieces)
-
-
-def _from_protocol(fqn: str, value: Any) -> LocalTensor:
-    """Boxes of an object that implements torch's `_Checkpointable`."""
-    items = value.__create_write_items__(fqn, value)
-    if not items:
-        return LocalTensor(tuple(value.shape), value.dtype, False, True, True, [])
-    pieces = []
-    for item in items:
-        data = item.tensor_data
-        if data is None or item.index.fqn != fqn:
-            raise PlanError(
-                f"tensor {fqn!r} of type {type(value).__name__} describes an item {item.index.fqn!r} "
-                "that is no box of it; __create_write_items__ must give tensor items under the given name",
-                fqn=fqn,
-            )
-        source = value.__get_tensor_shard__(item.index)
-        pieces.append(_whole(fqn, source, data.chunk.offsets, data.chunk.sizes))
-    data = items[0].tensor_data
-    return LocalTensor(
-        tuple(data.size), data.properties.dtype, data.properties.requires_grad, True, True, pieces
-    )
-
-
-def _from_plain(tensor: torch.Tensor) -> LocalTensor:
-    shape = tuple(tensor.shape)
-    zeros = (0,) * len(shape)
-    return LocalTensor(
-        shape, tensor.dtype, tensor.requires_grad, False, True, [Piece(tensor, Box(zeros, shape, zeros))]
-    )
-
-
-def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
-    """What this rank holds of the tensor-like ``value``; None where it is outside of a DTensor's mesh.
-
-    Raises PlanError for a pending reduction, and for a subclass that hides its memory.
-    """
-    kind = _KINDS[type(value)]
-    if kind == _PLAIN:
-        return _from_plain(value)
-    if kind == _DTENSOR:
-        return _from_dtensor(fqn, value, cache)
-    if kind == _SHARDED:
-        return _from_sharded(fqn, value)
-    if kind == _ASYNC:
-        return _from_plain(value.wait())
-    if kind == _PROTOCOL:
-        return _from_protocol(fqn, value)
-    raise PlanError(
-        f"tensor {fqn!r} is a {type(value).__name__}, a subclass made of inner tensors; store those "
-        "under names of their own, or implement __create_write_items__, __create_chunk_list__ and "
-        "__get_tensor_shard__",
-        fqn=fqn,
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,8 +53,11 @@ class LocalTensors:
     """All tensors of one rank, columns as in `dcp.planners.columns.SaveColumns`.
 
     ``item_sources`` indexes ``sources`` (plain local tensors; they may require grad, so copy under no_grad).
-    ``item_replicated`` is 1 where another rank may hold the same box. ``pointers`` is the address of each
-    source. ``objects`` are the values that are no tensors.
+    ``item_replicated`` is 1 where another rank may hold the same box. ``requires_grad`` is asked for saves
+    only, and 0 else. ``objects`` are the values that are no tensors.
+
+    By source: ``pointers``, its address; ``is_dense``, whether its memory has the elements in C order,
+    neither conjugated nor negated; its shape (``source_shape_start``, ``source_shape_values``).
     """
 
     fqns: tuple[str, ...]
@@ -297,7 +73,11 @@ class LocalTensors:
     item_sharded: npt.NDArray[np.uint8]
     item_replicated: npt.NDArray[np.uint8]
     sources: list[torch.Tensor]
+    source_dtype_codes: npt.NDArray[np.uint8]
+    source_shape_start: Int64
+    source_shape_values: Int64
     pointers: Int64
+    is_dense: npt.NDArray[np.bool_]
     objects: dict[str, Any]
     stride_orders: dict[int, tuple[int, ...]]
 
@@ -306,168 +86,326 @@ class LocalTensors:
         """Positions of the items' boxes."""
         return starts(np.diff(self.shape_start)[self.item_tensors])
 
+    def destinations(self) -> Destinations:
+        """The sources, to load into."""
+        is_cpu = np.array([source.is_cpu for source in self.sources], np.bool_)
+        return Destinations(
+            self.sources,
+            self.is_dense & is_cpu,
+            self.pointers,
+            self.source_dtype_codes,
+            self.source_shape_start,
+            self.source_shape_values,
+        )
+
+
+class _Form(NamedTuple):
+    """What tensors have in common that differ in name, dtype and memory only.
+
+    ``source_shapes`` are those of a tensor's plain local tensors, ``box_sources`` says which of these has
+    each of its boxes.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    box_sources: tuple[int, ...]
+    source_shapes: tuple[tuple[int, ...], ...]
+    sharded: bool
+    replicated: bool
+
+
+class _Forms:
+    """Numbers of forms, and their rows in a table."""
+
+    def __init__(self) -> None:
+        self.forms: list[_Form] = []
+        self._numbers: dict[_Form, int] = {}
+        self._by_layout: dict[int, int] = {}
+
+    def number(self, form: _Form) -> int:
+        number = self._numbers.setdefault(form, len(self.forms))
+        if number == len(self.forms):
+            self.forms.append(form)
+        return number
+
+    def of_layout(self, layout: Layout, shape: tuple[int, ...]) -> int:
+        """The form of DTensors of a layout with one box; a layout is of one shape."""
+        number = self._by_layout.get(id(layout))
+        if number is None:
+            form = _Form(tuple(shape), layout.boxes, (0,), (layout.local_shape,), True, layout.replicated)
+            number = self._by_layout[id(layout)] = self.number(form)
+        return number
+
+    def column(self, values: Iterable[Iterable[int]]) -> _Ragged:
+        """Values of the forms, each in one row."""
+        rows = [tuple(row) for row in values]
+        flat = np.fromiter(chain.from_iterable(rows), np.int64)
+        return _Ragged(starts([len(row) for row in rows]), flat)
+
+
+class _PlainForms(dict[tuple[int, ...], int]):
+    """Forms of plain tensors by shape."""
+
+    def __init__(self, forms: _Forms) -> None:
+        super().__init__()
+        self._forms = forms
+
+    def __missing__(self, shape: tuple[int, ...]) -> int:
+        zeros, whole = (0,) * len(shape), tuple(shape)
+        form = _Form(whole, (Box(zeros, whole, zeros),), (0,), (whole,), False, True)
+        number = self[shape] = self._forms.number(form)
+        return number
+
+
+class _Ragged(NamedTuple):
+    start: Int64
+    values: Int64
+
+    def counts(self, rows: Int64) -> Int64:
+        return np.diff(self.start)[rows]
+
+    def take(self, rows: Int64) -> Int64:
+        return gather_rows(self.values, self.start, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _SourceFacts:
+    """What torch alone can tell of the sources. `ask` raises RuntimeError for tensors without memory."""
+
+    codes: npt.NDArray[np.uint8]
+    pointers: Int64
+    is_contiguous: npt.NDArray[np.bool_]
+    is_lazy: npt.NDArray[np.bool_]
+
+    @classmethod
+    def ask(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
+        count, tensor = len(sources), torch.Tensor
+        codes = np.array([DTYPE_CODES.get(source.dtype, 0) for source in sources], np.uint8)
+        is_lazy = np.fromiter(map(tensor.is_neg, sources), np.bool_, count)
+        for number in np.flatnonzero(np.isin(codes, _COMPLEX)).tolist():
+            is_lazy[number] |= sources[number].is_conj()
+        pointers = np.fromiter(map(tensor.data_ptr, sources), np.int64, count)
+        return cls(codes, pointers, np.fromiter(map(tensor.is_contiguous, sources), np.bool_, count), is_lazy)
+
 
 @dataclass(eq=False)
 class _Builder:
-    loading: bool = False
+    """Takes tensors one by one; ``rows`` says whose the sources are, ``problems`` begin with where they were
+    met."""
+
+    loading: bool
+    forms: _Forms = field(default_factory=_Forms)
     fqns: list[str] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
+    form_numbers: list[int] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
-    ndims: list[int] = field(default_factory=list)
-    shapes: list[int] = field(default_factory=list)
-    item_tensors: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    local_offsets: list[int] = field(default_factory=list)
-    item_sources: list[int] = field(default_factory=list)
-    sharded: list[bool] = field(default_factory=list)
-    replicated: list[bool] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
-    pointers: list[int] = field(default_factory=list)
+    sourceless: dict[int, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    stride_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[tuple[int, str]] = field(default_factory=list)
 
-    def add_plain(self, fqn: str, tensor: torch.Tensor) -> None:
-        shape = tensor.shape
-        zeros = (0,) * len(shape)
-        self.add_one(fqn, tensor, tensor.requires_grad, shape, (zeros, shape, zeros))
-        self.sharded.append(False)
-        self.replicated.append(True)
+    def add_all(self, state_dict: Mapping[str, Any]) -> None:
+        kinds, plain_forms, cache = KINDS, _PlainForms(self.forms), SpecCache()
+        fqns, numbers, sources, requires_grad = self.fqns, self.form_numbers, self.sources, self.requires_grad
+        saving = not self.loading
+        for fqn, value in state_dict.items():
+            kind = kinds[type(value)]
+            try:
+                if kind == PLAIN:
+                    # nothing here that 20,000 tensors would notice
+                    numbers.append(plain_forms[value.shape])
+                    fqns.append(fqn)
+                    sources.append(value)
+                    requires_grad.append(saving and value.requires_grad)
+                elif kind == OBJECT:
+                    self.objects[fqn] = value
+                elif kind != DTENSOR or not self.add_dtensor(fqn, value, cache):
+                    self.add(fqn, local_tensor(fqn, value, cache))
+            except PlanError as error:
+                self.note(str(error))
+            except RuntimeError as error:
+                self.note(_no_memory(fqn, value, error))
 
-    def add_dtensor(self, fqn: str, tensor: DTensor, cache: SpecCache) -> None:
-        source, spec = tensor._local_tensor, tensor._spec
-        if _KINDS[type(source)] == _PLAIN:
-            shape = tensor.shape
-            layout = _spec_layout(fqn, spec, shape, cache)
-            if layout is None:
-                return
-            if len(layout.boxes) == 1 and source.shape == layout.local_shape:
-                self.add_one(fqn, source, tensor.requires_grad, shape, layout.boxes[0])
-                self.sharded.append(True)
-                self.replicated.append(layout.replicated)
-                return
-        self.add(fqn, _from_dtensor(fqn, tensor, cache))
-
-    def add_one(
-        self, fqn: str, source: torch.Tensor, requires_grad: bool, shape: tuple[int, ...], box: _AnyBox
-    ) -> None:
-        """The hot path, a plain local tensor of one box: nothing here that 20,000 tensors would notice."""
-        code = DTYPE_CODES.get(source.dtype, 0)
-        if source.is_neg() or (code in _COMPLEX and source.is_conj()):
-            source = self.resolved(source)
-        pointer = source.data_ptr()
-        row = len(self.fqns)
-        if not (code and pointer):
-            self.problems.extend(_unsupported(fqn, source, code, pointer))
-        if not source.is_contiguous():
-            self.note_strides(row, source)
+    def add_dtensor(self, fqn: str, tensor: DTensor, cache: SpecCache) -> bool:
+        """The usual DTensor, one box of a plain local tensor; whether it is one."""
+        source = tensor._local_tensor
+        if KINDS[type(source)] != PLAIN:
+            return False
+        layout = layout_of(fqn, tensor._spec, tensor.shape, cache)
+        if layout is None or len(layout.boxes) != 1 or source.shape != layout.local_shape:
+            return False
+        self.form_numbers.append(self.forms.of_layout(layout, tensor.shape))
         self.fqns.append(fqn)
-        self.codes.append(code)
-        self.requires_grad.append(requires_grad)
-        self.ndims.append(len(shape))
-        self.shapes.extend(shape)
-        self.item_tensors.append(row)
-        self.offsets.extend(box[0])
-        self.sizes.extend(box[1])
-        self.local_offsets.extend(box[2])
-        self.item_sources.append(len(self.sources))
         self.sources.append(source)
-        self.pointers.append(pointer)
+        self.requires_grad.append(not self.loading and tensor.requires_grad)
+        return True
 
     def add(self, fqn: str, local: LocalTensor | None) -> None:
         if local is None:
             return
-        row = len(self.fqns)
         code = DTYPE_CODES.get(local.dtype, 0)
-        if not code and not local.pieces:
-            self.problems.append(f"{fqn!r}: dtype {local.dtype} cannot be stored")
+        if not local.pieces:
+            self.sourceless[len(self.fqns)] = code
+            if not code:
+                self.note(f"{fqn!r}: dtype {local.dtype} cannot be stored")
+        sources: list[torch.Tensor] = []
+        box_sources = []
+        for source, _ in local.pieces:
+            if not sources or source is not sources[-1]:
+                self.check_source(fqn, source, local.dtype)
+                sources.append(source)
+            box_sources.append(len(sources) - 1)
+        form = _Form(
+            tuple(local.shape),
+            tuple(box for _, box in local.pieces),
+            tuple(box_sources),
+            tuple(tuple(source.shape) for source in sources),
+            local.sharded,
+            local.replicated,
+        )
+        self.form_numbers.append(self.forms.number(form))
         self.fqns.append(fqn)
-        self.codes.append(code)
-        self.requires_grad.append(local.requires_grad)
-        self.ndims.append(len(local.shape))
-        self.shapes.extend(local.shape)
-        previous = None
-        for source, box in local.pieces:
-            if source is not previous:
-                self.add_source(fqn, row, source, local.dtype)
-                previous = source
-            self.item_tensors.append(row)
-            self.offsets.extend(box.offsets)
-            self.sizes.extend(box.sizes)
-            self.local_offsets.extend(box.local_offsets)
-            self.item_sources.append(len(self.sources) - 1)
-            self.sharded.append(local.sharded)
-            self.replicated.append(local.replicated)
+        self.sources.extend(sources)
+        self.requires_grad.append(not self.loading and local.requires_grad)
 
-    def add_source(self, fqn: str, row: int, source: torch.Tensor, dtype: torch.dtype) -> None:
-        if _KINDS[type(source)] != _PLAIN:
-            self.problems.append(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
-            self.sources.append(source)
-            self.pointers.append(0)
-            return
-        if source.dtype != dtype:
-            self.problems.append(f"{fqn!r}: its local part is {source.dtype}, the tensor {dtype}")
-        if source.is_neg() or source.is_conj():
-            source = self.resolved(source)
-        code, pointer = DTYPE_CODES.get(source.dtype, 0), source.data_ptr()
-        if not (code and pointer):
-            self.problems.extend(_unsupported(fqn, source, code, pointer))
-        if not source.is_contiguous():
-            self.note_strides(row, source)
-        self.sources.append(source)
-        self.pointers.append(pointer)
+    def check_source(self, fqn: str, source: torch.Tensor, dtype: torch.dtype) -> None:
+        if KINDS[type(source)] != PLAIN:
+            self.note(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
+        elif source.dtype != dtype:
+            self.note(f"{fqn!r}: its local part is {source.dtype}, the tensor {dtype}")
 
-    def resolved(self, view: torch.Tensor) -> torch.Tensor:
-        """A lazily conjugated or negated view by value; to load into, the view itself, which copies heed."""
-        return view if self.loading else view.detach().resolve_conj().resolve_neg()
+    def note(self, problem: str) -> None:
+        self.problems.append((len(self.fqns), problem))
 
-    def note_strides(self, row: int, tensor: torch.Tensor) -> None:
-        """Remember the order of dimensions in memory where a tensor is dense but not C-ordered."""
-        strides = tensor.stride()
-        order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
-        if order != tuple(range(tensor.ndim)) and tensor.permute(order).is_contiguous():
-            self.stride_orders[row] = order
-
-    def finish(self, purpose: Literal["save", "load"]) -> LocalTensors:
-        if self.problems:
-            shown = self.problems[:_MAX_LISTED]
-            more = len(self.problems) - len(shown)
-            raise PlanError(
-                f"tensors that cannot be {'saved' if purpose == 'save' else 'loaded into'}: "
-                + "; ".join(shown)
-                + (f"; and {more} more" if more else ""),
-                problems=shown,
-            )
+    def finish(self) -> LocalTensors:
+        """The columns; PlanError if anything cannot be stored."""
+        forms, numbers = self.forms.forms, np.array(self.form_numbers, np.int64)
+        source_counts = np.array([len(form.source_shapes) for form in forms], np.int64)[numbers]
+        source_rows = np.repeat(np.arange(len(numbers), dtype=np.int64), source_counts)
+        facts = self._ask_sources(source_rows)
+        shapes = self.forms.column(form.shape for form in forms)
+        source_ndims = self.forms.column([len(shape) for shape in form.source_shapes] for form in forms)
+        source_shapes = self.forms.column(chain.from_iterable(form.source_shapes) for form in forms)
         return LocalTensors(
             fqns=tuple(self.fqns),
-            dtype_codes=np.array(self.codes, np.uint8),
+            dtype_codes=self._row_codes(source_counts, facts),
             requires_grad=np.array(self.requires_grad, np.uint8),
-            shape_start=starts(self.ndims),
-            shape_values=np.array(self.shapes, np.int64),
-            item_tensors=np.array(self.item_tensors, np.int64),
-            item_offsets=np.array(self.offsets, np.int64),
-            item_sizes=np.array(self.sizes, np.int64),
-            item_local_offsets=np.array(self.local_offsets, np.int64),
-            item_sources=np.array(self.item_sources, np.int64),
-            item_sharded=np.array(self.sharded, np.uint8),
-            item_replicated=np.array(self.replicated, np.uint8),
+            shape_start=starts(shapes.counts(numbers)),
+            shape_values=shapes.take(numbers),
+            **self._items(numbers, starts(source_counts)),
             sources=self.sources,
-            pointers=np.array(self.pointers, np.int64),
+            source_dtype_codes=facts.codes,
+            source_shape_start=starts(source_ndims.take(numbers)),
+            source_shape_values=source_shapes.take(numbers),
+            pointers=facts.pointers,
+            is_dense=facts.is_contiguous & ~facts.is_lazy,
             objects=self.objects,
-            stride_orders=self.stride_orders,
+            stride_orders=self._stride_orders(source_rows, facts),
+        )
+
+    def _items(self, numbers: Int64, source_start: Int64) -> dict[str, Any]:
+        """The columns of the boxes, which follow from the forms."""
+        forms = self.forms.forms
+        box_sources = self.forms.column(form.box_sources for form in forms)
+        counts = box_sources.counts(numbers)
+        item_tensors = np.repeat(np.arange(len(numbers), dtype=np.int64), counts)
+        boxes = [
+            self.forms.column(chain.from_iterable(box[part] for box in form.boxes) for form in forms)
+            for part in range(3)
+        ]
+        values = expand_ranges(boxes[0].start[numbers], boxes[0].counts(numbers))
+        sharded, replicated = (
+            np.array([form[part] for form in forms], np.uint8)[numbers[item_tensors]] for part in (4, 5)
+        )
+        return {
+            "item_tensors": item_tensors,
+            "item_offsets": boxes[0].values[values],
+            "item_sizes": boxes[1].values[values],
+            "item_local_offsets": boxes[2].values[values],
+            "item_sources": source_start[item_tensors] + box_sources.take(numbers),
+            "item_sharded": sharded,
+            "item_replicated": replicated,
+        }
+
+    def _row_codes(self, source_counts: Int64, facts: _SourceFacts) -> npt.NDArray[np.uint8]:
+        """All sources of a tensor have its dtype."""
+        codes = np.zeros(len(source_counts), np.uint8)
+        filled = source_counts > 0
+        codes[filled] = facts.codes[starts(source_counts)[:-1][filled]]
+        for row, code in self.sourceless.items():
+            codes[row] = code
+        return codes
+
+    def _stride_orders(self, source_rows: Int64, facts: _SourceFacts) -> dict[int, tuple[int, ...]]:
+        """By tensor the order of dimensions in memory, where that is dense but not C-ordered."""
+        orders = {}
+        for number in np.flatnonzero(~facts.is_contiguous).tolist():
+            order = _dense_order(self.sources[number])
+            if order is not None:
+                orders[int(source_rows[number])] = order
+        return orders
+
+    # -- sources ---------------------------------------------------------------------------------------------
+
+    def _ask_sources(self, rows: Int64) -> _SourceFacts:
+        """The facts of all sources; PlanError for those that cannot be stored.
+
+        Lazily conjugated or negated views are saved by value. They are loaded into as they are, since copies
+        heed that.
+        """
+        facts: _SourceFacts | None = None
+        if not self.problems:
+            try:
+                facts = _SourceFacts.ask(self.sources)
+            except RuntimeError:
+                facts = None  # torch refuses the address of sparse, fake and functional tensors: see below
+        if facts is not None and facts.is_lazy.any() and not self.loading:
+            for number in np.flatnonzero(facts.is_lazy).tolist():
+                self.sources[number] = self.sources[number].detach().resolve_conj().resolve_neg()
+            facts = _SourceFacts.ask(self.sources)
+        if facts is None or not facts.codes.all() or not self._have_memory(facts.pointers):
+            self._raise_problems(rows)
+        return facts
+
+    def _have_memory(self, pointers: Int64) -> bool:
+        return not any(self.sources[number].numel() for number in np.flatnonzero(pointers == 0).tolist())
+
+    def _raise_problems(self, rows: Int64) -> NoReturn:
+        """One error for all tensors that cannot be stored, in the order of the state dict."""
+        problems = [*self.problems]
+        for row, source in zip(rows.tolist(), self.sources, strict=True):
+            if KINDS[type(source)] == PLAIN and (fault := _fault(self.fqns[row], source)) is not None:
+                problems.append((row, fault))
+        told = [text for _, text in sorted(problems, key=itemgetter(0))]
+        shown = told[:_MAX_LISTED]
+        more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
+        raise PlanError(
+            f"tensors that cannot be {'loaded into' if self.loading else 'saved'}: {'; '.join(shown)}{more}",
+            problems=shown,
         )
 
 
-def _unsupported(fqn: str, tensor: torch.Tensor, code: int, pointer: int) -> list[str]:
-    if not code:
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest of a tensor that is dense, but not C-ordered."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+    is_other = order != tuple(range(tensor.ndim))
+    return order if is_other and tensor.permute(order).is_contiguous() else None
+
+
+def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
+    """Why a plain local tensor cannot be stored, and what to do about it."""
+    try:
+        facts = _SourceFacts.ask([tensor])
+    except RuntimeError as error:
+        return _no_memory(fqn, tensor, error)
+    if not facts.codes[0]:
         advice = "dequantize it" if tensor.is_quantized else "convert it to a supported dtype"
-        return [f"{fqn!r}: dtype {tensor.dtype} cannot be stored; {advice} first"]
-    if pointer or not tensor.numel():
-        return []
+        return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; {advice} first"
+    if facts.pointers[0] or not tensor.numel():
+        return None
     if tensor.is_meta:
-        return [f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"]
-    return [f"{fqn!r}: its memory was freed (resized storage); gather or reshard the parameters first"]
+        return f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"
+    return f"{fqn!r}: its memory was freed (resized storage); gather or reshard the parameters first"
 
 
 def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
@@ -484,23 +422,6 @@ def collect_tensors(
     Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
     and what to do about it.
     """
-    builder, kinds = _Builder(loading=purpose == "load"), _KINDS
-    cache: SpecCache = {}
-    for fqn, value in state_dict.items():
-        kind = kinds[type(value)]
-        if kind == _OBJECT:
-            builder.objects[fqn] = value
-            continue
-        try:
-            if kind == _PLAIN:
-                builder.add_plain(fqn, value)
-            elif kind == _DTENSOR:
-                builder.add_dtensor(fqn, value, cache)
-            else:
-                builder.add(fqn, local_tensor(fqn, value, cache))
-        except PlanError as error:
-            builder.problems.append(str(error))
-        except RuntimeError as error:
-            # torch refuses the address of sparse, fake and functional tensors with a bare RuntimeError
-            builder.problems.append(_no_memory(fqn, value, error))
-    return builder.finish(purpose)
+    builder = _Builder(loading=purpose == "load")
+    builder.add_all(state_dict)
+    return builder.finish()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp.planners.local import LocalTensor, Piece, SpecCache, is_tensor_like, local_tensor
+from dcp.planners.local_tensor import LocalTensor, Piece, SpecCache, is_tensor_like, local_tensor
 from dcp.storage.errors import PlanError
 
 __all__ = ["BoxLookup", "box_view"]

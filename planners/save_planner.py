@@ -20,7 +20,8 @@ from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.global_plan import SPLIT_BYTES, plan_save
 from dcp.planners.item_views import item_views
 from dcp.planners.known_state import KnownState, LocalPart
-from dcp.planners.local import collect_tensors, has_sharded_tensor
+from dcp.planners.local import collect_tensors
+from dcp.planners.local_tensor import has_sharded_tensor
 from dcp.planners.lookup import BoxLookup
 from dcp.planners.ties import item_ties
 from dcp.planners.torch_plans import columns_from_plan, metadata_from_plans, plan_from_writes, write_items
