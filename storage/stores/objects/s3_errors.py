@@ -31,6 +31,10 @@ _FULL_CODES: Final = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioS
 _PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LONGEST_WAIT_SECONDS: Final = 60.0
 _NOT_TRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
+_ELSEWHERE_STATUS: Final = frozenset({301, 302, 307, 308})
+_ELSEWHERE_CODES: Final = frozenset(
+    {"IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
+)
 _SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: Failure.RANGE}
 
 
@@ -43,6 +47,9 @@ def request_error(error: BaseException, bucket: str) -> RequestError:
         return _answered(error.response, bucket)
     if isinstance(error, exceptions.SSLError) and _NOT_TRUSTED in str(error):
         return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
+    if isinstance(error, RecursionError) or _is_loop(error):
+        # botocore asks for the bucket's region, is redirected, asks for the region, ...
+        return _elsewhere(bucket, "redirected again and again")
     passing = (
         exceptions.HTTPClientError,  # connections closed, timed out; bodies cut short
         exceptions.ConnectionError,  # refused, reset
@@ -71,6 +78,9 @@ def _answered(response: Mapping[str, Any], bucket: str) -> RequestError:
     text = f"{named}: {body.get('Message', '')}".rstrip(": ")
     if code == "NoSuchBucket":
         return RequestError(Failure.FINAL, f"there is no bucket {bucket!r} ({text})")
+    if status in _ELSEWHERE_STATUS or code in _ELSEWHERE_CODES or body.get("Region"):
+        region = metadata.get("HTTPHeaders", {}).get("x-amz-bucket-region") or body.get("Region")
+        return _elsewhere(bucket, text, region, body.get("Endpoint"))
     if code in _FULL_CODES or status == 507:
         return RequestError(Failure.FULL, text)
     if code in _PASSING_CODES or status in _PASSING_STATUS:
@@ -78,6 +88,27 @@ def _answered(response: Mapping[str, Any], bucket: str) -> RequestError:
     if status in _SETTLED_BY_STATUS:
         return RequestError(_SETTLED_BY_STATUS[status], text)
     return RequestError(Failure.FINAL, text)
+
+
+def _is_loop(error: BaseException) -> bool:
+    """Whether the HTTP client was redirected too often; botocore hides that in an error of its own."""
+    from aiohttp import TooManyRedirects
+    from botocore.exceptions import HTTPClientError
+
+    inner = error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
+    return isinstance(inner, TooManyRedirects)
+
+
+def _elsewhere(bucket: str, text: str, region: object = None, endpoint: object = None) -> RequestError:
+    there = f"endpoint {endpoint}" if endpoint else "another region or endpoint"
+    there = f"region {region}" if region else there
+    setting = f'client_kwargs={{"region_name": "{region or "..."}"}}'
+    return RequestError(
+        Failure.FINAL,
+        f"the bucket {bucket!r} was asked for in the wrong place, it belongs to {there} ({text}): set its "
+        f"region (AWS_DEFAULT_REGION, or storage_options {setting}) and endpoint (AWS_ENDPOINT_URL, or "
+        "endpoint_url)",
+    )
 
 
 def _retry_after(metadata: Mapping[str, Any]) -> float:
