@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,9 @@ from dcp.planners.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.load_plan import plan_load
 from tests.planners.simulation import (
     ITEM_BYTES,
+    Held,
+    Layout,
+    held_by,
     read,
     save_columns,
     tensor_shapes,
@@ -49,3 +54,41 @@ def test_load_after_save_is_the_identity(
         for held, dest, count in zip(tensors.values(), dests, counts, strict=True):
             assert np.array_equal(dest, held.local)
             assert (count == 1).all()
+
+
+def test_more_than_a_hundred_ranks() -> None:
+    """Saved by 120 ranks, of which many hold nothing, in shards and replicas of shards; loaded by 7, and by
+    144 along the other dimension."""
+    shapes = {
+        "even": (240, 3),
+        "uneven": (250,),
+        "few": (5, 4),
+        "scalar": (),
+        "empty": (0, 2),
+        "cut": (6, 77),
+    }
+    saving = Layout((120,), ((0, 1),)), Layout((10, 12), (None, (0, 1))), Layout((10, 12), ((0, 1), (0, 2)))
+    loading = Layout((7,), ((0, 1),)), Layout((12, 12), ((1, 1), None))
+
+    def world(layouts: tuple[Layout, ...]) -> list[dict[str, Held]]:
+        ranks: list[dict[str, Held]] = [{} for _ in range(layouts[0].world_size)]
+        for number, (fqn, shape) in enumerate(shapes.items()):
+            layout = layouts[number % len(layouts)]
+            deepest = max((step[0] for step in layout.steps if step), default=0)
+            if deepest >= len(shape):
+                layout = Layout(layout.mesh, tuple(None for _ in layout.mesh))
+            for rank, tensors in enumerate(ranks):
+                tensors[fqn] = held_by(whole_tensor(shape, number), layout, rank)
+        return ranks
+
+    ranks = world(saving)
+    columns = [decode_save_columns(encode_save_columns(save_columns(tensors))) for tensors in ranks]
+    plan = plan_save(columns, check_coverage=True)
+    disk = write(plan, ranks)
+    assert sum(payload.size for payload in disk.payloads.values()) == sum(map(math.prod, shapes.values()))
+    for layout in loading:
+        for tensors in world((layout,)):
+            dests = [np.full(held.local.shape, -1, np.int64) for held in tensors.values()]
+            read(plan_load(plan.index, wanted_columns(tensors)), disk, dests)
+            for held, dest in zip(tensors.values(), dests, strict=True):
+                assert np.array_equal(dest, held.local)
