@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dcp.storage.stores.objects.client import Failure, RequestError
 
-__all__ = ["request_error"]
+__all__ = ["answered", "request_error"]
 
 _PASSING_CODES: Final = frozenset(
     {
@@ -44,7 +44,7 @@ def request_error(error: BaseException, bucket: str) -> RequestError:
     from botocore import exceptions, parsers
 
     if isinstance(error, exceptions.ClientError):
-        return _answered(error.response, bucket)
+        return answered(error.response, bucket)
     if isinstance(error, exceptions.SSLError) and _NOT_TRUSTED in str(error):
         return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
     if isinstance(error, RecursionError) or _is_loop(error):
@@ -70,8 +70,11 @@ def request_error(error: BaseException, bucket: str) -> RequestError:
     return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
 
 
-def _answered(response: Mapping[str, Any], bucket: str) -> RequestError:
-    """By the code of the body, which HEAD does not have, or by the status."""
+def answered(response: Mapping[str, Any], bucket: str) -> RequestError:
+    """An answer that is an error: by the code of its body, which HEAD does not have, or by its status.
+
+    ``response`` is what botocore makes of it: Error, with Code and Message, and ResponseMetadata.
+    """
     metadata, body = response.get("ResponseMetadata", {}), response.get("Error", {})
     status, code = int(metadata.get("HTTPStatusCode", 0)), str(body.get("Code", ""))
     named = f"{status} {code}" if code != str(status) else code  # an answer to HEAD has a status only
