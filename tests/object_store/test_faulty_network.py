@@ -282,7 +282,8 @@ def test_refused_data_is_not_asked_for_again(s3_proxy: FaultProxy, s3_root: str)
     with pytest.raises(StorageError, match="AccessDenied") as denied:
         assert_loads(s3_root, small_state("small"), options)
     assert denied.value.key.endswith(".distcp")
-    assert len(s3_proxy.requests(key="distcp$")) == 1
+    # once by its signed URL, and once as botocore asks, who may have other credentials by now
+    assert len(s3_proxy.requests(key="distcp$")) == 2
     s3_proxy.heal()
     with raw_s3(s3_proxy.server) as raw:
         (name,) = [name for name in raw.list(s3_root) if name.endswith(".distcp")]

@@ -15,7 +15,7 @@ from dcp.storage.stores.objects.shared import Shared, all_of
 
 __all__ = ["REQUEST_BYTES", "ObjectReadHandle"]
 
-REQUEST_BYTES: Final = 8 << 20
+REQUEST_BYTES: Final = 16 << 20
 """More than this is asked for by several requests at once."""
 
 

@@ -30,7 +30,9 @@ from dcp.storage.stores.objects.client import (
     Upload,
 )
 from dcp.storage.stores.objects.closing import close_with
+from dcp.storage.stores.objects.http_bodies import Receiver
 from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.s3_direct import DirectReads, SignedUrl, presigned, sign
 from dcp.storage.stores.objects.s3_errors import request_error
 
 __all__ = ["S3Client"]
@@ -78,6 +80,7 @@ class S3Client(PartsClient):
         }
         self.concurrency = options.concurrency
         self._timeout_seconds = options.request_timeout_seconds
+        self._direct = DirectReads(bucket)
         try:
             self._fs: Any = S3FileSystem(**given, config_kwargs=config, skip_instance_cache=True)
         except (TypeError, ValueError, KeyError) as error:
@@ -118,7 +121,18 @@ class S3Client(PartsClient):
         self, key: str, begin: int, buffers: Sequence[memoryview], *, etag: str | None = None
     ) -> ObjectInfo:
         """GetObject with a range; the body goes to the buffers as it arrives."""
-        size = sum(map(len, buffers))
+        receiver = Receiver(buffers)
+        size = receiver.size_bytes
+        info = self._direct.get(
+            key,
+            begin,
+            receiver,
+            etag=etag,
+            limit_seconds=self._limit_seconds(size),
+            make_url=self._signed_url,
+        )
+        if info is not None:
+            return info
         arguments = {"Key": key, "Range": f"bytes={begin}-{begin + size - 1}"}
         if etag:
             arguments["IfMatch"] = etag
@@ -133,6 +147,9 @@ class S3Client(PartsClient):
             return _info(key, answer, total)
 
         return self._call(fetch, size)
+
+    def _signed_url(self, key: str) -> SignedUrl | None:
+        return self._call(lambda s3: sign(s3, self._arguments("get_object", {"Key": key})))
 
     def read(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
         """GetObject with a range from the beginning."""
@@ -259,8 +276,7 @@ class S3Client(PartsClient):
 
         async def sign(s3: Any) -> str:
             arguments = self._arguments("get_object", {"Key": key})
-            url: str = await s3.generate_presigned_url("get_object", Params=arguments, ExpiresIn=seconds)
-            return url
+            return await presigned(s3, arguments, seconds)
 
         return self._call(sign)
 
@@ -280,9 +296,13 @@ class S3Client(PartsClient):
         )
         return merged
 
+    def _limit_seconds(self, size_bytes: int) -> float:
+        """How long one attempt may take."""
+        return 4 * self._timeout_seconds + size_bytes / _LEAST_BYTES_PER_SECOND
+
     def _call(self, ask: Callable[[Any], Awaitable[T]], size_bytes: int = 0) -> T:
         """Run one attempt on s3fs' event loop, and have it ended when this returns, however it returns."""
-        limit = 4 * self._timeout_seconds + size_bytes / _LEAST_BYTES_PER_SECOND
+        limit = self._limit_seconds(size_bytes)
         ended = threading.Event()
 
         async def attempt() -> T:

@@ -64,6 +64,8 @@ _WHOLE_PUT_BYTES: Final = 64 << 20
 """A publish above this goes in parts, as data files do."""
 
 _GAP_BYTES: Final = 256 << 10
+_JOINED_BYTES: Final = 8 << 20
+"""Small pieces go through memory of our own, of which each thread has as much."""
 
 
 class FsspecStore(Store):
@@ -102,7 +104,7 @@ class FsspecStore(Store):
         self.read_profile = ReadProfile(
             threads=self._options.concurrency,
             request_bytes=REQUEST_BYTES,
-            join_below_bytes=REQUEST_BYTES,
+            join_below_bytes=_JOINED_BYTES,
             gap_bytes=_GAP_BYTES,
             scatter=True,
         )

@@ -1,0 +1,333 @@
+"""Bodies that are received where they belong: connections kept, answers that do not fit, early ends."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from dcp.storage.stores.objects.http_bodies import BodyTransport, CalledOff, Receiver
+from dcp.storage.stores.objects.s3_session import _tls
+from tests.support.receivers import CERTIFICATES
+
+_HANG_SECONDS = 60.0
+_LOOPBACK = CERTIFICATES / "loopback.pem"
+_BODY = bytes(range(256)) * 1000
+
+Reply = Callable[[socket.socket, int], None]
+
+
+@dataclass
+class _Server:
+    """Listens on loopback; ``reply`` gets the connection and the number of the request, from 0 on."""
+
+    reply: Reply
+    tls: bool = False
+    heads: list[bytes] = field(default_factory=list)
+    connections: int = 0
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> _Server:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        scheme = "https" if self.tls else "http"
+        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}/bucket/key?X-Amz-Signature=secret"
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.let_go.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(_HANG_SECONDS)
+            assert not thread.is_alive()
+
+    def _accept(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(_LOOPBACK)
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            thread = threading.Thread(target=self._serve, args=(connection, context), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        with contextlib.suppress(OSError), connection:
+            if self.tls:
+                connection = context.wrap_socket(connection, server_side=True)
+            connection.settimeout(_HANG_SECONDS)
+            while head := self._head(connection):
+                self.heads.append(head)
+                self.reply(connection, len(self.heads) - 1)
+
+    def _head(self, connection: socket.socket) -> bytes:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            got = connection.recv(1)
+            if not got:
+                return b""
+            head += got
+        return head
+
+
+def _whole(body: bytes = _BODY, status: str = "206 Partial Content", told: int | None = None) -> bytes:
+    length = len(body) if told is None else told
+    return f'HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: "x"\r\n\r\n'.encode() + body
+
+
+@contextlib.contextmanager
+def _transport(**settings: object) -> Iterator[BodyTransport]:
+    defaults: dict[str, object] = {
+        "threads": 4,
+        "connect_seconds": _HANG_SECONDS,
+        "read_seconds": _HANG_SECONDS,
+        "kept_seconds": _HANG_SECONDS,
+        "tls": lambda: _tls(str(_LOOPBACK), None),
+    }
+    transport = BodyTransport(**(defaults | settings))  # type: ignore[arg-type]
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def _memory(size: int = len(_BODY), parts: int = 3) -> tuple[bytearray, Receiver]:
+    data = bytearray(size)
+    step = -(-size // parts)
+    views = [memoryview(data)[begin : begin + step] for begin in range(0, size, step)]
+    return data, Receiver(views)
+
+
+def test_bodies_fill_buffers_over_one_connection() -> None:
+    """Several buffers are filled in order, headers come in lower case, and the connection is used again."""
+    with _Server(lambda connection, _: connection.sendall(_whole())) as server, _transport() as transport:
+        for _ in range(3):
+            data, receiver = _memory()
+            answer = transport.get(server.url, {"Range": "bytes=0-9"}, receiver, limit_seconds=_HANG_SECONDS)
+            assert (answer.status, answer.headers["etag"], answer.body) == (206, '"x"', b"")
+            assert receiver.is_filled and data == _BODY
+        assert server.connections == 1
+        first, *lines = server.heads[0].decode().split("\r\n")
+        assert first == "GET /bucket/key?X-Amz-Signature=secret HTTP/1.1"
+        assert "Range: bytes=0-9" in lines
+
+
+def test_a_connection_that_ended_while_idle_is_not_used() -> None:
+    """Services close idle connections: that is nobody's failed request."""
+
+    def reply(connection: socket.socket, _: int) -> None:
+        connection.sendall(_whole())
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with _Server(reply) as server, _transport() as transport:
+        for _ in range(3):
+            data, receiver = _memory()
+            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+            assert data == _BODY
+            time.sleep(0.05)
+        assert server.connections == 3
+
+
+def test_old_connections_are_not_used_again() -> None:
+    """After the time that connections are kept for a new one is made."""
+    with _Server(lambda connection, _: connection.sendall(_whole())) as server:
+        with _transport(kept_seconds=0.0) as transport:
+            for _ in range(2):
+                transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+        assert server.connections == 2
+
+
+def test_the_answer_may_ask_to_close() -> None:
+    """A connection that the server wants to end is not kept."""
+    closing = _whole().replace(b"ETag", b"Connection: close\r\nETag")
+    with _Server(lambda connection, _: connection.sendall(closing)) as server, _transport() as transport:
+        for _ in range(2):
+            data, receiver = _memory()
+            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+            assert data == _BODY
+        assert server.connections == 2
+
+
+def test_a_body_of_another_size_is_left_alone() -> None:
+    """No byte of it gets into the memory, and its connection is not used again."""
+    answers = [_whole(_BODY[:-1]), _whole(_BODY + b"!"), _whole()]
+    with _Server(lambda connection, n: connection.sendall(answers[n])) as server, _transport() as transport:
+        for _ in range(2):
+            data, receiver = _memory()
+            answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+            assert answer.status == 206 and not receiver.is_filled and not any(data)
+        transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+        assert server.connections == 3
+
+
+def test_a_body_that_ends_too_early_is_an_error() -> None:
+    """A connection that breaks in the body fails the attempt, at whatever byte."""
+    for size in (0, 1, len(_BODY) - 1):
+
+        def reply(connection: socket.socket, _: int, size: int = size) -> None:
+            connection.sendall(_whole(_BODY[:size], told=len(_BODY)))
+            connection.shutdown(socket.SHUT_RDWR)
+
+        with _Server(reply) as server, _transport() as transport:
+            receiver = _memory()[1]
+            with pytest.raises((http.client.HTTPException, OSError)):
+                transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+            assert not receiver.is_filled
+
+
+@pytest.mark.parametrize("extra", [b"", b"1\r\n!\r\n"])
+def test_chunked_bodies_must_have_the_size_too(extra: bytes) -> None:
+    """Chunks are put together; more of them than there is memory for is an error."""
+    half = len(_BODY) // 2
+    parts = [_BODY[:half], _BODY[half:]]
+    chunks = b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts)
+    answer = b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + extra + b"0\r\n\r\n"
+    with _Server(lambda connection, _: connection.sendall(answer)) as server, _transport() as transport:
+        data, receiver = _memory()
+        if extra:
+            with pytest.raises(http.client.HTTPException, match="more than"):
+                transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+            assert not receiver.is_filled
+            return
+        for _ in range(2):
+            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+            assert receiver.is_filled and data == _BODY
+        assert server.connections == 1
+
+
+def test_answers_that_are_errors_come_with_their_body() -> None:
+    """Their text goes to the caller, not to the memory; a very long one is cut, its connection dropped."""
+    long = b"x" * (3 << 20)
+    answers = [_whole(b"<Code>No</Code>", "404 Not Found"), _whole(long, "500 Oh"), _whole()]
+
+    def reply(connection: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):  # nobody reads all of the long one
+            connection.sendall(answers[number])
+
+    with _Server(reply) as server, _transport() as transport:
+        data, receiver = _memory()
+        answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+        assert (answer.status, answer.body) == (404, b"<Code>No</Code>")
+        answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+        assert answer.status == 500 and len(answer.body) == 1 << 20
+        assert not receiver.is_filled and not any(data)
+        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+        assert receiver.is_filled and server.connections == 2
+
+
+@pytest.mark.parametrize("sent", [0, 20, 1000])
+def test_what_is_called_off_writes_nothing_any_more(sent: int) -> None:
+    """A request that hangs before, in or behind its head ends at once, and late bytes reach no memory."""
+    called_off = threading.Event()
+
+    def reply(connection: socket.socket, _: int) -> None:
+        data = _whole()
+        connection.sendall(data[:sent])
+        called_off.set()
+        server.let_go.wait(_HANG_SECONDS)
+        with contextlib.suppress(OSError):
+            connection.sendall(data[sent:])
+
+    with _Server(reply) as server, _transport() as transport:
+        data, receiver = _memory()
+        with pytest.raises(CalledOff):
+            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS, called_off=called_off)
+        before = bytes(data)
+        server.let_go.set()
+        time.sleep(0.2)
+        assert bytes(data) == before != _BODY
+        assert not receiver.is_filled
+
+
+def test_bytes_that_trickle_end_at_the_limit() -> None:
+    """A server that always sends something is given up all the same."""
+
+    def reply(connection: socket.socket, _: int) -> None:
+        data = _whole()
+        for at in range(len(data)):
+            if server.let_go.wait(0.01):
+                return
+            connection.sendall(data[at : at + 1])
+
+    with _Server(reply) as server, _transport() as transport:
+        receiver = _memory()[1]
+        with pytest.raises(TimeoutError, match="no end"):
+            transport.get(server.url, {}, receiver, limit_seconds=1.0)
+        assert not receiver.is_filled
+
+
+def test_silence_ends_with_the_time_of_a_read() -> None:
+    """A server that sends nothing for that long has failed."""
+
+    def reply(connection: socket.socket, _: int) -> None:
+        connection.sendall(_whole()[:1000])
+        server.let_go.wait(_HANG_SECONDS)
+
+    with _Server(reply) as server, _transport(read_seconds=0.3) as transport:
+        with pytest.raises(TimeoutError):
+            transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+        server.let_go.set()
+
+
+def test_nobody_listening_is_an_error() -> None:
+    """A refused connection is an OSError that does not show the URL, which is signed."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with _transport() as transport, pytest.raises(ConnectionRefusedError) as refused:
+        url = f"http://127.0.0.1:{port}/key?X-Amz-Signature=secret"
+        transport.get(url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+    assert "secret" not in str(refused.value)
+
+
+def test_tls_is_verified_unless_switched_off() -> None:
+    """Trusted by its authority, refused without, taken as it is with verify=False."""
+    with _Server(lambda connection, _: connection.sendall(_whole()), tls=True) as server:
+        for verify, good in ((str(_LOOPBACK), True), (True, False), (False, True)):
+            with _transport(tls=lambda verify=verify: _tls(verify, None)) as transport:
+                data, receiver = _memory()
+                if not good:
+                    with pytest.raises(ssl.SSLCertVerificationError):
+                        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+                    continue
+                transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+                assert receiver.is_filled and data == _BODY
+
+
+def test_tls_can_be_called_off() -> None:
+    """An encrypted body that hangs is left at once, with nothing undeciphered in the memory."""
+    called_off = threading.Event()
+
+    def reply(connection: socket.socket, _: int) -> None:
+        connection.sendall(_whole()[: len(_BODY) // 2])
+        called_off.set()
+        server.let_go.wait(_HANG_SECONDS)
+
+    with _Server(reply, tls=True) as server, _transport() as transport:
+        data, receiver = _memory()
+        with pytest.raises(CalledOff):
+            transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS, called_off=called_off)
+        server.let_go.set()
+        assert all(got in (0, sent) for got, sent in zip(data, _BODY, strict=True))
+
+
+def test_a_closed_transport_asks_nobody() -> None:
+    """Its idle connections end, and requests fail as broken connections do."""
+    with _Server(lambda connection, _: connection.sendall(_whole())) as server, _transport() as transport:
+        transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+        transport.close()
+        with pytest.raises(ConnectionAbortedError):
+            transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+        assert len(server.heads) == 1
