@@ -185,18 +185,18 @@ class _Exchange:
         self._headers = headers
         self._receiver = receiver
         self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None
         self._is_aborted = False
 
     def abort(self) -> bool:
         """End it; whether a thread may be writing to the receiver until it has noticed."""
         with self._lock:
             self._is_aborted = True
-            if self._connection is None:
+            if self._socket is None:
                 return False
             with contextlib.suppress(OSError):
                 # Not SSLSocket's own, which would have the thread read on below the encryption.
-                socket.socket.shutdown(self._connection.sock, socket.SHUT_RDWR)
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             return True
 
     def run(self) -> Answer:
@@ -207,12 +207,12 @@ class _Exchange:
             with self._lock:
                 if self._is_aborted:
                     raise ConnectionAbortedError("called off")
-                self._connection = connection
+                self._socket = connection.sock  # the connection forgets it where it is not to be kept
             connection.request("GET", self._target, headers=dict(self._headers))
             answer, is_done = self._receive(connection.getresponse())
         finally:
             with self._lock:
-                self._connection = None
+                self._socket = None
                 is_done = is_done and not self._is_aborted
             if is_done:
                 self._transport.give_back(self._origin, connection)

@@ -228,13 +228,14 @@ def test_answers_that_are_errors_come_with_their_body() -> None:
         assert receiver.is_filled and server.connections == 2
 
 
+@pytest.mark.parametrize("closing", [b"", b"Connection: close\r\n"])
 @pytest.mark.parametrize("sent", [0, 20, 1000])
-def test_what_is_called_off_writes_nothing_any_more(sent: int) -> None:
+def test_what_is_called_off_writes_nothing_any_more(sent: int, closing: bytes) -> None:
     """A request that hangs before, in or behind its head ends at once, and late bytes reach no memory."""
     called_off = threading.Event()
 
     def reply(connection: socket.socket, _: int) -> None:
-        data = _whole()
+        data = _whole().replace(b"ETag", closing + b"ETag")
         connection.sendall(data[:sent])
         called_off.set()
         server.let_go.wait(_HANG_SECONDS)
