@@ -16,12 +16,12 @@ from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.handlers import problem_of, problem_response
 from dcp.server.problems import BadRequestError, ProblemError
 from dcp.server.security import idempotency
+from dcp.server.security.idempotency import KEPT_HEADERS, Reservation
 from dcp.server.security.principal import Principal
 
 __all__ = ["IdempotencyMiddleware"]
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_KEPT_HEADERS: Final = ("content-type", "location", "etag")
 _MAX_KEPT_BYTES: Final = 1 << 20
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +44,8 @@ class IdempotencyMiddleware:
             if not _KEY.fullmatch(key):
                 raise BadRequestError("Idempotency-Key has 1 to 128 visible ASCII characters")
             message = await receive()  # whole, since the limits are kept outside of this
-            answer = await self._begin(scope, principal.identity, key, message.get("body", b""))
+            reservation = Reservation(principal.identity, key, self._service.clock())
+            answer = await self._begin(scope, reservation, message.get("body", b""))
         except (ProblemError, DatabaseUnavailableError) as error:
             await problem_response(problem_of(error), scope)(scope, receive, send)
             return
@@ -52,37 +53,45 @@ class IdempotencyMiddleware:
             headers = {**answer.headers, "Idempotency-Replayed": "true"}
             await Response(answer.body, answer.status, headers)(scope, receive, send)
             return
-        await self._run(scope, message, receive, send, principal.identity, key)
+        await self._run(scope, message, receive, send, reservation)
 
-    async def _begin(self, scope: Scope, actor: str, key: str, body: bytes) -> idempotency.KeptAnswer | None:
+    async def _begin(self, scope: Scope, wanted: Reservation, body: bytes) -> idempotency.KeptAnswer | None:
         request_hash = idempotency.hash_of(scope["method"], scope["path"], scope["query_string"], body)
         service = self._service
         taken_seconds = max(idempotency.TAKEN_SECONDS, 2 * service.settings.request_seconds)
         return await run_in_threadpool(
-            idempotency.begin, service.database, actor, key, request_hash, service.clock(), taken_seconds
+            idempotency.begin,
+            service.database,
+            wanted.actor,
+            wanted.key,
+            request_hash,
+            wanted.since_seconds,
+            taken_seconds,
         )
 
     async def _run(
-        self, scope: Scope, message: Message, receive: Receive, send: Send, actor: str, key: str
+        self, scope: Scope, message: Message, receive: Receive, send: Send, reservation: Reservation
     ) -> None:
+        state = scope["state"]
+        state["reservation"] = reservation  # for routes that keep their answer themselves
         recorder = _Recorder(message, receive, send)
         try:
             await self.app(scope, recorder.receive, recorder.send)
         except Exception:
-            await self._keep(actor, key, None)
+            await self._keep(reservation, None)
             raise
         # When it is cancelled, a thread may still do what was asked for, so that the key stays taken.
-        is_secret = scope["state"].get("is_secret", False)
-        await self._keep(actor, key, None if is_secret else recorder.answer())
+        if not state.get("is_kept", False):
+            await self._keep(reservation, None if state.get("is_secret", False) else recorder.answer())
         await recorder.release()
 
-    async def _keep(self, actor: str, key: str, answer: idempotency.KeptAnswer | None) -> None:
+    async def _keep(self, reservation: Reservation, answer: idempotency.KeptAnswer | None) -> None:
         database = self._service.database
         try:
             if answer is None:
-                await run_in_threadpool(idempotency.forget, database, actor, key)
+                await run_in_threadpool(idempotency.forget, database, reservation)
             else:
-                await run_in_threadpool(idempotency.finish, database, actor, key, answer)
+                await run_in_threadpool(idempotency.finish, database, reservation, answer)
         except DatabaseUnavailableError as error:
             _log.warning("idempotency key not kept", error=str(error))
 
@@ -110,7 +119,7 @@ class _Recorder:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = Headers(raw=message["headers"])
-            self._headers = {name: headers[name] for name in _KEPT_HEADERS if name in headers}
+            self._headers = {name: headers[name] for name in KEPT_HEADERS if name in headers}
         elif message["type"] == "http.response.body":
             self._size_bytes += len(message.get("body", b""))
             if self._size_bytes <= _MAX_KEPT_BYTES:

@@ -11,6 +11,7 @@ from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.context import Service
 from dcp.server.dependencies import Author, IfMatch, ServiceDep, Writer, requires
 from dcp.server.jobs.kinds import deletion
+from dcp.server.once import OnceDep
 from dcp.server.problems import ForbiddenError
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath, problems
@@ -64,12 +65,12 @@ def delete_checkpoint(
 
 @router.post("/{checkpoint_id}/restore", dependencies=[requires("delete")], responses=problems(404, 409, 412))
 def restore_checkpoint(
-    checkpoint_id: IdPath, service: ServiceDep, author: Author, if_match: IfMatch, response: Response
+    checkpoint_id: IdPath, author: Author, once: OnceDep, if_match: IfMatch, response: Response
 ) -> CheckpointDetailAnswer:
     """Take a deletion back, unless its bytes are being purged already."""
     change = author.change(if_match.version(f"c{checkpoint_id}"))
 
-    def act(connection: Connection) -> CheckpointDetail:
+    def act(connection: Connection) -> CheckpointDetailAnswer:
         found = deletion.restore(
             connection,
             checkpoint_id,
@@ -79,11 +80,10 @@ def restore_checkpoint(
             visible=change.visible,
         )
         change.record(connection, "checkpoint.restore", f"checkpoint:{checkpoint_id}", {})
-        return found
+        response.headers["ETag"] = found.etag
+        return CheckpointDetailAnswer.of(found)
 
-    found = service.database.transact(act)
-    response.headers["ETag"] = found.etag
-    return CheckpointDetailAnswer.of(found)
+    return once(act)
 
 
 def _check_root(service: Service, author: Writer, checkpoint_id: int) -> None:

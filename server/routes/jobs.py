@@ -15,6 +15,7 @@ from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Job, JobFilter
 from dcp.server.jobs.states import JobState
+from dcp.server.once import OnceDep
 from dcp.server.problems import ForbiddenError
 from dcp.server.routes.job_events import LastEventId, job_stream
 from dcp.server.schemas.common import MAX_ID, IdPath, Name, problems
@@ -58,23 +59,27 @@ def _check_scope(caller: Principal, kind: str) -> None:
 
 @router.post("", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409, 410))
 def submit_job(
-    body: Annotated[NewJob, Body()], service: ServiceDep, author: Author, request: Request, response: Response
+    body: Annotated[NewJob, Body()],
+    service: ServiceDep,
+    author: Author,
+    once: OnceDep,
+    request: Request,
+    response: Response,
 ) -> JobAnswer:
     """Have something done. If an unfinished job does the same already, the answer is that one."""
     _check_scope(author.principal, body.kind)
     kind = KINDS[body.kind]
 
-    def submit(connection: Connection) -> Job:
+    def submit(connection: Connection) -> JobAnswer:
         spec = kind.specify(connection, body.params, author.principal, service.settings)
         spec = replace(spec, priority=body.priority)
         job_id, is_new = ledger.submit_or_join(connection, spec, author.now_seconds)
         if is_new:
             _note(connection, author, "job.submit", job_id, kind=spec.kind, params=dict(spec.params))
-        return ledger.get_job(connection, job_id)
+        response.headers["Location"] = f"{request.url.path}/{job_id}"
+        return JobAnswer.of(ledger.get_job(connection, job_id))
 
-    job = service.database.transact(submit)
-    response.headers["Location"] = f"{request.url.path}/{job.id}"
-    return JobAnswer.of(job)
+    return once(submit)
 
 
 @router.get("", dependencies=[requires("read")])
@@ -150,29 +155,29 @@ def watch_job(
 
 
 @router.post("/{job_id}/cancel", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
-def cancel_job(job_id: IdPath, service: ServiceDep, author: Author) -> JobAnswer:
+def cancel_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
     """Stop it, and clear away what it left. Again is fine; what is being published is not stopped."""
 
-    def cancel(connection: Connection) -> Job:
+    def cancel(connection: Connection) -> JobAnswer:
         job = _found(connection, author, job_id)
         after = ledger.request_cancel(connection, job_id, author.now_seconds, author.principal.name)
         if not job.is_ending and job.state != "cancelled":
             _note(connection, author, "job.cancel", job_id)
-        return after
+        return JobAnswer.of(after)
 
-    return JobAnswer.of(service.database.transact(cancel))
+    return once(cancel)
 
 
 @router.post("/{job_id}/retry", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
-def retry_job(job_id: IdPath, service: ServiceDep, author: Author) -> JobAnswer:
+def retry_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
     """Begin a job anew that has failed or was cancelled."""
 
-    def retry(connection: Connection) -> Job:
+    def retry(connection: Connection) -> JobAnswer:
         _found(connection, author, job_id)
         _note(connection, author, "job.retry", job_id)
-        return ledger.retry(connection, job_id, author.now_seconds, author.principal.name)
+        return JobAnswer.of(ledger.retry(connection, job_id, author.now_seconds, author.principal.name))
 
-    return JobAnswer.of(service.database.transact(retry))
+    return once(retry)
 
 
 def _found(connection: Connection, author: Writer, job_id: int) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from sqlalchemy import Connection
 
 from dcp.manager.retention import Retention
@@ -21,6 +21,7 @@ from dcp.server.dependencies import (
     requires,
 )
 from dcp.server.jobs.kinds.retention import RetentionParams
+from dcp.server.once import OnceDep
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.retention import policies
 from dcp.server.retention.planning import plan_run, runs_of
@@ -48,21 +49,20 @@ _MAX_RUNS = 50
 
 @router.post("/policies", status_code=201, dependencies=[requires("delete")], responses=problems(404, 409))
 def create_retention_policy(
-    body: PolicyRequest, service: ServiceDep, author: Author, response: Response
+    body: PolicyRequest, service: ServiceDep, author: Author, once: OnceDep, response: Response
 ) -> PolicyAnswer:
     """Make a policy. It is applied at once, and then as often as it says; try it out before."""
     _check_root(service, author, body.root)
     new = body.policy(service.settings.delete_grace_seconds)
 
-    def act(connection: Connection) -> Policy:
+    def act(connection: Connection) -> PolicyAnswer:
         policy = policies.create_policy(connection, new, author.now_seconds)
         _note(connection, author, "retention.create", policy)
-        return policy
+        response.headers["Location"] = f"/api/v1/retention/policies/{policy.id}"
+        response.headers["ETag"] = policy.etag
+        return PolicyAnswer.of(policy)
 
-    policy = service.database.transact(act)
-    response.headers["Location"] = f"/api/v1/retention/policies/{policy.id}"
-    response.headers["ETag"] = policy.etag
-    return PolicyAnswer.of(policy)
+    return once(act)
 
 
 @router.get("/policies", dependencies=[requires("read")])
@@ -157,13 +157,10 @@ def delete_retention_policy(
     "/policies/{policy_id}/run", status_code=202, dependencies=[requires("delete")], responses=problems(404)
 )
 def run_retention_policy(
-    policy_id: IdPath, service: ServiceDep, author: Author, request: Request, response: Response
+    policy_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
 ) -> JobAnswer:
     """Apply it now, as a job."""
-    params = RetentionParams(policy_id=policy_id)
-    job = submit_kind("retention", params, service, author, request, response)
-    response.headers["Location"] = f"/api/v1/jobs/{job.id}"
-    return job
+    return submit_kind("retention", RetentionParams(policy_id=policy_id), service, author, once, response)
 
 
 def _check_root(service: Service, author: Writer, root: str) -> None:

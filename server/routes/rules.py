@@ -13,6 +13,7 @@ from dcp.server.automation.rules import Rule
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.context import Service
 from dcp.server.dependencies import Author, IfMatch, Page, ServiceDep, Writer, requires
+from dcp.server.once import OnceDep
 from dcp.server.problems import UnprocessableError
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.rules import RuleAnswer, RuleChange, RulePage, RuleRequest
@@ -25,19 +26,20 @@ _CURSOR = "rules"
 
 
 @router.post("", status_code=201, responses=problems(409))
-def create_rule(body: RuleRequest, service: ServiceDep, author: Author, response: Response) -> RuleAnswer:
+def create_rule(
+    body: RuleRequest, service: ServiceDep, author: Author, once: OnceDep, response: Response
+) -> RuleAnswer:
     """Make a rule, for what happens from now on."""
     _check_roots(service, body.condition, body.actions)
 
-    def act(connection: Connection) -> Rule:
+    def act(connection: Connection) -> RuleAnswer:
         rule = rules.create_rule(connection, body.rule(), author.now_seconds)
         _note(connection, author, "rule.create", rule)
-        return rule
+        response.headers["Location"] = f"/api/v1/rules/{rule.id}"
+        response.headers["ETag"] = rule.etag
+        return RuleAnswer.of(rule)
 
-    rule = service.database.transact(act)
-    response.headers["Location"] = f"/api/v1/rules/{rule.id}"
-    response.headers["ETag"] = rule.etag
-    return RuleAnswer.of(rule)
+    return once(act)
 
 
 @router.get("")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.verifications import get_statistics as find_statistics
 from dcp.server.dependencies import Author, Caller, Db, Page, ServiceDep, requires
 from dcp.server.jobs.kinds.stats import StatsParams
+from dcp.server.once import OnceDep
 from dcp.server.problems import NotFoundError
 from dcp.server.routes.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
@@ -37,7 +38,7 @@ def get_statistics(checkpoint_id: IdPath, database: Db, caller: Caller, page: Pa
 
 @router.post("/statistics", status_code=202, responses=problems(404, 409, 410))
 def compute_statistics(
-    checkpoint_id: IdPath, service: ServiceDep, author: Author, request: Request, response: Response
+    checkpoint_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
 ) -> JobAnswer:
     """Have them computed of all tensors, by a job; they are kept with the checkpoint."""
-    return submit_kind("stats", StatsParams(checkpoint_id=checkpoint_id), service, author, request, response)
+    return submit_kind("stats", StatsParams(checkpoint_id=checkpoint_id), service, author, once, response)

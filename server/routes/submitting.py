@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
@@ -11,21 +11,21 @@ from dcp.server.context import Service
 from dcp.server.dependencies import Writer
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger import Job
+from dcp.server.once import Once
 from dcp.server.schemas.jobs import JobAnswer
 
 __all__ = ["submit_kind"]
 
 
 def submit_kind(
-    kind: str, params: BaseModel, service: Service, author: Writer, request: Request, response: Response
+    kind: str, params: BaseModel, service: Service, author: Writer, once: Once, response: Response
 ) -> JobAnswer:
     """The job of this kind, new or unfinished; ``response`` says where it is.
 
     Raises what the kind refuses: what the key may not see is not found.
     """
 
-    def submit(connection: Connection) -> Job:
+    def submit(connection: Connection) -> JobAnswer:
         spec = KINDS[kind].specify(connection, params, author.principal, service.settings)
         job_id, is_new = ledger.submit_or_join(connection, spec, author.now_seconds)
         if is_new:
@@ -39,8 +39,7 @@ def submit_kind(
                 request_id=author.request_id,
                 address=author.address,
             )
-        return ledger.get_job(connection, job_id)
+        response.headers["Location"] = f"/api/v1/jobs/{job_id}"
+        return JobAnswer.of(ledger.get_job(connection, job_id))
 
-    job = service.database.transact(submit)
-    response.headers["Location"] = f"{request.url.path.partition('/checkpoints/')[0]}/jobs/{job.id}"
-    return JobAnswer.of(job)
+    return once(submit)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Response
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.verifications import list_verifications as find_verifications
 from dcp.server.dependencies import Author, Caller, Db, ServiceDep, requires
 from dcp.server.jobs.kinds.verify import VerifyParams
+from dcp.server.once import OnceDep
 from dcp.server.routes.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.findings import VerificationAnswer, VerificationList
@@ -38,9 +39,7 @@ def list_verifications(
     "/verifications", status_code=202, dependencies=[requires("write")], responses=problems(404, 409, 410)
 )
 def verify_checkpoint(
-    checkpoint_id: IdPath, service: ServiceDep, author: Author, request: Request, response: Response
+    checkpoint_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
 ) -> JobAnswer:
     """Have every byte read and compared, by a job."""
-    return submit_kind(
-        "verify", VerifyParams(checkpoint_id=checkpoint_id), service, author, request, response
-    )
+    return submit_kind("verify", VerifyParams(checkpoint_id=checkpoint_id), service, author, once, response)

@@ -12,6 +12,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.context import Service
 from dcp.server.dependencies import Author, Caller, IfMatch, Page, ServiceDep, Writer, requires
+from dcp.server.once import OnceDep
 from dcp.server.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.webhooks import (
@@ -168,18 +169,18 @@ def rotate_webhook_secret(
 
 
 @router.post("/{webhook_id}/test", status_code=202, responses=problems(404, 408, 409, 413, *_USUAL))
-def test_webhook(webhook_id: IdPath, service: ServiceDep, author: Author) -> DeliveryAnswer:
+def test_webhook(webhook_id: IdPath, author: Author, once: OnceDep) -> DeliveryAnswer:
     """Send it an event of the type `webhook.test`; the worker does so within seconds."""
     now = author.now_seconds
 
-    def act(connection: Connection) -> ledger.Delivery:
+    def act(connection: Connection) -> DeliveryAnswer:
         hook = hooks.get_hook(connection, webhook_id, author.principal.roots)
         if not hook.is_enabled:
             raise ConflictError("the webhook is disabled; enable it first", state="disabled")
         _note(connection, author, "webhook.test", hook, {})
-        return ledger.send_test(connection, hook, now)
+        return DeliveryAnswer.of(ledger.send_test(connection, hook, now))
 
-    return DeliveryAnswer.of(service.database.transact(act))
+    return once(act)
 
 
 @router.get("/{webhook_id}/deliveries", responses=problems(404, *_USUAL))
@@ -207,18 +208,18 @@ def list_webhook_deliveries(
     responses=problems(404, 408, 409, 413, *_USUAL),
 )
 def redeliver_webhook_delivery(
-    webhook_id: IdPath, delivery_id: IdPath, service: ServiceDep, author: Author
+    webhook_id: IdPath, delivery_id: IdPath, author: Author, once: OnceDep
 ) -> DeliveryAnswer:
     """Deliver one again, whatever became of it, with the attempts counted anew."""
     now = author.now_seconds
 
-    def act(connection: Connection) -> ledger.Delivery:
+    def act(connection: Connection) -> DeliveryAnswer:
         hook = hooks.get_hook(connection, webhook_id, author.principal.roots)
         delivery = ledger.redeliver(connection, webhook_id, delivery_id, now)
         _note(connection, author, "webhook.redeliver", hook, {"event_id": delivery.event_id})
-        return delivery
+        return DeliveryAnswer.of(delivery)
 
-    return DeliveryAnswer.of(service.database.transact(act))
+    return once(act)
 
 
 def _note(connection: Connection, author: Writer, action: str, hook: Hook, detail: dict[str, Any]) -> None:

@@ -1,17 +1,21 @@
 """``Idempotency-Key``: a POST that is sent again, because its answer was lost, is done once.
 
-The answer of the first is kept for a day and given again. A request that is still at work, or that ended with
-the process it was in, answers 409 to a second one; after ``taken_seconds`` the second is taken for the first.
+The answer of the first is kept for a day and given again. What is done by writing to the database is done in
+the transaction that keeps the answer (`keep`; see `dcp.server.once`), so that no crash comes between; of the
+rest the answer is kept afterwards (`finish`). A request that is still at work, or that ended with the process
+it was in, answers 409 to a second one; after ``taken_seconds`` the second is taken for the first, which then
+does nothing any more.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from dcp.server.database.engine import Database
@@ -19,18 +23,22 @@ from dcp.server.database.tables import idempotency
 from dcp.server.problems import ConflictError, UnprocessableError
 
 __all__ = [
+    "KEPT_HEADERS",
     "KEPT_SECONDS",
     "TAKEN_SECONDS",
     "KeptAnswer",
+    "Reservation",
     "begin",
     "finish",
     "forget",
     "forget_old",
     "hash_of",
+    "keep",
 ]
 
 KEPT_SECONDS: Final = 86_400.0
 TAKEN_SECONDS: Final = 120.0
+KEPT_HEADERS: Final = ("content-type", "location", "etag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,15 @@ class KeptAnswer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A key that a request has: whose it is, and since when."""
+
+    actor: str
+    key: str
+    since_seconds: float
 
 
 def hash_of(method: str, path: str, query: bytes, body: bytes) -> bytes:
@@ -97,24 +114,36 @@ def _begin(
     return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
 
 
-def finish(database: Database, actor: str, key: str, answer: KeptAnswer) -> None:
-    """Keep what was answered."""
+def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -> None:
+    """Keep what is answered, with what else is done in this transaction.
+
+    Raises ConflictError if another request has taken the key since, and does it in place of this one.
+    """
     values = {"status_code": answer.status, "headers": dict(answer.headers), "body": answer.body}
+    changed = connection.execute(update(idempotency).where(*_unanswered(reservation)).values(values))
+    if changed.rowcount != 1:
+        raise ConflictError("this took too long: another request with this Idempotency-Key goes on with it")
+
+
+def finish(database: Database, reservation: Reservation, answer: KeptAnswer) -> None:
+    """Keep what was answered, unless another request has taken the key since."""
+    with suppress(ConflictError):
+        database.transact(lambda connection: keep(connection, reservation, answer))
+
+
+def forget(database: Database, reservation: Reservation) -> None:
+    """The request changed nothing; the key is free again."""
     database.transact(
-        lambda connection: connection.execute(
-            update(idempotency).where(idempotency.c.actor == actor, idempotency.c.key == key).values(values)
-        )
+        lambda connection: connection.execute(delete(idempotency).where(*_unanswered(reservation)))
     )
 
 
-def forget(database: Database, actor: str, key: str) -> None:
-    """The request changed nothing; the key is free again."""
-    database.transact(
-        lambda connection: connection.execute(
-            delete(idempotency).where(
-                idempotency.c.actor == actor, idempotency.c.key == key, idempotency.c.status_code.is_(None)
-            )
-        )
+def _unanswered(reservation: Reservation) -> tuple[ColumnElement[bool], ...]:
+    return (
+        idempotency.c.actor == reservation.actor,
+        idempotency.c.key == reservation.key,
+        idempotency.c.created_seconds == reservation.since_seconds,
+        idempotency.c.status_code.is_(None),
     )
 
 

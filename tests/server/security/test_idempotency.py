@@ -9,7 +9,16 @@ import pytest
 from dcp.server.database.engine import Database
 from dcp.server.problems import ConflictError, UnprocessableError
 from dcp.server.security import idempotency
-from dcp.server.security.idempotency import KeptAnswer, begin, finish, forget, forget_old, hash_of
+from dcp.server.security.idempotency import (
+    KeptAnswer,
+    Reservation,
+    begin,
+    finish,
+    forget,
+    forget_old,
+    hash_of,
+    keep,
+)
 
 NOW = 1_700_000_000.0
 ONE = hash_of("POST", "/a", b"", b"{}")
@@ -34,7 +43,7 @@ def test_the_first_answer_is_given_again(database: Database) -> None:
     assert begin(database, "a", "key", ONE, NOW) is None
     with pytest.raises(ConflictError):
         begin(database, "a", "key", ONE, NOW + 1)
-    finish(database, "a", "key", answer)
+    finish(database, Reservation("a", "key", NOW), answer)
     assert begin(database, "a", "key", ONE, NOW + 2) == answer
     with pytest.raises(UnprocessableError):
         begin(database, "a", "key", TWO, NOW + 2)
@@ -48,11 +57,27 @@ def test_a_request_that_never_ended(database: Database) -> None:
     with pytest.raises(ConflictError):
         begin(database, "a", "key", ONE, NOW + 99, taken_seconds=100)
     assert begin(database, "a", "key", ONE, NOW + 101, taken_seconds=100) is None
-    forget(database, "a", "key")
+    forget(database, Reservation("a", "key", NOW + 101))
     assert begin(database, "a", "key", TWO, NOW + 102, taken_seconds=100) is None
-    finish(database, "a", "key", KeptAnswer(200, {}, b""))
-    forget(database, "a", "key")  # not what has been answered
+    finish(database, Reservation("a", "key", NOW + 102), KeptAnswer(200, {}, b""))
+    forget(database, Reservation("a", "key", NOW + 102))  # not what has been answered
     assert begin(database, "a", "key", TWO, NOW + 103) is not None
+
+
+def test_who_was_overtaken_does_nothing(database: Database) -> None:
+    """A request that is slower than another one is patient neither keeps an answer nor frees the key."""
+    begin(database, "a", "key", ONE, NOW, taken_seconds=100)
+    slow, quick = (Reservation("a", "key", since) for since in (NOW, NOW + 101))
+    assert begin(database, "a", "key", ONE, quick.since_seconds, taken_seconds=100) is None
+    forget(database, slow)
+    finish(database, slow, KeptAnswer(200, {}, b"slow"))
+    with pytest.raises(ConflictError), database.write() as connection:
+        keep(connection, slow, KeptAnswer(200, {}, b"slow"))
+    with pytest.raises(ConflictError):
+        begin(database, "a", "key", ONE, NOW + 102, taken_seconds=100)
+    with database.write() as connection:
+        keep(connection, quick, KeptAnswer(201, {}, b"quick"))
+    assert begin(database, "a", "key", ONE, NOW + 103) == KeptAnswer(201, {}, b"quick")
 
 
 def test_of_many_at_once_one_is_first(database: Database) -> None:
@@ -72,9 +97,9 @@ def test_of_many_at_once_one_is_first(database: Database) -> None:
 def test_old_ones_are_forgotten(database: Database) -> None:
     """After a day, and not before."""
     begin(database, "a", "old", ONE, NOW)
-    finish(database, "a", "old", KeptAnswer(200, {}, b"x"))
+    finish(database, Reservation("a", "old", NOW), KeptAnswer(200, {}, b"x"))
     begin(database, "a", "new", ONE, NOW + 10)
-    finish(database, "a", "new", KeptAnswer(200, {}, b"x"))
+    finish(database, Reservation("a", "new", NOW + 10), KeptAnswer(200, {}, b"x"))
     forget_old(database, NOW + idempotency.KEPT_SECONDS + 5)
     later = NOW + idempotency.KEPT_SECONDS + 6
     assert begin(database, "a", "new", ONE, later) is not None

@@ -1,0 +1,55 @@
+"""A process of the service that dies in the middle of a request, at an instant of its database."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from sqlalchemy import event
+
+from tests.support.app import running_app
+
+__all__ = ["Instant", "die_in_post"]
+
+Instant = Literal["before the commit", "after the commit"]
+"""Of the transaction that has the effect."""
+
+_HANG_SECONDS: Final = 120.0
+_processes: Final = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.support.crashing"])
+
+
+def die_in_post(
+    database_url: str, folder: Path, path: str, body: Any, key: str, table: str, instant: Instant
+) -> None:
+    """POST ``body`` with that Idempotency-Key to an application without keys, in a process that kills itself
+    at the instant of the transaction that inserts into ``table``."""
+    arguments = (database_url, folder, path, body, key, table, instant)
+    process = _processes.Process(target=_post, args=arguments)
+    process.start()
+    process.join(_HANG_SECONDS)
+    assert process.exitcode == -signal.SIGKILL, f"exit code {process.exitcode}"
+
+
+def _post(
+    database_url: str, folder: Path, path: str, body: Any, key: str, table: str, instant: Instant
+) -> None:
+    is_near = False
+
+    def die(*_: Any) -> None:
+        if is_near:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def look(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        nonlocal is_near
+        is_near = is_near or statement.startswith(f"INSERT INTO {table} ")
+
+    with running_app(database_url, folder, auth="off") as app:
+        engine = app.service.database.writer
+        event.listen(engine, "before_cursor_execute", look)
+        # A connection goes back to its pool when its transaction is over.
+        event.listen(engine, "commit" if instant == "before the commit" else "checkin", die)
+        app.base.post(path, json=body, headers={"Idempotency-Key": key})
