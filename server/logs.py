@@ -87,7 +87,7 @@ def configure_logs(settings: Settings) -> None:
         "httpcore",
         "botocore",
         "aiobotocore",
-        "alembic.runtime.migration",
+        "alembic",
     ):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 

@@ -66,6 +66,18 @@ def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) ->
     assert "RuntimeError: with dcp_abcdefgh_***" in lines[2]["exception"]
 
 
+def test_what_libraries_tell_of_their_own_work_is_left_out(
+    logs_as_before: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first start of a service is not a page of its migration tool's plugins."""
+    configure_logs(Settings(log_format="json"))
+    for name in ("alembic.runtime.plugins", "alembic.runtime.migration", "httpx", "botocore.credentials"):
+        logging.getLogger(name).info("set up")
+        logging.getLogger(name).warning("look at this")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["look at this"] * 4
+
+
 def test_requests(logs_as_before: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A line tells who asked what, with which result; neither the key nor the query nor the body."""
     with running_app(f"sqlite:///{tmp_path / 'a.sqlite'}", tmp_path) as app:
