@@ -20,6 +20,7 @@ __all__ = ["configure_logs", "redact"]
 
 _NAMES: Final = re.compile(r"(?i)secret|token|password|authorization|cookie|credential|api_?key|access_?key")
 _KEYS: Final = re.compile(r"\bdcp_([a-z0-9]{8})_[A-Za-z0-9_-]{20,}")
+_WEBHOOK_SECRETS: Final = re.compile(r"\bwhsec_[A-Za-z0-9+/=_-]{8,}")
 _BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _URL_PASSWORDS: Final = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+@")
 _SIGNATURES: Final = re.compile(
@@ -32,6 +33,7 @@ def redact(value: Any) -> Any:
     """``value`` with secrets in its strings replaced; lists and mappings are gone through."""
     if isinstance(value, str):
         text = _KEYS.sub(rf"dcp_\1_{_HIDDEN}", value)
+        text = _WEBHOOK_SECRETS.sub(f"whsec_{_HIDDEN}", text)
         text = _BEARER.sub(rf"\1 {_HIDDEN}", text)
         text = _URL_PASSWORDS.sub(rf"\1:{_HIDDEN}@", text)
         return _SIGNATURES.sub(rf"\1={_HIDDEN}", text)

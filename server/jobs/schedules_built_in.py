@@ -20,6 +20,7 @@ from dcp.server.security.principal import SYSTEM
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due, forget_deliveries
 from dcp.server.webhooks import is_anything_due as is_any_delivery_due
+from dcp.server.webhooks.hooks import forget_previous_secrets
 
 __all__ = ["built_in_schedules"]
 
@@ -72,6 +73,7 @@ def _submit_due(context: ScheduleContext) -> None:
 
 
 def _clean(context: ScheduleContext) -> None:
+    context.database.transact(partial(forget_previous_secrets, now=context.now))
     before = context.now - context.settings.keep_jobs_seconds
     until = time.monotonic() + _MOST_CLEANING_SECONDS
     brief = max(before, context.now - _KEEP_SCANS_SECONDS)

@@ -62,7 +62,7 @@ class KeyAnswer(Answer):
 class NewKeyAnswer(KeyAnswer):
     """A new key, with the only sight of it."""
 
-    key: str = Field(description="Shown now and never again.")
+    key: str = Field(repr=False, description="Shown now and never again.")
 
     @classmethod
     def with_secret(cls, record: KeyRecord, secret: str) -> Self:

@@ -99,7 +99,7 @@ class WebhookAnswer(Answer):
 class SecretAnswer(WebhookAnswer):
     """A webhook and its secret, which is shown this once."""
 
-    secret: str
+    secret: str = Field(repr=False)
 
     @classmethod
     def with_secret(cls, hook: Hook, secret: str) -> SecretAnswer:

@@ -21,6 +21,7 @@ __all__ = [
     "create_hook",
     "delete_hook",
     "disable_hook",
+    "forget_previous_secrets",
     "get_hook",
     "is_visible",
     "list_hooks",
@@ -178,6 +179,15 @@ def rotate_secret(
         "previous_until_seconds": now + overlap_seconds if overlap_seconds > 0 else None,
     }
     return _store(connection, hook, values, now), new
+
+
+def forget_previous_secrets(connection: Connection, now: float) -> None:
+    """Secrets that were rotated, and do not sign any more, are not kept."""
+    connection.execute(
+        update(webhooks)
+        .where(webhooks.c.previous_until_seconds < now)
+        .values(previous_secret=None, previous_until_seconds=None)
+    )
 
 
 def disable_hook(connection: Connection, hook_id: int, reason: str, now: float) -> bool:

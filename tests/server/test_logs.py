@@ -32,6 +32,7 @@ def logs_as_before() -> Iterator[None]:
     ("text", "shown"),
     [
         (f"key {KEY} refused", "key dcp_abcdefgh_*** refused"),
+        ("signed with whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "signed with whsec_***"),
         ("Authorization: Bearer abc.def-ghijk", "Authorization: Bearer ***"),
         ("postgresql://dcp:hunter2@host/db", "postgresql://dcp:***@host/db"),
         ("GET https://b.s3/x?X-Amz-Signature=abc123&x=1", "GET https://b.s3/x?X-Amz-Signature=***&x=1"),

@@ -1,0 +1,119 @@
+"""The secrets of webhooks: in the database in clear text, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from sqlalchemy import Table, select
+
+from dcp.server.database.tables import metadata, webhooks
+from dcp.server.jobs.schedules import ScheduleContext
+from dcp.server.jobs.schedules_built_in import built_in_schedules
+from dcp.server.logs import configure_logs
+from dcp.server.schemas.webhooks import SecretAnswer
+from dcp.server.settings import Settings
+from dcp.server.webhooks import deliver_due
+from dcp.server.webhooks.hooks import get_hook
+from dcp.server.webhooks.signing import new_secret
+from tests.support.app import App, running_app
+from tests.support.databases import MakeDatabase
+from tests.support.receivers import Receiver
+
+HOOKS = "/api/v1/webhooks"
+
+
+@pytest.fixture
+def app(make_database: MakeDatabase, tmp_path: Path) -> Iterator[App]:
+    """The application on each database; loopback is allowed to receive."""
+    with running_app(make_database(), tmp_path, auth="off", webhook_allow_private=["127.0.0.0/8"]) as running:
+        yield running
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """What `configure_logs` changes is undone."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def context(app: App, later_seconds: float = 0.0) -> ScheduleContext:
+    """Of periodic work."""
+    return ScheduleContext(
+        app.service.settings, app.service.database, time.time() + later_seconds, threading.Event()
+    )
+
+
+def rows(app: App) -> dict[str, str]:
+    """All that is in the database, by table."""
+    with app.service.database.read() as connection:
+        return {
+            name: repr([tuple(row) for row in connection.execute(select(table))])
+            for name, table in metadata.tables.items()
+            if isinstance(table, Table)
+        }
+
+
+def test_nobody_is_shown_them(app: App, logs_as_before: None, capfd: pytest.CaptureFixture[str]) -> None:
+    """Answers but the first, problems, the audit log, kept answers, deliveries and logs do not have them."""
+    configure_logs(Settings(log_format="json", log_level="debug"))
+    first, second, refused = new_secret(), new_secret(), f"{new_secret()}*"
+    http, answers = app.base, []
+    with Receiver(answers=[500]) as receiver:
+        body = {"url": receiver.url, "secret": first}
+        made = http.post(HOOKS, json=body, headers={"Idempotency-Key": "once"})
+        one = f"{HOOKS}/{made.json()['id']}"
+        rotated = http.post(f"{one}/rotate-secret", json={"secret": second})
+        assert (made.json()["secret"], rotated.json()["secret"]) == (first, second)
+        answers += [http.post(f"{one}/test"), http.post(HOOKS, json={**body, "secret": refused})]
+        assert answers[-1].status_code == 422
+        answers += [http.post(HOOKS, json={**body, "nonsense": first})]
+        stale = {"If-Match": '"w1-99"'}
+        answers += [http.post(f"{one}/rotate-secret", json={"secret": second}, headers=stale)]
+        deliver_due(context(app), time.time())
+        assert len(receiver.requests) == 1
+    paths = [HOOKS, one, f"{one}/deliveries", "/api/v1/audit", "/metrics", "/readyz", "/openapi.json"]
+    answers += [http.get(path) for path in paths]
+    answers += [http.patch(one, json={"description": "other"}), http.delete(one, headers=stale)]
+    hook = None
+    with app.service.database.read() as connection:
+        hook = get_hook(connection, made.json()["id"], None)
+    reprs = [
+        repr(hook),
+        repr(SecretAnswer.with_secret(hook, first)),
+        str(SecretAnswer.with_secret(hook, first)),
+    ]
+    stored = rows(app)
+    assert first in stored.pop(webhooks.name)
+    out, err = capfd.readouterr()
+    sent = [json.dumps(dict(request.headers)) + request.body.decode() for request in receiver.requests]
+    texts = [*(answer.text for answer in answers), *reprs, *stored.values(), out, err, *sent]
+    for secret in (first, second, refused):
+        for text in texts:
+            assert secret not in text and secret.removeprefix("whsec_") not in text
+    assert "webhook.rotate" in stored["audit"]
+
+
+def test_a_rotated_one_is_not_kept(app: App) -> None:
+    """Once it does not sign any more the clean-up removes it; before, it stays."""
+    made = app.base.post(HOOKS, json={"url": "https://93.184.215.14/hook"}).json()
+    app.base.post(f"{HOOKS}/{made['id']}/rotate-secret", json={"overlap_seconds": 60})
+    (clean,) = (each for each in built_in_schedules(app.service.settings) if each.name == "clean-up")
+
+    def kept_after(seconds: float) -> Any:
+        clean.act(context(app, seconds))
+        return made["secret"] in rows(app)[webhooks.name]
+
+    assert [kept_after(0), kept_after(61)] == [True, False]
+    assert app.base.get(f"{HOOKS}/{made['id']}").json()["previous_secret_until"] is None
