@@ -83,7 +83,7 @@ class _Flattener:
             key = rank_key(self.rank)
             self.visit(f"{fqn}.{key}", (*path, key), value.value)
         elif kind == MAPPING and not (self.legacy and self.closed(value.values())):
-            self.visit_all(fqn, path, value)
+            self.visit_all(f"{fqn}.", path, value)
         elif kind == LIST and not self.closed(value):
             for position, entry in enumerate(value):
                 self.visit(f"{fqn}.{position}", (*path, position), entry)
@@ -93,10 +93,18 @@ class _Flattener:
             self.flat[fqn] = value
             self.paths[fqn] = path
 
-    def visit_all(self, fqn: str, path: Path, mapping: Mapping[Any, Any]) -> None:
+    def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
+        """The entries of a mapping at ``path``; their keys begin with ``prefix``."""
+        kinds, flat, paths = self.kinds, self.flat, self.paths
         for key, entry in mapping.items():
             name = str(key)
-            self.visit(f"{fqn}.{name}", (*path, name), entry)
+            fqn = prefix + name
+            # the common case, inlined: a model has many thousands of tensors
+            if kinds[type(entry)] == TENSOR and fqn not in flat:
+                flat[fqn] = entry
+                paths[fqn] = (*path, name)
+            else:
+                self.visit(fqn, (*path, name), entry)
 
     def closed(self, entries: Iterable[Any]) -> bool:
         """True when a container of these entries is kept as one value."""
@@ -121,15 +129,7 @@ def flatten_state_dict(
     Raises PlanError when two paths give one flat key.
     """
     flattener = _Flattener(rank, legacy=legacy)
-    visit, kinds, flat, paths = flattener.visit, flattener.kinds, flattener.flat, flattener.paths
-    for key, value in state_dict.items():
-        fqn = str(key)
-        # the common case, inlined: models are flat dicts of tensors
-        if kinds[type(value)] == TENSOR and fqn not in flat:
-            flat[fqn] = value
-            paths[fqn] = (fqn,)
-        else:
-            visit(fqn, (fqn,), value)
+    flattener.visit_all("", (), state_dict)
     if flattener.duplicates:
         names = sorted(set(flattener.duplicates))
         raise PlanError(
@@ -137,7 +137,7 @@ def flatten_state_dict(
             f"{_listed(names)}; rename one of each (a dict key with a dot in it can collide with nesting)",
             fqns=names[:_MAX_LISTED],
         )
-    return flat, paths
+    return flattener.flat, flattener.paths
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,7 +18,10 @@ __all__ = ["has_meta_tensor", "materialise"]
 
 def has_meta_tensor(values: Iterable[Any]) -> bool:
     """True where a tensor among ``values`` has no memory yet."""
-    return any(isinstance(value, torch.Tensor) and _is_meta(value) for value in values)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not any(issubclass(cls, ShardedTensor) for cls in set(map(type, tensors))):
+        return any(tensor.is_meta for tensor in tensors)
+    return any(map(_is_meta, tensors))
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ row i is ``values[start[i]:start[i + 1]]``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,16 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 
-__all__ = ["MAX_DIMENSIONS", "UNKNOWN", "CheckpointIndex", "Int64", "ObjectColumns", "Path", "starts"]
+__all__ = [
+    "MAX_DIMENSIONS",
+    "UNKNOWN",
+    "CheckpointIndex",
+    "Deferred",
+    "Int64",
+    "ObjectColumns",
+    "Path",
+    "starts",
+]
 
 Int64 = npt.NDArray[np.int64]
 Path = tuple[str | int, ...]
@@ -73,6 +82,31 @@ class ObjectColumns:
         return {fqn: row for row, fqn in enumerate(self.fqns)}
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """What a field of a `CheckpointIndex` is given to be made when somebody asks for it."""
+
+    make: Callable[[], Any]
+
+
+class _Deferrable:
+    """A field that may be `Deferred`; None by default."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, index: CheckpointIndex | None, owner: type) -> Any:
+        if index is None:
+            return None
+        value = vars(index)[self._name]
+        if isinstance(value, Deferred):
+            value = vars(index)[self._name] = value.make()
+        return value
+
+    def __set__(self, index: CheckpointIndex, value: Any) -> None:
+        vars(index)[self._name] = value
+
+
 @dataclass(frozen=True, eq=False)
 class CheckpointIndex:
     """What a checkpoint holds and where its bytes are.
@@ -98,7 +132,8 @@ class CheckpointIndex:
     storages).
 
     ``planner_data`` maps an fqn to its path in the nested state dict, or is whatever plain data a custom
-    planner left, or None. ``provenance`` and ``user`` are plain dicts.
+    planner left, or None. Only few ask for it, so it may be given as `Deferred`; asking may then raise what
+    decoding raises. ``provenance`` and ``user`` are plain dicts.
     ``torch_metadata_crc`` is the CRC-32 of the `.metadata` file published with this index, None without one.
     """
 
@@ -124,7 +159,7 @@ class CheckpointIndex:
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     payload_strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     record_crcs: Mapping[int, int] = field(default_factory=dict)
-    planner_data: Any = None
+    planner_data: Any = _Deferrable()
     provenance: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
     torch_metadata_crc: int | None = None
@@ -237,7 +272,7 @@ def _first_problem(index: CheckpointIndex) -> str | None:
         column = getattr(index, name)
         if len(column) != rows + 1 or column[0] != 0 or column[-1] != total or (np.diff(column) < 0).any():
             return f"positions {name} do not ascend from 0 to {total}"
-    if len(set(index.fqns)) != tensors:
+    if len(index.position) != tensors:
         return "two tensors have one name"
     if tensors and not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all():
         return "unknown dtype code"

@@ -7,7 +7,9 @@ rows) are not stored; offsets are stored relative to what they are near to. Torc
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
@@ -33,14 +35,33 @@ from dcp.storage.formats.column_codec import (
     decode_rows,
     decode_strings,
 )
-from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
-from dcp.storage.formats.plain import decode_plain, encode_plain
+from dcp.storage.formats.index import (
+    MAX_DIMENSIONS,
+    UNKNOWN,
+    CheckpointIndex,
+    Deferred,
+    Int64,
+    ObjectColumns,
+    starts,
+)
+from dcp.storage.formats.manifest_fields import (
+    MAX_PLAIN_SECTION_BYTES,
+    get_column,
+    get_crc,
+    get_field,
+    get_section,
+    get_small,
+    get_text,
+    narrow,
+    plain_section,
+)
+from dcp.storage.formats.plain import decode_plain
+from dcp.storage.formats.planner_section import decode_planner_data, encode_planner_data
 from dcp.storage.formats.strided_columns import decode_strided, encode_strided, extent_elements
 
 __all__ = [
     "MANIFEST_NAME",
     "MAX_MANIFEST_BYTES",
-    "MAX_PLAIN_SECTION_BYTES",
     "METADATA_NAME",
     "decode_manifest",
     "encode_manifest",
@@ -51,8 +72,6 @@ MANIFEST_NAME: Final = "manifest.msgpack"
 METADATA_NAME: Final = ".metadata"
 
 MAX_MANIFEST_BYTES: Final = 1 << 30
-MAX_PLAIN_SECTION_BYTES: Final = 64 << 20
-"""Limit of planner data, provenance and user metadata each."""
 
 _KIND: Final = "dcphub.manifest"
 _VERSION: Final = (1, 0)
@@ -83,7 +102,8 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
     """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
 
     CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for a format
-    version newer than this reader, CheckpointFormatError for anything that no writer produces.
+    version newer than this reader, CheckpointFormatError for anything that no writer produces; for planner
+    data that is so, when it is asked for.
     """
     data = bytes(data)
     fields = unpack_manifest(data)
@@ -102,9 +122,9 @@ def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
         "tensors": _encode_tensors(index, encoder),
         "chunks": _encode_chunks(index, encoder),
         "objects": _encode_objects(index.objects, encoder),
-        "planner_data": _encode_planner_data(index.planner_data, encoder),
-        "provenance": encoder.blob(_plain(dict(index.provenance), "provenance")),
-        "user": encoder.blob(_plain(dict(index.user), "user metadata")),
+        "planner_data": encode_planner_data(index.planner_data, encoder),
+        "provenance": encoder.blob(plain_section(dict(index.provenance), "provenance")),
+        "user": encoder.blob(plain_section(dict(index.user), "user metadata")),
         "torch_metadata_crc": index.torch_metadata_crc,
         "replaced_torch_metadata_crc": index.replaced_torch_metadata_crc,
     }
@@ -161,47 +181,6 @@ def _encode_objects(objects: ObjectColumns, encoder: ColumnEncoder) -> dict[str,
     }
 
 
-def _encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, Any] | None:
-    if planner_data is None:
-        return None
-    if not _is_paths(planner_data):
-        return {"plain": encoder.blob(_plain(planner_data, "planner data"))}
-    parts = [part for path in planner_data.values() for part in path]
-    is_position = np.fromiter((type(part) is int for part in parts), dtype=np.uint8, count=len(parts))
-    positions = [part for part in parts if type(part) is int]
-    return {
-        "fqns": encoder.strings(list(planner_data)),
-        "path_lengths": encoder.column([len(path) for path in planner_data.values()]),
-        "is_position": encoder.column(is_position),
-        "positions": encoder.column(np.array(positions, dtype=np.int64)),
-        "keys": encoder.strings([part for part in parts if type(part) is str]),
-    }
-
-
-def _is_paths(planner_data: Any) -> bool:
-    """Whether this is what flattening leaves (fqn to path), which has a compact form."""
-    if type(planner_data) is not dict:
-        return False
-    return all(
-        type(fqn) is str and type(path) is tuple and all(_is_path_part(part) for part in path)
-        for fqn, path in planner_data.items()
-    )
-
-
-def _is_path_part(part: Any) -> bool:
-    return type(part) is str or (type(part) is int and -(1 << 63) <= part < 1 << 63)
-
-
-def _plain(value: Any, what: str) -> bytes:
-    encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
-    if encoded is None:
-        raise PlanError(
-            f"{what} cannot be stored in the manifest: it holds something else than None, bool, int, float, "
-            f"complex, str, bytes, list, tuple and dict, or more than {MAX_PLAIN_SECTION_BYTES >> 20} MiB"
-        )
-    return encoded
-
-
 def unpack_manifest(data: bytes) -> dict[str, Any]:
     """The fields of a manifest, still encoded; CRC and version are checked. Raises as `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
@@ -242,33 +221,33 @@ def _check_version(version: Any) -> None:
 
 
 def _decode(fields: dict[str, Any], budget: Budget) -> CheckpointIndex:
-    files = _section(fields, "files")
-    names = decode_strings(_field(files, "names"), budget)
-    tensors = _section(fields, "tensors")
-    fqns = decode_strings(_field(tensors, "fqns"), budget)
-    codes = _small(tensors, "dtypes", np.uint8, len(fqns), budget)
-    ndims = _column(tensors, "ndims", len(fqns), budget)
-    shape_values = decode_column(_field(tensors, "shapes"), budget)
+    files = get_section(fields, "files")
+    names = decode_strings(get_field(files, "names"), budget)
+    tensors = get_section(fields, "tensors")
+    fqns = decode_strings(get_field(tensors, "fqns"), budget)
+    codes = get_small(tensors, "dtypes", np.uint8, len(fqns), budget)
+    ndims = get_column(tensors, "ndims", len(fqns), budget)
+    shape_values = decode_column(get_field(tensors, "shapes"), budget)
     if len(ndims) and int(ndims.max()) > MAX_DIMENSIONS:
         raise CheckpointFormatError(f"a tensor of the manifest has more than {MAX_DIMENSIONS} dimensions")
     check_counts(ndims, len(shape_values), "numbers of dimensions")
     return CheckpointIndex(
-        format=_text(fields, "format"),
+        format=get_text(fields, "format"),
         fqns=fqns,
         dtype_codes=codes,
         shape_start=starts(ndims),
         shape_values=shape_values,
-        requires_grad=_small(tensors, "requires_grad", np.uint8, len(fqns), budget),
-        **_decode_chunks(tensors, _section(fields, "chunks"), ndims, codes, budget),
+        requires_grad=get_small(tensors, "requires_grad", np.uint8, len(fqns), budget),
+        **_decode_chunks(tensors, get_section(fields, "chunks"), ndims, codes, budget),
         files=names,
-        file_sizes=_column(files, "sizes", len(names), budget),
-        objects=_decode_objects(_section(fields, "objects"), budget),
+        file_sizes=get_column(files, "sizes", len(names), budget),
+        objects=_decode_objects(get_section(fields, "objects"), budget),
         stride_orders=_decode_stride_orders(tensors, ndims, budget),
-        planner_data=_decode_planner_data(fields, budget),
         provenance=_decode_plain_dict(fields, "provenance", budget),
         user=_decode_plain_dict(fields, "user", budget),
-        torch_metadata_crc=_crc_or_none(fields, "torch_metadata_crc"),
-        replaced_torch_metadata_crc=_crc_or_none(fields, "replaced_torch_metadata_crc"),
+        torch_metadata_crc=get_crc(fields, "torch_metadata_crc"),
+        replaced_torch_metadata_crc=get_crc(fields, "replaced_torch_metadata_crc"),
+        planner_data=_planner_data(fields, budget),
     )
 
 
@@ -279,12 +258,12 @@ def _decode_chunks(
     codes: npt.NDArray[np.uint8],
     budget: Budget,
 ) -> dict[str, Any]:
-    files = decode_column(_field(chunks, "files"), budget)
+    files = decode_column(get_field(chunks, "files"), budget)
     count = len(files)
-    chunk_counts = _column(tensors, "chunk_counts", len(ndims), budget)
+    chunk_counts = get_column(tensors, "chunk_counts", len(ndims), budget)
     check_counts(chunk_counts, count, "numbers of chunks")
-    offsets = decode_column(_field(chunks, "offsets"), budget)
-    sizes = decode_column(_field(chunks, "sizes"), budget)
+    offsets = decode_column(get_field(chunks, "offsets"), budget)
+    sizes = decode_column(get_field(chunks, "sizes"), budget)
     box_ndims = np.repeat(ndims, chunk_counts)
     if int(box_ndims.sum()) != len(sizes) or len(offsets) != len(sizes):
         raise CheckpointFormatError("boxes of the manifest have the wrong number of dimensions")
@@ -293,10 +272,10 @@ def _decode_chunks(
     strides, record_crcs = decode_strided(chunks, box_ndims, budget)
     if strides:
         _set_extents(payload_lengths, strides, sizes, starts(box_ndims), chunk_codes)
-    record_offsets = _column(chunks, "record_offsets", count, budget)
-    heads = _column(chunks, "payload_heads", count, budget)
-    has_crcs = _small(chunks, "has_crcs", np.uint8, count, budget)
-    crcs = decode_column(_field(chunks, "crcs"), budget)
+    record_offsets = get_column(chunks, "record_offsets", count, budget)
+    heads = get_column(chunks, "payload_heads", count, budget)
+    has_crcs = get_small(chunks, "has_crcs", np.uint8, count, budget)
+    crcs = decode_column(get_field(chunks, "crcs"), budget)
     crc_counts = -(-payload_lengths // BLOCK_BYTES) * (has_crcs != 0)
     check_counts(crc_counts, len(crcs), "numbers of checksums")
     return {
@@ -305,11 +284,11 @@ def _decode_chunks(
         "chunk_sizes": sizes,
         "chunk_files": files,
         "record_offsets": record_offsets,
-        "record_lengths": _column(chunks, "record_overheads", count, budget) + payload_lengths,
+        "record_lengths": get_column(chunks, "record_overheads", count, budget) + payload_lengths,
         "payload_offsets": np.where(heads == UNKNOWN, UNKNOWN, record_offsets + heads),
         "payload_lengths": payload_lengths,
         "crc_start": starts(crc_counts),
-        "crcs": _narrow(crcs, "crcs", np.uint32),
+        "crcs": narrow(crcs, "crcs", np.uint32),
         "payload_strides": strides,
         "record_crcs": record_crcs,
     }
@@ -350,19 +329,19 @@ def _payload_lengths(sizes: Int64, box_ndims: Int64, codes: npt.NDArray[np.uint8
 
 
 def _decode_objects(objects: Mapping[str, Any], budget: Budget) -> ObjectColumns:
-    fqns = decode_strings(_field(objects, "fqns"), budget)
+    fqns = decode_strings(get_field(objects, "fqns"), budget)
     columns = {
-        name: _column(objects, name, len(fqns), budget)
+        name: get_column(objects, name, len(fqns), budget)
         for name in ("files", "offsets", "lengths", "crcs", "plain")
     }
-    return ObjectColumns(fqns=fqns, values=decode_rows(_field(objects, "values"), budget), **columns)
+    return ObjectColumns(fqns=fqns, values=decode_rows(get_field(objects, "values"), budget), **columns)
 
 
 def _decode_stride_orders(
     tensors: Mapping[str, Any], ndims: Int64, budget: Budget
 ) -> dict[int, tuple[int, ...]]:
-    rows = decode_column(_field(tensors, "stride_rows"), budget)
-    orders = decode_column(_field(tensors, "stride_orders"), budget).tolist()
+    rows = decode_column(get_field(tensors, "stride_rows"), budget)
+    orders = decode_column(get_field(tensors, "stride_orders"), budget).tolist()
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= len(ndims)):
         raise CheckpointFormatError("a stride order of the manifest belongs to no tensor")
     check_counts(ndims[rows], len(orders), "stride orders")
@@ -375,81 +354,16 @@ def _decode_stride_orders(
     return result
 
 
-def _decode_planner_data(fields: Mapping[str, Any], budget: Budget) -> Any:
+def _planner_data(fields: Mapping[str, Any], budget: Budget) -> Deferred | None:
+    """Decoded when somebody asks: a load does not, and it takes longer than all the rest."""
     if fields.get("planner_data") is None:
         return None
-    section = _section(fields, "planner_data")
-    if "plain" in section:
-        encoded = decode_bytes(section["plain"], budget)
-        return decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
-    fqns = decode_strings(_field(section, "fqns"), budget)
-    lengths = _column(section, "path_lengths", len(fqns), budget)
-    is_position = decode_column(_field(section, "is_position"), budget)
-    check_counts(lengths, len(is_position), "path lengths")
-    positions = decode_column(_field(section, "positions"), budget)
-    keys = decode_strings(_field(section, "keys"), budget)
-    if int(np.count_nonzero(is_position)) != len(positions) or len(is_position) != len(positions) + len(keys):
-        raise CheckpointFormatError("paths of the manifest's planner data do not add up")
-    return dict(zip(fqns, _paths(lengths, is_position, positions, keys), strict=True))
-
-
-def _paths(
-    lengths: Int64, is_position: Int64, positions: Int64, keys: Sequence[str]
-) -> list[tuple[str | int, ...]]:
-    parts = np.empty(len(is_position), dtype=object)
-    parts[is_position != 0] = positions.tolist()
-    parts[is_position == 0] = keys
-    flat, bounds = parts.tolist(), starts(lengths).tolist()
-    return [tuple(flat[begin:end]) for begin, end in pairwise(bounds)]
+    return Deferred(partial(decode_planner_data, get_section(fields, "planner_data"), copy(budget)))
 
 
 def _decode_plain_dict(fields: Mapping[str, Any], name: str, budget: Budget) -> dict[str, Any]:
-    encoded = decode_bytes(_field(fields, name), budget)
+    encoded = decode_bytes(get_field(fields, name), budget)
     value = decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
     if not isinstance(value, dict):
         raise CheckpointFormatError(f"{name} of the manifest is not a dict")
-    return value
-
-
-def _section(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = _field(fields, name)
-    if not isinstance(section, dict):
-        raise CheckpointFormatError(f"{name} of the manifest is not a map")
-    return section
-
-
-def _field(fields: Mapping[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise CheckpointFormatError(f"the manifest lacks {name}")
-    return fields[name]
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    value = _field(fields, name)
-    if not isinstance(value, str):
-        raise CheckpointFormatError(f"{name} of the manifest is not a string")
-    return value
-
-
-def _column(section: Mapping[str, Any], name: str, rows: int, budget: Budget) -> Int64:
-    column = decode_column(_field(section, name), budget)
-    if len(column) != rows:
-        raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
-    return column
-
-
-def _small(section: Mapping[str, Any], name: str, dtype: Any, rows: int, budget: Budget) -> npt.NDArray[Any]:
-    return _narrow(_column(section, name, rows, budget), name, dtype)
-
-
-def _narrow(column: Int64, name: str, dtype: Any) -> npt.NDArray[Any]:
-    if len(column) and (int(column.min()) < 0 or int(column.max()) > np.iinfo(dtype).max):
-        raise CheckpointFormatError(f"column {name} of the manifest is out of range")
-    return column.astype(dtype)
-
-
-def _crc_or_none(fields: Mapping[str, Any], name: str) -> int | None:
-    value = fields.get(name)
-    if value is not None and (type(value) is not int or not 0 <= value <= 0xFFFFFFFF):
-        raise CheckpointFormatError(f"{name} of the manifest is not a CRC-32")
     return value

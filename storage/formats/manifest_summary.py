@@ -15,7 +15,8 @@ import msgpack
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.column_codec import Budget, decode_bytes, decode_column
 from dcp.storage.formats.index import UNKNOWN
-from dcp.storage.formats.manifest import MAX_PLAIN_SECTION_BYTES, unpack_manifest
+from dcp.storage.formats.manifest import unpack_manifest
+from dcp.storage.formats.manifest_fields import MAX_PLAIN_SECTION_BYTES
 from dcp.storage.formats.plain import decode_plain
 
 __all__ = ["ManifestSummary", "summarize_manifest"]

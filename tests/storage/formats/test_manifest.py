@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import tracemalloc
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,31 @@ def put(section: str, key: str, value: Any) -> Any:
         put("files", "names", [[2, None, 1, 0, 0, b""], [2, 0, b"\xff\xfe"]]),
         put("files", "names", [[2, None, 5, 0, 0, b""], [2, 0, b"ab"]]),
         put("objects", "plain", [2, None, 5, 0, 0, b""]),
-        put("planner_data", "path_lengths", [3, None, 9, 0, 0, b""]),
-        put("planner_data", "is_position", [5, None, 1, 0, 0, b""]),
+        lambda fields: fields.update(planner_data=[1]),
     ],
 )
 def test_inconsistent_fields_are_refused(change: Any) -> None:
     """A lie under a correct checksum is a format error, whichever field tells it."""
     with pytest.raises(CheckpointFormatError):
         decode_manifest(resealed(change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("planner_data", "path_lengths", [3, None, 9, 0, 0, b""]),
+        put("planner_data", "path_lengths", [1 << 40, None, 9, 0, 0, b""]),
+        put("planner_data", "is_position", [5, None, 1, 0, 0, b""]),
+        drop("planner_data", "keys"),
+    ],
+)
+def test_planner_data_is_decoded_when_it_is_asked_for(change: Any) -> None:
+    """Whoever does not ask for inconsistent planner data has the rest; who does is told, each time."""
+    index = decode_manifest(resealed(change))
+    assert_same_index(replace(index, planner_data=None), replace(small_index(), planner_data=None))
+    for _ in range(2):
+        with pytest.raises(CheckpointFormatError):
+            _ = index.planner_data
 
 
 @pytest.mark.parametrize(
