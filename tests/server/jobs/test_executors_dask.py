@@ -170,7 +170,7 @@ def test_tasks_on_the_cluster_are_killed(executor: DaskExecutor, tmp_path: Path)
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path, cluster: Any) -> None:
-    """With the usual settings, for deaf tasks and for those that wait for their turn on the cluster."""
+    """With the usual settings, for tasks that run and for those that wait for their turn on the cluster."""
     settings = job_settings(
         database,
         tmp_path,
@@ -179,12 +179,12 @@ def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path
         concurrency=7,
     )
     with working(settings, own_executor=True):
-        assert seconds_to_cancel(database, tmp_path, ["hold:1000"] * 7, begun=4) <= 2
+        assert seconds_to_cancel(database, tmp_path, ["wait:never"] * 7, begun=4) <= 2
 
 
 def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_path: Path) -> None:
     """The scheduler knows that it has not begun, so that nobody waits for a sign of it."""
-    deaf = [Begun(executor, tmp_path, number, "hold:1000") for number in range(4)]
+    running = [Begun(executor, tmp_path, number, "wait:never") for number in range(4)]
     began(tmp_path, 4)
     seconds = []
     for number in range(3):
@@ -195,9 +195,9 @@ def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_
         waiting.running.kill()
         assert waiting.outcome() == Outcome()
         seconds.append(time.monotonic() - asked)
-    for one in deaf:
+    for one in running:
         one.running.kill()
-    assert [one.outcome() for one in deaf] == [Outcome()] * 4
+    assert [one.outcome() for one in running] == [Outcome()] * 4
     assert min(seconds) < 0.9
     assert len(pids(tmp_path)) == 4
 

@@ -183,7 +183,7 @@ def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path) -> None:
-    """Of a job whose tasks are deaf, by a worker with the usual settings: its processes are dead by then."""
+    """Of a job whose tasks run, by a worker with the usual settings: its processes are dead by then."""
     settings = job_settings(database, tmp_path, poll_seconds=Settings().poll_seconds)
     with working(settings):
-        assert seconds_to_cancel(database, tmp_path, ["hold:1000"] * 3, begun=2) <= 2
+        assert seconds_to_cancel(database, tmp_path, ["wait:never"] * 3, begun=2) <= 2
