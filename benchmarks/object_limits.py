@@ -7,8 +7,10 @@ goes to memory that has been written before.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import mmap
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
@@ -16,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from benchmarks.object_service import Buckets, Service
 from benchmarks.processes import Progress
@@ -45,6 +48,9 @@ _Pieces = Sequence[tuple[int, memoryview]]
 
 class RawClient(ABC):
     """One of the ways to ask S3 from Python. Raises ImportError where its package is missing."""
+
+    operations: tuple[str, ...] = ("put", "get")
+    """Of these it is a way of its own."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -87,6 +93,40 @@ class BotocoreClient(RawClient):
             done = 0
             while done < len(target):
                 count = body.readinto(target[done:])
+                if not count:
+                    raise OSError(f"a body of {len(target)} bytes ended after {done}")
+                done += count
+
+        with ThreadPoolExecutor(setting.at_a_time) as pool:
+            list(pool.map(fetch, pieces))
+
+
+class SignedUrlClient(BotocoreClient):
+    """http.client in threads, by a URL that botocore has signed once; bodies are received in place."""
+
+    operations = ("get",)
+
+    def get(self, bucket: str, key: str, pieces: _Pieces, setting: Setting) -> None:
+        """Pieces from a pool of threads, each with a connection."""
+        where = {"Bucket": bucket, "Key": key}
+        url = urlsplit(self._client.generate_presigned_url("get_object", Params=where))
+        local = threading.local()
+
+        def connection() -> http.client.HTTPConnection:
+            if not hasattr(local, "connection"):
+                local.connection = http.client.HTTPConnection(str(url.hostname), url.port)
+            kept: http.client.HTTPConnection = local.connection
+            return kept
+
+        def fetch(piece: tuple[int, memoryview]) -> None:
+            begin, target = piece
+            connection().request("GET", f"{url.path}?{url.query}", headers={"Range": _range(begin, target)})
+            body = connection().getresponse()
+            if body.status != http.client.PARTIAL_CONTENT or body.length != len(target):
+                raise OSError(f"{body.status} with {body.length} bytes instead of {len(target)}")
+            done = 0
+            while done < len(target):
+                count = body.readinto(target[done : done + _READ_BYTES])
                 if not count:
                     raise OSError(f"a body of {len(target)} bytes ended after {done}")
                 done += count
@@ -192,6 +232,7 @@ class ObstoreClient(RawClient):
 CLIENTS: dict[str, type[RawClient]] = {
     "s3fs": S3fsClient,
     "botocore": BotocoreClient,
+    "http.client": SignedUrlClient,
     "obstore": ObstoreClient,
 }
 
@@ -232,10 +273,9 @@ class RawLoops:
         self._best = {"put": self._try("put", progress), "get": self._try("get", progress)}
         self._put("botocore", self._bucket, "kept", size_bytes, self._best["put"]["botocore"])
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The clients that are installed."""
-        return tuple(self._clients)
+    def names(self, operation: str) -> tuple[str, ...]:
+        """The clients that are installed and have a way of their own to "put" or "get"."""
+        return tuple(name for name, client in self._clients.items() if operation in client.operations)
 
     @property
     def settings(self) -> dict[str, dict[str, Setting]]:
@@ -270,7 +310,7 @@ class RawLoops:
         """Each client's best setting for a quarter of a GiB at most."""
         size_bytes = min(self.size_bytes, _TRIED_BYTES)
         found = {}
-        for name in self._clients:
+        for name in self.names(what):
             seconds: dict[Setting, float] = {}
             for setting in _SETTINGS:
                 begun = time.perf_counter()

@@ -20,7 +20,7 @@ _TARGETS: dict[tuple[str, str], tuple[Target, ...]] = {
     ("W2", LOAD): (Target("ratio", 20),),
 }
 _RAW = {SAVE: "raw_put_", LOAD: "raw_get_"}
-_PYTHON_CLIENTS = ("s3fs", "botocore")
+_PYTHON_CLIENTS = ("s3fs", "botocore", "http.client")
 
 
 def object_row(measured: Measurement) -> Row:
@@ -58,7 +58,7 @@ def client_row(measured: Measurement) -> Row | None:
     samples, prefix = measured.samples, _RAW[measured.operation]
     if f"{prefix}obstore" not in samples:
         return None
-    python = _fastest(measured, [prefix + name for name in _PYTHON_CLIENTS])
+    python = _fastest(measured, [prefix + name for name in _PYTHON_CLIENTS if prefix + name in samples])
     row = Row(
         measured.workload,
         measured.ranks,

@@ -116,7 +116,7 @@ class _Job:
         savers: dict[str, Callable[[], Sample]] = {
             side.name: partial(self._timed_save, side) for side in sides
         }
-        for name in self._raw.names:
+        for name in self._raw.names("put"):
             savers[f"raw_put_{name}"] = partial(self._timed_put, name)
         return savers
 
@@ -124,7 +124,7 @@ class _Job:
         loaders: dict[str, Callable[[], Sample]] = {
             side.name: partial(self._timed_load, side) for side in self._sides
         }
-        for name in self._raw.names:
+        for name in self._raw.names("get"):
             loaders[f"raw_get_{name}"] = partial(self._timed, partial(self._raw.get, name))
         return loaders
 
