@@ -220,8 +220,8 @@ def commit(
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         if store.version(names.metadata) != previous.metadata:
             raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
-        if previous.manifest is None and names == Names():
-            _require_files(store, index)
+        if names == Names():
+            _require_files(store, index, previous)
         ours = _publish_manifest(store, names, manifest_bytes, previous, durable=durable)
         try:
             stands = _settle_metadata(store, names, ours, metadata_bytes, previous.metadata, durable=durable)
@@ -239,17 +239,21 @@ def commit(
     return index
 
 
-def _require_files(store: Store, index: CheckpointIndex) -> None:
-    """For a save to a new id, which nobody stops from committing after all: another may have committed,
-    deleted what it took for remains of killed saves, and have been deleted itself. Or a clean-up came by."""
+def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> None:
+    """All data files must be here. Those of a rank may be elsewhere; and of a save to a new id, which nobody
+    stops from committing after all: another may have committed, deleted what it took for remains of killed
+    saves, and have been deleted itself. Or a clean-up came by."""
     listing = {info.name for info in store.list()}
     # Listings of network file systems may be some seconds old; a name that is asked for is not.
     gone = [name for name in index.files if name not in listing and store.stat(name) is None]
+    if gone and previous.manifest is not None and store.version(MANIFEST_NAME) != previous.manifest:
+        raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
     if gone:
         raise CheckpointConflictError(
-            f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are gone: another save to "
-            "the id, or a clean-up, took them for what a killed save had left. Nothing of this save is kept; "
-            "save again, to an id of its own",
+            f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are not there, and "
+            "nothing of it is kept. Either ranks write to different places: give them all the same id, on "
+            "storage that they share. Or another save to the id, or a clean-up, took the files for what a "
+            "killed save had left: save again, to an id of its own",
             path=store.url,
         )
 

@@ -360,7 +360,7 @@ def test_a_save_whose_files_were_cleared_away_does_not_commit() -> None:
     first, second = run_in_turns(model, actors, by_plan([(0, before_the_lock), (1, 99)]))
     assert second.error is None
     assert isinstance(first.error, CheckpointConflictError)
-    assert "are gone" in str(first.error)
+    assert "are not there" in str(first.error)
     assert model.list() == []
 
 
