@@ -11,9 +11,8 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,19 +21,19 @@ from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
-    UnsafeObjectError,
 )
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.object_blob import ObjectBlob
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
-from dcp.storage.formats.pickle_decoder import decode_pickle
-from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, MAX_PLAIN_BYTES, decode_plain
+from dcp.storage.formats.plain import MAX_PLAIN_BYTES
+from dcp.storage.formats.python_values import decode_value, python_value
 from dcp.storage.formats.sources import FILE_FORMATS, open_source
-from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.opening import OpenWith
+from dcp.storage.threads import WorkerThreads
 
 __all__ = [
     "CheckpointHeader",
@@ -45,6 +44,7 @@ __all__ = [
     "header_of",
     "list_checkpoints",
     "module_tree",
+    "object_row",
     "object_rows",
     "open_index",
     "tensor_rows",
@@ -53,6 +53,7 @@ __all__ = [
 _Place: TypeAlias = tuple[int, int, int]
 
 _BLOBS_AT_ONCE = 1024
+_MAX_SHOWN_BYTES = 256 << 20
 _STEP = re.compile(r"([0-9]+)$")
 _DATA_SUFFIX = ".distcp"
 
@@ -119,7 +120,8 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRow:
-    """One non-tensor value. ``value`` counts only where ``is_plain``; others stay pickled, ``bytes`` long."""
+    """One non-tensor value. ``value`` counts only where ``is_plain`` (or harmless otherwise); others stay
+    pickled, ``bytes`` long."""
 
     fqn: str
     is_plain: bool
@@ -185,7 +187,7 @@ def list_checkpoints(
 
     folders = root.listings().items()
     if root.at_once > 1 and not quick:
-        with ThreadPoolExecutor(root.at_once) as pool:
+        with WorkerThreads(root.at_once) as pool:
             found = list(pool.map(summary, folders))
     else:
         found = list(map(summary, folders))
@@ -313,11 +315,10 @@ def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
 def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
     """All non-tensor values in the order of the index.
 
-    Plain ones are decoded: those of our manifest, and of stock checkpoints those of up to 64 KiB whose pickle
-    needs no class.
+    Plain ones are decoded, and of those that are pickled the harmless ones of up to 64 KiB.
     """
     objects = index.objects
-    values = [decode_plain(data, limit_bytes=MAX_FOREIGN_PLAIN_BYTES) for data in objects.values]
+    values = [decode_value(data) for data in objects.values]
     columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
     pickled = {
         (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
@@ -335,8 +336,22 @@ def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
     return rows
 
 
+def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
+    """One non-tensor value, decoded if it is harmless."""
+    objects = index.objects
+    at = objects.position[fqn]
+    place = int(objects.files[at]), int(objects.offsets[at]), int(objects.lengths[at])
+    plain = int(objects.plain[at])
+    name = index.files[place[0]] if place[0] != UNKNOWN else None
+    if plain != UNKNOWN:
+        data = objects.values[plain]
+        return ObjectRow(fqn, True, decode_value(data), len(data) if name is None else place[2], name)
+    found = _plain_values(store, index, [place]) if place[2] <= _MAX_SHOWN_BYTES else {}
+    return ObjectRow(fqn, place in found, found.get(place), place[2], name)
+
+
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
-    """What at ``places`` (file, offset, length) is plain data, decoded without running anything."""
+    """What at ``places`` (file, offset, length) is harmless, decoded without running anything."""
     found: dict[_Place, Any] = {}
     with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
         for first in range(0, len(places), _BLOBS_AT_ONCE):
@@ -348,16 +363,9 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
 
 
 def _plain_value(blob: bytes) -> Any:
-    """The value of a torch.save blob; `CheckpointFormatError` if it is not plain, or the blob is none."""
-    window = Window(lambda at, count: blob[at : at + count], 0, len(blob))
-    for name, entry in read_directory(window).items():
-        if name.endswith(b"/data.pkl"):
-            return decode_pickle(window.get(entry_start(window, entry), entry.size), find=_refuse)
-    raise CheckpointFormatError("the value's zip has no data.pkl")
-
-
-def _refuse(module: str, name: str) -> NoReturn:
-    raise UnsafeObjectError(f"{module}.{name} is not plain data")
+    """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
+    opened = ObjectBlob(blob)
+    return python_value(opened.decoded, opened.pickle_bytes)
 
 
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:

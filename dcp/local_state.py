@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,10 +15,15 @@ from dcp.objects import encode_object
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save_planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
+from dcp.planners.trust import foreign_values
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.plain import encode_plain
 
 __all__ = ["EncodedObject", "LocalState", "PlanOptions"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_TOLD = 10
 
 
 class EncodedObject(NamedTuple):
@@ -59,8 +65,13 @@ class LocalState:
 
     @classmethod
     def collect(cls, planner: DefaultSavePlanner, *, digests: bool) -> LocalState:
-        """The state that ``planner`` was set up with; ``digests=False`` leaves them for later."""
+        """The state that ``planner`` was set up with; ``digests=False`` leaves them for later.
+
+        The coordinator logs a warning of values that only a trusted checkpoint gives back.
+        """
         columns, sources, objects = planner.create_local_columns(digests=digests)
+        if planner.is_coordinator:
+            _warn_of_foreign(columns.objects.fqns, objects)
         return cls(columns, sources, objects, planner.item_replicated, digested=digests)
 
     def encoded(self) -> LocalState:
@@ -91,6 +102,20 @@ class LocalState:
             else:
                 digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
         return SaveObjects(fqns, digests, sizes)
+
+
+def _warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
+    found = foreign_values(fqns, values)
+    if found:
+        told = [f"{fqn!r} ({kind})" for fqn, kind in list(found.items())[:_MAX_TOLD]]
+        more = f" and {len(found) - _MAX_TOLD} more" if len(found) > _MAX_TOLD else ""
+        logger.warning(
+            "%d of the saved values will load only with weights_only=False, or with their classes in "
+            "torch.serialization.add_safe_globals: %s%s. Plain data instead needs neither",
+            len(found),
+            ", ".join(told),
+            more,
+        )
 
 
 def _opaque_bytes(value: Any) -> int:

@@ -14,7 +14,7 @@ from dcp.inspection import ObjectRow, object_rows
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.plain import decode_plain, encode_plain
+from dcp.storage.formats.python_values import decode_value, encode_value
 from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
 from dcp.tensor_reading import TensorReader
 
@@ -95,7 +95,7 @@ def _same_by_reading(sides: tuple[_Side, _Side], first: str, second: str) -> boo
 
 
 def _encoded(value: Any) -> bytes | None:
-    return encode_plain(value, limit_bytes=_MAX_ENCODED_BYTES)
+    return encode_value(value, limit_bytes=_MAX_ENCODED_BYTES)
 
 
 class _Side:
@@ -123,7 +123,7 @@ class _Side:
         """A plain value, read only if allowed; else None."""
         encoded = self.encoded(fqn)
         if encoded is not None:
-            return decode_plain(encoded)
+            return decode_value(encoded)
         row = self.row(fqn) if read else None
         return row.value if row is not None and row.is_plain else None
 

@@ -32,7 +32,7 @@ from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
-from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, decode_plain
+from dcp.storage.formats.python_values import decode_value
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storages import choose_reader
@@ -366,7 +366,7 @@ class _ColumnarLoad:
 
 
 def _plain_value(objects: ObjectColumns, row: int) -> Any:
-    return decode_plain(objects.values[row], limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
+    return decode_value(objects.values[row])
 
 
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:

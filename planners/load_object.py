@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dcp.planners.harmless_object import harmless_object
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 
 __all__ = ["load_object"]
@@ -16,8 +17,11 @@ __all__ = ["load_object"]
 def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> Any:
     """The value of torch.save bytes.
 
-    Raises UnsafeObjectError where it needs a class or function that `torch.load(weights_only=True)` does not
-    allow, CheckpointFormatError where the bytes are damaged.
+    With ``weights_only`` what `torch.load(weights_only=True)` allows, and what is harmless beyond that
+    (`dcp.storage.formats.python_values`): arrays of numpy, dates, paths and the like.
+
+    Raises UnsafeObjectError where the value needs any other class or function, CheckpointFormatError where
+    the bytes are damaged.
     """
     buffer = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
     begin = buffer.tell()
@@ -28,7 +32,13 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
     try:
         return torch.load(buffer, weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        raise _refused(fqn, str(error), weights_only=weights_only) from error
+        refused = _refused(fqn, str(error), weights_only=weights_only)
+        if weights_only and head == b"PK":
+            try:
+                return harmless_object(buffer.getvalue()[begin:])
+            except CheckpointFormatError:  # torch's reasons are the ones that its users know
+                raise refused from error
+        raise refused from error
     except Exception as error:
         if not weights_only:  # code of the checkpoint's own classes ran, and it is their error
             raise

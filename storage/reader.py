@@ -32,7 +32,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import encode_manifest
-from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, decode_plain
+from dcp.storage.formats.python_values import decode_value
 from dcp.storage.formats.sources import Place, index_at, locate
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
@@ -309,9 +309,9 @@ def _blob_fault(blob: bytes, expected: int) -> str | None:
 
 
 def _encoded(plain: bytes) -> bytes:
-    """The torch.save bytes of a plain value."""
+    """The torch.save bytes of a value of the index."""
     buffer = io.BytesIO()
-    torch.save(decode_plain(plain, limit_bytes=MAX_FOREIGN_PLAIN_BYTES), buffer)
+    torch.save(decode_value(plain), buffer)
     return buffer.getvalue()
 
 

@@ -98,7 +98,7 @@ def _slices(text: str) -> Slices:
 
 
 def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -> None:
-    from dcp.inspection import object_rows
+    from dcp.inspection import object_row
 
     index = reader.index
     if fqn not in index.objects.position:
@@ -107,7 +107,7 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
         raise CheckpointError(f"{reader.name}: there is no {fqn!r}{hint}", fqn=fqn)
     if is_tensor:
         raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
-    (value,) = (row for row in object_rows(reader.store, index) if row.fqn == fqn)
+    value = object_row(reader.store, index, fqn)
     if not value.is_plain:
         raise CheckpointError(
             f"{reader.name}: {fqn!r} is pickled ({value.bytes} bytes), and pickles are not run; load it with "

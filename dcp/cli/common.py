@@ -41,6 +41,7 @@ EXIT_FAILURE: Final = 3
 OPTIONS_VARIABLE: Final = "DCP_STORAGE_OPTIONS"
 
 _RETRY_SECONDS: Final = 10.0
+_MAX_JSON_ELEMENTS: Final = 1_000_000
 
 Options: TypeAlias = Annotated[
     str | None,
@@ -129,6 +130,8 @@ def _jsonable(value: Any) -> Any:
         return [_jsonable(item) for item in value]
     if dataclasses.is_dataclass(value):
         return {item.name: _jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if hasattr(value, "tolist") and value.size <= _MAX_JSON_ELEMENTS:  # of numpy
+        return _jsonable(value.tolist())
     return repr(value)
 
 

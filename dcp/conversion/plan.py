@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from dcp.conversion.targets.places import Format, Place
 from dcp.conversion.targets.safetensors import DEFAULT_SHARD_BYTES, safetensors_layout
 from dcp.conversion.targets.torch_save import torch_layout
 from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES, source_box
-from dcp.conversion.values import SourceValues
+from dcp.conversion.values import SourceValues, torch_allows
 from dcp.planners.load_plan import WantedColumns, plan_load
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.read import ReadEngine
@@ -42,6 +43,8 @@ __all__ = [
     "plan_layout",
     "with_save_id",
 ]
+
+logger = logging.getLogger(__name__)
 
 _MAX_LISTED: Final = 10
 _MAX_VALUE_BYTES: Final = 16 << 20
@@ -83,6 +86,7 @@ def plan_layout(
     kept, dropped = _drop_or_refuse(entries, {**refused, **more}, options)
     if options.to == "torch":
         pairs = [(value, contents[value.fqn]) for value in kept]
+        _warn_of_distrust([value.fqn for value, content in pairs if not torch_allows(content)])
         name = place.file_name or ""
         return Planned(torch_layout(name, entries, pairs, structure_of(entries)), dropped)
     extras = extras_of(entries, [(value, contents[value.fqn]) for value in kept], _own_structure(entries))
@@ -145,6 +149,16 @@ def _known_values(
         except CheckpointFormatError as error:
             refused[value.fqn] = str(error)
     return found, refused
+
+
+def _warn_of_distrust(fqns: Sequence[str]) -> None:
+    if fqns:
+        more = f" and {len(fqns) - _MAX_LISTED} more" if len(fqns) > _MAX_LISTED else ""
+        logger.warning(
+            "torch.load will need weights_only=False for the file, because of %s%s; dcp.load does not",
+            ", ".join(map(repr, fqns[:_MAX_LISTED])),
+            more,
+        )
 
 
 def _drop_or_refuse(

@@ -1,31 +1,47 @@
-"""Values that are no tensors: their plain data, or the bytes that stock torch unpickles.
+"""Values that are no tensors: what they are where that is harmless, or the bytes that stock torch unpickles.
 
-Nothing is unpickled. What the source has as plain data is taken from its index, small blobs are decoded with
-the allow-list decoder; anything else has no value here, and travels as its bytes or not at all.
+Nothing is unpickled. What the source has in its index is taken from there, blobs are decoded with the
+allow-list decoder; anything else has no value here, and travels as its bytes or not at all.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsafeObjectError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.pickle_decoder import BuiltDict
-from dcp.storage.formats.plain import decode_plain, encode_plain
+from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.object_blob import ObjectBlob
+from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.record import object_record
 from dcp.storage.formats.tensor_pickle import TensorPickle
-from dcp.storage.formats.torch_pickle import COUNTER, SizePickle, decode_torch_pickle
-from dcp.storage.formats.torch_pickle_writer import SizeValue
-from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
+from dcp.storage.formats.torch_pickle import DevicePickle, SizePickle
+from dcp.storage.formats.torch_pickle_writer import SizeValue, StoredTensor
 
-__all__ = ["SourceValues"]
+__all__ = ["SourceValues", "torch_allows"]
 
 _MAX_BLOB_BYTES = 256 << 20
-_MAX_DEPTH = 64
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_TORCH_KNOWS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        SizeValue,
+        Dtype,
+        DevicePickle,
+        StoredTensor,
+    }
+)
 
 
 class SourceValues:
@@ -37,20 +53,21 @@ class SourceValues:
         self._blobs: dict[tuple[int, int, int], bytes] = {}
 
     def value(self, row: int) -> Any:
-        """The value of a row: plain data, and containers that torch.load knows.
+        """The value of a row: what is harmless, with `StoredTensor` for tensors in it.
 
         UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
         """
         number = int(self._objects.plain[row])
         if number >= 0:
-            return decode_plain(self._objects.values[number])
+            return decode_value(self._objects.values[number])
         return self._decode(self.blob(row), self._objects.fqns[row])
 
     def encoded(self, row: int) -> bytes | None:
         """The msgpack encoding of a plain value; None for any other."""
         number = int(self._objects.plain[row])
         if number >= 0:
-            return self._objects.values[number]
+            encoded = self._objects.values[number]
+            return None if encoded[:1] == HARMLESS_MARK else encoded
         try:
             return encode_plain(self.value(row))
         except CheckpointFormatError:
@@ -79,36 +96,40 @@ class SourceValues:
 
     @staticmethod
     def _decode(blob: bytes, fqn: str) -> Any:
-        """The value of torch.save bytes without tensors."""
+        """The value of torch.save bytes; tensors in it are `StoredTensor`."""
         if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
             raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
-        window = Window(lambda at, count: blob[at : at + count], 0, len(blob))
-        for name, entry in read_directory(window).items():
-            if name.endswith(b"/data.pkl"):
-                begin = entry_start(window, entry)
-                return _inert(decode_torch_pickle(blob[begin : begin + entry.size]), fqn, 0)
-        raise CheckpointFormatError(f"object {fqn!r} was not written by torch.save, or is damaged", fqn=fqn)
+        try:
+            opened = ObjectBlob(blob)
+            special: dict[type, Callable[[Any], Any]] = {
+                SizePickle: SizeValue,
+                Dtype: _as_it_is,
+                DevicePickle: _as_it_is,
+            }
+            special[TensorPickle] = lambda facts: _stored(facts, opened)
+            return python_value(opened.decoded, opened.pickle_bytes, special)
+        except CheckpointFormatError as error:
+            raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 
 
-def _inert(value: Any, fqn: str, depth: int) -> Any:
-    """The value of a decoded pickle; UnsafeObjectError where it needs more than containers and plain data."""
-    if depth > _MAX_DEPTH:
-        raise CheckpointFormatError(f"object {fqn!r} is nested deeper than {_MAX_DEPTH} levels", fqn=fqn)
-    if isinstance(value, SizePickle):
-        return SizeValue(value)
-    if isinstance(value, list | tuple | set):
-        return type(value)(_inert(item, fqn, depth + 1) for item in value)
-    if isinstance(value, dict):
-        items = {_inert(key, fqn, depth + 1): _inert(item, fqn, depth + 1) for key, item in value.items()}
-        if isinstance(value, BuiltDict):
-            return Counter(items) if value.kind == COUNTER else OrderedDict(items)
-        return items
-    if type(value) in _ATOMS:
-        return value
-    if isinstance(value, TensorPickle):
-        raise UnsafeObjectError(f"object {fqn!r} has a tensor in it", fqn=fqn)
-    need = getattr(value, "kind", None) or getattr(value, "name", None) or type(value).__name__
-    raise UnsafeObjectError(f"object {fqn!r} needs {need}", fqn=fqn)
+def torch_allows(value: Any) -> bool:
+    """Whether `torch.load(weights_only=True)` takes what `SourceValues.value` gave."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        return all(torch_allows(part) for pair in value.items() for part in pair)
+    if kind in (list, tuple, set):
+        return all(map(torch_allows, value))
+    return kind in _TORCH_KNOWS
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _stored(facts: TensorPickle, opened: ObjectBlob) -> StoredTensor:
+    return StoredTensor(
+        facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
+    )
 
 
 def _damaged(engine: ReadEngine, fqn: str, got: int, expected: int) -> Exception:

@@ -1,7 +1,8 @@
 """The `data.pkl` of a torch.save file: nested containers of tensors and plain values; nothing of it is run.
 
 What `torch.load(weights_only=True)` knows is decoded: tensors to `TensorPickle`, an OrderedDict or Counter to
-`BuiltDict`, torch.Size to `SizePickle`, the rest to what it is. Everything else (sparse and quantised
+`BuiltDict`, torch.Size to `SizePickle`, the rest to what it is; so is what `pickle_numpy` and `pickle_stdlib`
+know. Everything else (sparse and quantised
 tensors, tensor subclasses, any class or function outside the list) becomes an `Ignored` value, which spoils
 the entry that needs it and no other. Torch-free.
 """
@@ -9,10 +10,13 @@ the entry that needs it and no other. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats.pickle_decoder import BuiltDict, Constructor, Ignored, Limits, decode_pickle
+from dcp.storage.formats.pickle_numpy import NUMPY_GLOBALS
+from dcp.storage.formats.pickle_stdlib import STDLIB_GLOBALS
 from dcp.storage.formats.tensor_pickle import (
     MAX_DIMENSIONS,
     TENSOR_GLOBALS,
@@ -21,7 +25,17 @@ from dcp.storage.formats.tensor_pickle import (
     load_storage,
 )
 
-__all__ = ["COUNTER", "MAX_FILE_PICKLE_BYTES", "ORDERED_DICT", "SIZE", "SizePickle", "decode_torch_pickle"]
+__all__ = [
+    "COUNTER",
+    "DEVICE",
+    "MAX_CONTAINERS",
+    "MAX_FILE_PICKLE_BYTES",
+    "ORDERED_DICT",
+    "SIZE",
+    "DevicePickle",
+    "SizePickle",
+    "decode_torch_pickle",
+]
 
 MAX_FILE_PICKLE_BYTES: Final = 64 << 20
 """200,000 tensors take some 25 MB."""
@@ -29,11 +43,12 @@ MAX_FILE_PICKLE_BYTES: Final = 64 << 20
 ORDERED_DICT: Final = "collections.OrderedDict"
 COUNTER: Final = "collections.Counter"
 SIZE: Final = "torch.Size"
+DEVICE: Final = "torch.device"
 
 _CONTAINERS_PER_BYTE: Final = 0.25
 """A view with a name of one letter takes 50 bytes and needs seven."""
 
-_MAX_CONTAINERS: Final = 1_500_000
+MAX_CONTAINERS: Final = 1_500_000
 """Enough for 200,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
 
 _MAX_FOREIGN_NAMES: Final = 1000
@@ -49,15 +64,26 @@ class SizePickle(tuple[int, ...]):
     __slots__ = ()
 
 
-def decode_torch_pickle(data: bytes) -> Any:
+@dataclass(frozen=True, slots=True)
+class DevicePickle:
+    """A torch.device."""
+
+    type: str
+    index: int | None
+    kind: ClassVar[str] = DEVICE
+
+
+def decode_torch_pickle(
+    data: bytes, *, limit_bytes: int = MAX_FILE_PICKLE_BYTES, max_containers: int = MAX_CONTAINERS
+) -> Any:
     """The value of ``data``, in time and memory linear in its length; it may be deep, shared or
     self-referring.
 
     Raises UnsafeObjectError and UnsupportedFormatError for opcodes and persistent ids that no state dict
     needs, CheckpointFormatError for what no pickler writes and for tensors that reach outside their storages.
     """
-    per_byte = min(_CONTAINERS_PER_BYTE, _MAX_CONTAINERS / max(1, len(data)))
-    limits = Limits(data_bytes=MAX_FILE_PICKLE_BYTES, containers_per_byte=per_byte)
+    per_byte = min(_CONTAINERS_PER_BYTE, max_containers / max(1, len(data)))
+    limits = Limits(data_bytes=limit_bytes, containers_per_byte=per_byte)
     return decode_pickle(data, find=_Names().find, persistent_load=load_storage, limits=limits)
 
 
@@ -148,6 +174,15 @@ def _size(args: tuple[Any, ...]) -> Any:
     return SizePickle(sizes)
 
 
+def _device(args: tuple[Any, ...]) -> DevicePickle:
+    if not 1 <= len(args) <= 2 or type(args[0]) is not str or len(args[0]) > _MAX_NAME_CHARACTERS:
+        raise CheckpointFormatError("a pickled torch.device is not made of a type and a number")
+    index = args[1] if len(args) == 2 else None
+    if index is not None and (type(index) is not int or not 0 <= index < 1 << 15):
+        raise CheckpointFormatError("a pickled torch.device is not made of a type and a number")
+    return DevicePickle(args[0], index)
+
+
 def _mapping(kind: str) -> Constructor:
     def build(args: tuple[Any, ...]) -> BuiltDict:
         """From nothing, a dict, or pairs."""
@@ -199,14 +234,24 @@ def _globals() -> dict[tuple[str, str], Any]:
     allowed["torch._tensor", "_rebuild_from_type_v2"] = Constructor(
         "torch._tensor._rebuild_from_type_v2", reduce=_from_type
     )
-    return allowed | {
-        ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
-        ("collections", "Counter"): _mapping(COUNTER),
-        ("torch", "Size"): Constructor(SIZE, reduce=_size),
-        ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
-        ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
-    }
+    return (
+        allowed
+        | NUMPY_GLOBALS
+        | STDLIB_GLOBALS
+        | {
+            ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
+            ("collections", "Counter"): _mapping(COUNTER),
+            ("torch", "Size"): Constructor(SIZE, reduce=_size),
+            ("torch", "device"): Constructor(DEVICE, reduce=_device),
+            ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
+            ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
+        }
+    )
 
 
 _ALLOWED: Final = _globals()
-_OWN_NAMES: Final = frozenset(value.name for value in _ALLOWED.values() if type(value) is Constructor)
+_OWN_NAMES: Final = frozenset(
+    value.name
+    for place, value in _ALLOWED.items()
+    if type(value) is Constructor and place not in NUMPY_GLOBALS and place not in STDLIB_GLOBALS
+)

@@ -14,8 +14,10 @@ from typing import Any, Final
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.python_values import harmless_pickle
+from dcp.storage.formats.torch_pickle import DevicePickle
 
-__all__ = ["MAX_DEPTH", "SizeValue", "TensorRef", "encode_torch_pickle"]
+__all__ = ["MAX_DEPTH", "SizeValue", "StoredTensor", "TensorRef", "encode_torch_pickle"]
 
 MAX_DEPTH: Final = 256
 """Nesting above this is refused: torch's own pickler stops at Python's recursion limit."""
@@ -44,18 +46,35 @@ class TensorRef:
     is_parameter: bool = False
 
 
-def encode_torch_pickle(value: Any) -> bytes:
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A C-ordered tensor with its bytes, which are a storage of its own; compared by identity."""
+
+    dtype_code: int
+    sizes: tuple[int, ...]
+    data: bytes
+    requires_grad: bool = False
+
+    def ref(self, key: str) -> TensorRef:
+        """The tensor, stored as ``key``."""
+        elements = len(self.data) // dtypes.BY_CODE[self.dtype_code].itemsize
+        return TensorRef(self.dtype_code, key, elements, self.sizes, requires_grad=self.requires_grad)
+
+
+def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> bytes:
     """The pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
-    None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested. PlanError for
-    anything else."""
-    writer = _Writer()
+    None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
+    devices as `Dtype` and `DevicePickle`, and what is harmless (`python_values`). ``keys`` names the
+    storages of every `StoredTensor` in it. PlanError for anything else."""
+    writer = _Writer(keys or {})
     writer.write(value, 0)
     return b"\x80\x02" + b"".join(writer.parts) + b"."
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, keys: Mapping[Any, str]) -> None:
         self.parts: list[bytes] = []
+        self._keys = keys
 
     def write(self, value: Any, depth: int) -> None:
         atom = _ATOMS.get(type(value))
@@ -63,6 +82,12 @@ class _Writer:
             self.parts.append(atom(value))
         elif type(value) is TensorRef:
             self.parts.append(_tensor(value))
+        elif type(value) is StoredTensor:
+            self.parts.append(_tensor(value.ref(self._keys[value])))
+        elif type(value) is dtypes.Dtype:
+            self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
+        elif type(value) is DevicePickle:
+            self.parts.append(_device(value))
         else:
             self._write_container(value, depth + 1)
 
@@ -95,9 +120,11 @@ class _Writer:
             self._write_all(value, depth)
             put(b"ttR")
         elif kind is set:
-            put(b"c__builtin__\nset\n((")
+            put(b"c__builtin__\nset\n(](")
             self._write_all(value, depth)
-            put(b"ltR")
+            put(b"etR")
+        elif (inner := harmless_pickle(value)) is not None:
+            put(inner)
         else:
             raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
 
@@ -140,6 +167,11 @@ def _binary(value: bytes) -> bytes:
 
 def _complex(value: complex) -> bytes:
     return b"c__builtin__\ncomplex\n(" + _double(value.real) + _double(value.imag) + b"tR"
+
+
+def _device(device: DevicePickle) -> bytes:
+    index = b"" if device.index is None else _integer(device.index)
+    return b"ctorch\ndevice\n(" + _text(device.type) + index + b"tR"
 
 
 def _double(value: float) -> bytes:

@@ -13,7 +13,8 @@ What names and paths do not tell is noted in ``provenance["structure"]``, which 
      "values": {fqn: "torch.Size"}}
 
 ``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
-"Counter", "list", "tuple", or at the root "tensor" or "value" (no container). ``keys`` are all keys in order,
+"Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", or at the root
+"tensor" or "value" (no container). ``keys`` are all keys in order,
 where one is no str or has no entry below it (an empty container). ``metadata`` is the attribute ``_metadata``
 that a module's state dict has, with plain dicts in it. Listed are containers that are not what their paths
 suggest: a dict, or a list under an int. ``values`` has the types of values that are stored as another: a
@@ -22,18 +23,20 @@ torch.Size as a tuple. Torch-free.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.pickle_decoder import BuiltDict, Constructor, Instance
+from dcp.storage.formats.pickle_stdlib import DEFAULT_DICT, FACTORIES, DefaultDictPickle, DequePickle
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
+from dcp.storage.formats.python_values import encode_value, leaf_bytes, python_value
 from dcp.storage.formats.tensor_pickle import TensorPickle
-from dcp.storage.formats.torch_pickle import COUNTER, ORDERED_DICT, SIZE, SizePickle
+from dcp.storage.formats.torch_pickle import COUNTER, ORDERED_DICT, SIZE, DevicePickle, SizePickle
 
 __all__ = ["MAX_ENTRIES", "MAX_NESTING", "FlatFile", "flatten_torch", "restore_structure"]
 
@@ -42,7 +45,7 @@ MAX_NESTING: Final = 64
 
 MAX_ENTRIES: Final = 400_000
 
-_KINDS: Final = {ORDERED_DICT: "OrderedDict", COUNTER: "Counter"}
+_KINDS: Final = {ORDERED_DICT: "OrderedDict", COUNTER: "Counter", DEFAULT_DICT: "defaultdict"}
 _ENTRIES_PER_BYTE: Final = 2
 _FREE_ENTRIES: Final = 4096
 _FREE_BYTES: Final = 1 << 20
@@ -53,7 +56,7 @@ _NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str))
 
 @dataclass(slots=True)
 class FlatFile:
-    """Entries of a file in its order: ``tensors`` and ``paths`` by name, ``values`` as encoded plain data.
+    """Entries of a file in its order: ``tensors`` and ``paths`` by name, ``values`` by `encode_value`.
 
     ``refused`` maps the names of entries that cannot be read to what they need.
     """
@@ -68,12 +71,13 @@ class FlatFile:
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """Of a container: ``opens`` in a list that has it, ``must_open`` even in a tuple, ``size_bytes`` at
-    least, ``refused``: the first thing in it that is no plain value."""
+    least, ``refused``: the first thing in it that is not harmless, ``plain``: nothing but plain data."""
 
     opens: bool
     must_open: bool
     refused: str | None
     size_bytes: int
+    plain: bool = True
 
 
 def flatten_torch(root: Any, pickle_bytes: int) -> FlatFile:
@@ -125,7 +129,7 @@ class _Flattener:
         refused = f"{value.kind}" if isinstance(value, BuiltDict) else None
         if isinstance(value, SizePickle):
             refused = SIZE
-        size_bytes = 1
+        size_bytes, plain = 1, type(value) is not DequePickle
         for item in value.values() if is_mapping else value:
             kind = type(item)
             if kind in _PLAIN_ATOMS:
@@ -136,16 +140,19 @@ class _Flattener:
                 must_open |= facts.must_open
                 refused = refused or facts.refused
                 size_bytes += facts.size_bytes
+                plain &= facts.plain
             elif isinstance(item, TensorPickle) or getattr(item, "is_tensor", False):
                 opens = must_open = True
             else:
-                refused = refused or _kind_of(item)
+                item_bytes, plain = leaf_bytes(item), False
+                refused = refused or (_kind_of(item) if item_bytes is None else None)
+                size_bytes += item_bytes or 0
         must_open |= isinstance(value, BuiltDict)
         if is_mapping:
             size_bytes += sum(len(key) + 1 if type(key) is str else 1 for key in value)
         elif isinstance(value, tuple):
             opens = must_open
-        return _Facts(opens, must_open, refused, size_bytes)
+        return _Facts(opens, must_open, refused, size_bytes, plain)
 
     # -- entries ---------------------------------------------------------------------------------------------
 
@@ -179,7 +186,7 @@ class _Flattener:
                 self._visit(f"{prefix}{position}", (*path, position), item, depth + 1)
 
     def _leaf(self, fqn: str, path: Path, value: Any) -> None:
-        refused, size_bytes = None, 1
+        refused, size_bytes, plain = None, 1, True
         if isinstance(value, TensorPickle):
             self._name(fqn, path)
             self.result.tensors[fqn] = value
@@ -189,21 +196,13 @@ class _Flattener:
             value = tuple(value)
         elif isinstance(value, (list, tuple)):
             facts = self.facts(value, 0)
-            refused, size_bytes = facts.refused, facts.size_bytes
+            refused, size_bytes, plain = facts.refused, facts.size_bytes, facts.plain
         elif type(value) not in _PLAIN_ATOMS:
-            refused = _kind_of(value)
+            found, plain = leaf_bytes(value), False
+            refused, size_bytes = (_kind_of(value), 1) if found is None else (None, found)
         encoded = None
         if refused is None:
-            if size_bytes > self._bytes_left and size_bytes <= MAX_FOREIGN_PLAIN_BYTES:
-                raise CheckpointFormatError("the pickle repeats its values to many times its own length")
-            encoded = (
-                encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
-                if size_bytes <= MAX_FOREIGN_PLAIN_BYTES
-                else None
-            )
-            refused = (
-                None if encoded is not None else f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
-            )
+            encoded, refused = self._encoded(value, size_bytes, plain=plain)
         self._name(fqn, path)
         if refused is None and encoded is not None:
             self._bytes_left -= len(encoded)
@@ -211,6 +210,22 @@ class _Flattener:
         else:
             del self.result.paths[fqn]
             self.result.refused[fqn] = refused or "what is no plain value"
+
+    def _encoded(self, value: Any, size_bytes: int, *, plain: bool) -> tuple[bytes | None, str | None]:
+        """(encoding of a leaf, None), or (None, why it has none)."""
+        too_large = f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
+        if size_bytes > MAX_FOREIGN_PLAIN_BYTES:
+            return None, too_large
+        if size_bytes > self._bytes_left:
+            raise CheckpointFormatError("the pickle repeats its values to many times its own length")
+        if plain:
+            encoded = encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
+        else:
+            try:
+                encoded = encode_value(python_value(value, size_bytes))
+            except UnsafeObjectError as error:
+                return None, str(error).removeprefix("needs ")
+        return encoded, None if encoded is not None else too_large
 
     def _name(self, fqn: str, path: Path) -> None:
         if fqn in self.result.paths or fqn in self.result.refused:
@@ -225,6 +240,8 @@ class _Flattener:
         note: dict[str, Any] = {}
         if isinstance(value, BuiltDict):
             note["kind"] = _KINDS[value.kind]
+            if isinstance(value, DefaultDictPickle) and value.factory is not None:
+                note["factory"] = f"builtins.{value.factory.__name__}"
             note |= self._metadata(value.state)
         elif isinstance(value, tuple):
             note["kind"] = "tuple"
@@ -268,7 +285,7 @@ _UNSEEN: Final = _Facts(False, False, None, 0)
 
 def _kind_of(value: Any) -> str:
     """What a value that is not plain needs."""
-    if isinstance(value, Instance):
+    if isinstance(value, Instance | DevicePickle):
         return value.kind
     if type(value) is Constructor:
         return value.name
@@ -365,6 +382,8 @@ def _build(tree: dict[Any, Any], path: Path, notes: Mapping[Path, Mapping[str, A
     pairs = _in_order(children, note.get("keys"))
     if kind == "Counter":
         return Counter(dict(pairs))
+    if kind == "defaultdict":
+        return defaultdict(FACTORIES.get(note.get("factory", "")), pairs)
     if kind != "OrderedDict":
         return dict(pairs)
     result = OrderedDict(pairs)

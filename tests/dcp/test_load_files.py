@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_a_large_transposed_tensor_is_read_once(tmp_path: Path, dtype: Any) -> N
 
 def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
     """The rest of the file loads; the entry itself is an UnsafeObjectError, not a missing key."""
-    state = {"w": torch.arange(3.0), "args": Path("/x"), "sparse": torch.eye(2).to_sparse()}
+    state = {"w": torch.arange(3.0), "args": argparse.Namespace(x=1), "sparse": torch.eye(2).to_sparse()}
     torch.save(state, tmp_path / "model.pt")
     target = {"w": torch.zeros(3)}
     dcp.load(target, checkpoint_id=tmp_path / "model.pt")

@@ -1,6 +1,7 @@
 """Layout of one torch.save file: `torch.load(weights_only=True)` reads it, mapped too.
 
-Tied tensors share one storage. The nested state dict is made again from the paths that the source keeps of
+Tied tensors share one storage. Tensors within values, as of an optimizer's ``betas``, have
+storages of their own. The nested state dict is made again from the paths that the source keeps of
 its flattening, and, where the source tells more (``provenance["structure"]``), with the exact types of
 containers and keys.
 """
@@ -15,7 +16,7 @@ from dcp.conversion.entries import Entries, Value
 from dcp.conversion.layout import CopyBuilder, Hole, Literal, TargetLayout
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.torch_pickle_writer import TensorRef, encode_torch_pickle
+from dcp.storage.formats.torch_pickle_writer import StoredTensor, TensorRef, encode_torch_pickle
 from dcp.storage.formats.torch_zip_writer import ALIGNMENT_BYTES, ZipLayout
 
 __all__ = ["torch_layout"]
@@ -40,24 +41,29 @@ def torch_layout(
     contents |= {value.fqn: content for value, content in values}
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
     # Storages are numbered as torch.load comes across them: it may compute their places from that.
-    keys: dict[int, str] = {}
+    keys: dict[int | StoredTensor, str] = {}
     for ref in _refs(build(paths, contents)):
-        keys.setdefault(int(ref.key), str(len(keys)))
+        keys.setdefault(ref if isinstance(ref, StoredTensor) else int(ref.key), str(len(keys)))
     for number, entry in enumerate(entries.tensors):
         contents[entry.fqn] = _ref(entries, number, keys[entry.tied_to])
     archive = ZipLayout(_FOLDER)
-    archive.add("data.pkl", encode_torch_pickle(build(paths, contents)))
+    archive.add("data.pkl", encode_torch_pickle(build(paths, contents), keys))
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
     copies = CopyBuilder()
-    for number, key in keys.items():
-        entry = entries.tensors[number]
+    copy_of: dict[int, int] = {}
+    for storage, key in keys.items():
+        if isinstance(storage, StoredTensor):
+            archive.add(f"data/{key}", storage.data)
+            continue
+        entry = entries.tensors[storage]
         sizes = entries.shape(entry)
         size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
-        offset = archive.reserve(f"data/{key}", size, len(copies.tensors))
+        copy_of[storage] = len(copies.tensors)
+        offset = archive.reserve(f"data/{key}", size, copy_of[storage])
         copies.add(entry.tensor, ((0,) * len(sizes), sizes), entry.dtype_code, 0, offset)
-    tensor_copies = {entry.fqn: int(keys[entry.tied_to]) for entry in entries.tensors}
+    tensor_copies = {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
     archive.add("version", b"3\n")
     archive.finish()
     return TargetLayout(
@@ -77,9 +83,9 @@ def _ref(entries: Entries, number: int, key: str) -> TensorRef:
     return TensorRef(entry.dtype_code, key, math.prod(sizes), sizes, requires_grad=grad)
 
 
-def _refs(value: Any) -> Iterator[TensorRef]:
+def _refs(value: Any) -> Iterator[TensorRef | StoredTensor]:
     """The tensors of a nested state dict in the order in which they are pickled."""
-    if isinstance(value, TensorRef):
+    if isinstance(value, TensorRef | StoredTensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():

@@ -161,21 +161,17 @@ class CustomDict(dict[str, Any]):
 
 def test_what_cannot_be_read_spoils_its_own_entry_alone() -> None:
     """Foreign classes, sparse and quantised tensors are listed with what they need; the others are there."""
-    import datetime
-
     state = {
         "good": torch.arange(3.0),
         "custom": Custom(),
         "custom dict": CustomDict(a=torch.ones(1)),
-        "date": datetime.datetime(2020, 1, 1),
-        "numpy": np.float64(3.0),
-        "array": np.zeros(3),
+        "mask": np.ma.zeros(2),
+        "array": np.array([1, None]),
         "sparse": torch.eye(3).to_sparse(),
         "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
         "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
         "dtype": torch.float32,
         "device": torch.device("cpu"),
-        "set": {1, 2},
         "list": [1, Custom()],
         "function": torch.nn.functional.relu,
         "nested": {"deep": [torch.ones(2), Custom()]},
@@ -187,7 +183,7 @@ def test_what_cannot_be_read_spoils_its_own_entry_alone() -> None:
     assert set(index.fqns) == {"good", "nested.deep.0"}
     assert index.objects.fqns == ["also good.x"]
     assert refused.keys() == state.keys() - {"good", "nested", "also good"} | {"nested.deep.1"}
-    assert refused["custom"].endswith("Custom") and refused["date"] == "datetime.datetime"
+    assert refused["custom"].endswith("Custom") and refused["array"] == "numpy.dtype('O8')"
     assert refused["sparse"] == "sparse tensor" and refused["dtype"] == "torch.float32"
     assert as_bytes(tensor_at(index, data, 0)) == as_bytes(torch.arange(3.0))
 
