@@ -74,6 +74,8 @@ class S3Server:
     bucket: str = "dcp-test"
     volume_limit_bytes: int = 128 << 20
     """Files that the server keeps its data in are as large; the bucket alone takes seven, not reserved."""
+    is_public: bool = False
+    """Whether anybody may read and list without credentials."""
     access_key: str = field(default_factory=lambda: f"dcp{secrets.token_hex(8)}")
     secret_key: str = field(default_factory=lambda: secrets.token_hex(20), repr=False)
     endpoint_url: str = ""
@@ -164,9 +166,10 @@ class S3Server:
         who = {"accessKey": self.access_key, "secretKey": self.secret_key}
         allowed = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "dcp", "credentials": [who], "actions": allowed}
+        identities = [identity, {"name": "anonymous", "actions": ["Read", "List"]}][: 1 + self.is_public]
         config = self.folder / "s3.json"
         config.touch(0o600)
-        config.write_text(json.dumps({"identities": [identity]}))
+        config.write_text(json.dumps({"identities": identities}))
         command = [str(weed), *self._arguments(data, config)]
         started = threading.Event()
         failed: list[OSError] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -9,13 +10,15 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import Int64
 from dcp.storage.formats.record import begin_record
 from dcp.storage.stores.base import Store
 
 __all__ = ["DataFile", "WriteOutcome", "data_file_name", "file_bytes"]
+
+logger = logging.getLogger(__name__)
 
 _RECORD_BYTES = 640
 """What a record has beside its payload: 440 to 530 bytes for tensors as models have them."""
@@ -201,9 +204,12 @@ class DataFile:
         return size
 
     def abort(self) -> None:
-        """Remove the file, finished or not."""
+        """Remove the file, finished or not. What keeps it from that is logged: what led here matters more."""
         self._handle.abort()
-        self._store.delete(self.name)
+        try:
+            self._store.delete(self.name)
+        except StorageError as error:
+            logger.warning("%s may stay behind: %s", self._store.path_of(self.name), error)
 
     def _stream(self, pieces: Iterable[bytes | memoryview]) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
