@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -21,6 +22,9 @@ __all__ = ["Child", "child_environment"]
 logger = logging.getLogger(__name__)
 
 _REAP_SECONDS = 5.0
+
+_ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
+"""Of a process that has ended, or is about to be found so."""
 
 _DROPPED = ("TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT")
 """What would tie the writers' group to the trainers' launcher."""
@@ -82,7 +86,9 @@ class Child:
             self._connection.send(body, fds)
         except BlockingIOError:
             self.kill("did not take messages any more and was killed")
-        except OSError as error:  # it has ended, or is about to be found so
+        except OSError as error:
+            if error.errno not in _ENDED:  # nobody would ever hear how its save ended
+                self.kill(f"could not be told what to do and was killed: {error}")
             logger.debug("writer process %d: %s", self._pid, error)
 
     def kill(self, because: str) -> None:

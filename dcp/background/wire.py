@@ -61,14 +61,15 @@ class Connection:
         if len(data) <= _INLINE_BYTES:
             self._send(_HEADER.pack(len(data), 0, len(fds)) + data, fds)
             return
-        memory = os.memfd_create("dcp-message", os.MFD_CLOEXEC)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(memory, view) :]
+            memory = os.memfd_create("dcp-message", os.MFD_CLOEXEC)
+        except OSError:  # too many open files: better to wait for the receiver than not to be heard
+            self._send(_HEADER.pack(len(data), 0, len(fds)) + data, fds)
+            return
+        with os.fdopen(memory, "wb") as file:
+            file.write(data)
+            file.flush()
             self._send(_HEADER.pack(len(data), 1, len(fds) + 1), [*fds, memory])
-        finally:
-            os.close(memory)
 
     def offer(self, body: Mapping[str, Any]) -> None:
         """Send something short that may be lost: it is dropped where it would have to wait."""
@@ -87,11 +88,9 @@ class Connection:
             _close(fds)
             raise OSError(f"{count} file descriptors were sent, {len(fds)} arrived: too many open files")
         if in_memory:
-            memory = fds.pop()
-            try:
-                data = os.pread(memory, length, 0)
-            finally:
-                os.close(memory)
+            with os.fdopen(fds.pop(), "rb") as file:
+                file.seek(0)
+                data = file.read(length)  # in several calls, where one does not move that much
         else:
             data, _ = self._read(length, with_fds=False)
         if len(data) < length:

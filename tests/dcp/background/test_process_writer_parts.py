@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -54,6 +56,43 @@ def test_messages_wait_for_a_reader_that_comes_late() -> None:
     assert theirs.receive() is None
     for fd in second.fds:
         os.close(fd)
+    theirs.close()
+
+
+def test_a_message_is_read_in_as_many_calls_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call moves 2 GiB at the most: what is longer is not taken for the end of the connection."""
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, count, offset: whole(fd, min(count, 100_000), offset))
+    ours, theirs = map(Connection, socket.socketpair())
+    ours.send({"data": b"x" * 250_000})
+    message = theirs.receive()
+    assert message is not None and message.body == {"data": b"x" * 250_000}
+    ours.close()
+    theirs.close()
+
+
+def test_a_long_message_is_sent_although_no_file_can_be_opened() -> None:
+    """A trainer that has too many open files is heard all the same."""
+    ours, theirs = map(Connection, socket.socketpair())
+    memory = os.memfd_create("sent")
+    received: list[Any] = []
+    reader = threading.Thread(target=lambda: received.append(theirs.receive()))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader.start()
+    filling: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (memory + 1, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filling.append(os.dup(memory))
+        ours.send({"data": b"x" * 3_000_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in [*filling, memory]:
+            os.close(fd)
+    reader.join(60)
+    assert received[0].body == {"data": b"x" * 3_000_000}
+    ours.close()
     theirs.close()
 
 
