@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.read import ReadEngine, Unit
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Box, Region, Runs
 from dcp.storage.engine.read_worker import Worker
+from dcp.storage.engine.units import Unit
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.tensors import as_copied, dtype_codes, is_addressable, narrow, slab_boxes, torch_dtype

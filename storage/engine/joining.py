@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dcp.storage.engine.clusters import Cluster
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores.base import ReadProfile
 
-__all__ = ["NO_CHUNK", "Copy", "Piece", "Put", "Request", "join"]
+__all__ = ["CHEAP_GAP_BYTES", "COPIED_BELOW_BYTES", "NO_CHUNK", "Copy", "Piece", "Put", "Request", "join"]
 
 NO_CHUNK = -1
 """The chunk of bytes that belong to none, and have no checksum here."""
 
-_DIRECT_BYTES = 64 << 10
+COPIED_BELOW_BYTES = 64 << 10
 """Pieces from here on are read where they belong. For smaller ones a copy is cheaper than a buffer of their
 own, and a request stays far below the number of buffers that one call takes."""
 
-_CHEAP_GAP_BYTES = 16 << 10
+CHEAP_GAP_BYTES = 16 << 10
 _CHEAP_JUNK_BYTES = 1 << 20
 """Gaps such as the headers between small tensors are read over up to this much in a request: that takes less
 time than another request."""
@@ -44,6 +45,7 @@ class Piece(NamedTuple):
     """``size_bytes`` of a file, from ``position`` of a chunk's payload on.
 
     They go to ``address``, or with ``put`` wherever that copies them; a piece with ``put`` is never divided.
+    A cluster has bytes of many chunks, and checks them itself.
     """
 
     file: int
@@ -52,7 +54,7 @@ class Piece(NamedTuple):
     chunk: int
     position: int
     address: int
-    put: Put | None
+    put: Put | Cluster | None
 
 
 class Copy(NamedTuple):
@@ -92,7 +94,8 @@ def join(
     ends, if that leaves the request nearly full; else the block's checksum is to be combined from two.
     """
     joiner = _Joiner(profile, request_bytes)
-    joiner.add_all(pieces)
+    for piece in pieces:
+        joiner.add(piece)
     return joiner.requests, joiner.copies
 
 
@@ -109,30 +112,6 @@ class _Joiner:
         self._copied_from = 0
         """Where, in the file, the scratch memory at the end of the open request begins."""
         self._wanted_bytes = self._junk_bytes = 0
-
-    def add_all(self, pieces: Iterable[Piece]) -> None:
-        """As `add` of each; small ones that follow one another closely, of which there may be many, go by a
-        shorter way."""
-        limit_bytes = min(self._limit_bytes, self._profile.join_below_bytes)
-        small_bytes = min(_DIRECT_BYTES, self._profile.join_below_bytes)
-        cheap_bytes = min(_CHEAP_GAP_BYTES, self._profile.gap_bytes)
-        for piece in pieces:
-            file, offset, size, _, _, _, _ = piece
-            request = self._open
-            if request is not None and file == request.file and 0 < size < small_bytes:
-                gap = offset - request.end
-                if (
-                    0 <= gap <= cheap_bytes
-                    and offset + size - request.begin <= limit_bytes
-                    and self._junk_bytes + gap <= _CHEAP_JUNK_BYTES
-                ):
-                    request.copied.append(piece)
-                    request.end = offset + size
-                    self._junk_bytes += gap
-                    self._wanted_bytes += size
-                    self._last = piece
-                    continue
-            self.add(piece)
 
     def add(self, piece: Piece) -> None:
         """Take one piece; they come in the order of the file."""
@@ -182,7 +161,7 @@ class _Joiner:
 
     def _bearable_bytes(self, gap: int, size_bytes: int) -> int:
         share = (self._wanted_bytes + min(size_bytes, self._limit_bytes)) // _JUNK_SHARE
-        return max(share, _CHEAP_JUNK_BYTES if gap <= _CHEAP_GAP_BYTES else _JUNK_BYTES)
+        return max(share, _CHEAP_JUNK_BYTES if gap <= CHEAP_GAP_BYTES else _JUNK_BYTES)
 
     def _append(self, piece: Piece) -> None:
         request, end = self._open, piece.offset + piece.size_bytes
@@ -193,7 +172,7 @@ class _Joiner:
             self._wanted_bytes = self._junk_bytes = 0
         self._wanted_bytes += piece.size_bytes
         self._junk_bytes += max(0, piece.offset - request.end)
-        if piece.put is None and piece.size_bytes >= _DIRECT_BYTES and piece.offset >= request.end:
+        if piece.put is None and piece.size_bytes >= COPIED_BELOW_BYTES and piece.offset >= request.end:
             request.direct.append(piece)
             self._copied_from = end
         else:

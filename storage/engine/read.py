@@ -29,17 +29,14 @@ from dcp.storage.engine.joining import NO_CHUNK, Copy, Piece, join
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.payloads import Payloads
 from dcp.storage.engine.read_requests import Box, ReadStats, Region, Runs, Verify
-from dcp.storage.engine.read_worker import MAX_SPAN_BYTES, Worker
+from dcp.storage.engine.read_worker import Worker
+from dcp.storage.engine.units import Unit, region_units, run_units
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.stores.base import ReadHandle, Store
 
-__all__ = ["ReadEngine", "Unit"]
-
-_UNIT_BYTES = 16 << 20
-
-Unit = Callable[[Worker], None]
+__all__ = ["ReadEngine"]
 
 
 class ReadEngine:
@@ -111,7 +108,7 @@ class ReadEngine:
                 requests, copies = scatter.plan(self, runs, all_boxes, needed)
                 units: list[Unit] = [partial(scatter.carry_out, request) for request in requests]
             else:
-                units = [*self._run_units(runs), *self._region_units(regions)]
+                units = [*run_units(self, runs), *region_units(self, regions)]
             self._execute([*units, *extra], self.on_bytes)
         for copy in copies:
             ctypes.memmove(copy.target, copy.source, copy.size_bytes)
@@ -238,6 +235,21 @@ class ReadEngine:
         if self._crcs[start + block] != crc:
             raise self.corruption(chunk, block, self._crcs[start + block], crc)
 
+    def check_runs(self, stats: ReadStats, runs: Runs, crcs: Sequence[int]) -> None:
+        """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
+        one block, and of the others as `check_part`."""
+        index, chunks = self.index, runs.chunks
+        first, got = index.crc_start[chunks], np.array(crcs, np.uint32)
+        is_whole = (runs.sizes_bytes == index.payload_lengths[chunks]) & (index.crc_start[chunks + 1] > first)
+        expected = got.copy()
+        expected[is_whole] = index.crcs[first[is_whole]]
+        for row in np.flatnonzero(expected != got).tolist():
+            raise self.corruption(int(chunks[row]), 0, int(expected[row]), crcs[row])
+        stats.blocks_verified += int(np.count_nonzero(is_whole))
+        for row in np.flatnonzero(~is_whole).tolist():
+            place = int(runs.payload_positions[row]), int(runs.sizes_bytes[row])
+            self.check_part(stats, int(chunks[row]), *place, crcs[row])
+
     def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
         """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
         block, begin = divmod(position, BLOCK_BYTES)
@@ -262,82 +274,7 @@ class ReadEngine:
             offset=offset,
         )
 
-    # -- units -----------------------------------------------------------------------------------------------
-
-    def _run_units(self, runs: Runs) -> Iterator[Unit]:
-        if len(runs.chunks) == 0:
-            return
-        small_bytes = min(self.profile.join_below_bytes, BLOCK_BYTES)
-        gap_bytes = self.profile.gap_bytes
-        span_bytes = min(self.profile.request_bytes, MAX_SPAN_BYTES)
-        files = self.index.chunk_files[runs.chunks]
-        offsets = self.payloads.offsets[runs.chunks] + runs.payload_positions
-        order = np.lexsort((offsets, files))
-        columns = (files, offsets, runs.sizes_bytes, runs.addresses, runs.chunks, runs.payload_positions)
-        span: list[tuple[int, int, int, int, int]] = []
-        span_file = span_begin = span_end = -1
-        large: list[tuple[int, int, int, int]] = []
-        large_bytes = 0
-        for file, offset, size, address, chunk, position in zip(
-            *(column[order].tolist() for column in columns), strict=True
-        ):
-            if size == 0:
-                continue
-            if size > small_bytes or (self.verify == "full" and size != self.payload_lengths[chunk]):
-                for part in _split(chunk, position, size, address):
-                    large.append(part)
-                    large_bytes += part[2]
-                    if large_bytes >= _UNIT_BYTES:
-                        yield _direct_unit(large)
-                        large, large_bytes = [], 0
-                continue
-            if span and (
-                file != span_file or offset - span_end > gap_bytes or offset + size - span_begin > span_bytes
-            ):
-                yield _span_unit(span_file, span_begin, span_end, span)
-                span = []
-            if not span:
-                span_file, span_begin = file, offset
-                span_end = offset
-            span.append((offset, size, address, chunk, position))
-            span_end = max(span_end, offset + size)
-        if span:
-            yield _span_unit(span_file, span_begin, span_end, span)
-        if large:
-            yield _direct_unit(large)
-
-    def _region_units(self, regions: Sequence[Region]) -> Iterator[Unit]:
-        batch: list[Region] = []
-        batch_bytes = 0
-        for region in regions:
-            for part in self._split_region(region):
-                batch.append(part)
-                batch_bytes += math.prod(part.lengths) * self.itemsize(part.chunk)
-                if batch_bytes >= _UNIT_BYTES:
-                    yield _region_unit(batch)
-                    batch, batch_bytes = [], 0
-        if batch:
-            yield _region_unit(batch)
-
-    def _split_region(self, region: Region) -> Iterator[Region]:
-        """Parts of about a unit's size along the dimension that is slowest in the file, so that threads can
-        share one large box."""
-        size = math.prod(region.lengths) * self.itemsize(region.chunk)
-        if size <= 2 * _UNIT_BYTES:
-            yield region
-            return
-        order, _ = self.payloads.layout(region.chunk)
-        slowest = next((d for d in order if region.lengths[d] > 1), 0)
-        length = region.lengths[slowest]
-        rows = max(1, length * _UNIT_BYTES // size)
-        for first in range(0, length, rows):
-            yield Region(
-                region.chunk,
-                _replaced(region.offsets, slowest, region.offsets[slowest] + first),
-                _replaced(region.lengths, slowest, min(rows, length - first)),
-                region.address + first * region.strides[slowest],
-                region.strides,
-            )
+    # -- threads ---------------------------------------------------------------------------------------------
 
     def _execute(self, units: Sequence[Unit], on_bytes: Callable[[int], None] | None) -> None:
         pending = iter(units)
@@ -378,10 +315,6 @@ class ReadEngine:
                 future.result()
 
 
-def _replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
-    return (*values[:position], value, *values[position + 1 :])
-
-
 def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event) -> None:
     """Until no thread reads any more, whatever interrupts that: they write to the caller's memory."""
     interrupt: BaseException | None = None
@@ -402,35 +335,5 @@ def _max_open_files() -> int:
     return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
 
 
-def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple[int, int, int, int]]:
-    """Parts of a run that end at block boundaries, about a quarter of a unit each."""
-    end = position + size
-    while position < end:
-        stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        yield chunk, position, stop - position, address
-        address += stop - position
-        position = stop
-
-
 def _open_unit(file: int, worker: Worker) -> None:
     worker.engine.handle(file)
-
-
-def _span_unit(file: int, begin: int, end: int, rows: list[tuple[int, int, int, int, int]]) -> Unit:
-    return lambda worker: worker.read_span(file, begin, end, rows)
-
-
-def _direct_unit(parts: list[tuple[int, int, int, int]]) -> Unit:
-    def unit(worker: Worker) -> None:
-        for chunk, position, size, address in parts:
-            worker.read_direct(chunk, position, size, address)
-
-    return unit
-
-
-def _region_unit(regions: list[Region]) -> Unit:
-    def unit(worker: Worker) -> None:
-        for region in regions:
-            worker.read_region(region)
-
-    return unit

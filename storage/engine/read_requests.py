@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
@@ -26,6 +27,12 @@ class Runs:
     payload_positions: Int64
     sizes_bytes: Int64
     addresses: Int64
+
+    def take(self, rows: npt.NDArray[np.generic] | slice) -> Runs:
+        """Those at ``rows``."""
+        return Runs(
+            self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dcp.storage.engine.boxes import box_parts
+from dcp.storage.engine.clusters import Cluster
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.read_requests import ReadStats, Region
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
@@ -20,14 +20,14 @@ from dcp.storage.stores.base import ReadHandle
 if TYPE_CHECKING:
     from dcp.storage.engine.read import ReadEngine
 
-__all__ = ["MAX_SPAN_BYTES", "Worker"]
+__all__ = ["MAX_CLUSTER_BYTES", "Worker"]
 
 _STEP_BYTES = 1 << 20
 """Bytes read before they are checksummed, so that the checksum finds them in the cache."""
 
 _SCRATCH_BYTES = 2 * BLOCK_BYTES
-MAX_SPAN_BYTES = _SCRATCH_BYTES
-"""What `Worker.read_span` can take."""
+MAX_CLUSTER_BYTES = _SCRATCH_BYTES
+"""What `Worker.read_cluster` can take."""
 
 _KEPT_BUFFERS = 8
 _ROW_BYTES = 2 << 20
@@ -86,25 +86,12 @@ class Worker:
 
     # -- runs ------------------------------------------------------------------------------------------------
 
-    def read_span(
-        self, file: int, begin: int, end: int, rows: Sequence[tuple[int, int, int, int, int]]
-    ) -> None:
-        """Small runs between file offsets ``begin`` and ``end`` by one read: (file offset, size, address,
-        chunk, payload position) each."""
-        size = end - begin
-        scratch, engine = self.scratch[:size], self.engine
-        engine.handle(file).preadv([scratch], begin)
-        self.stats.bytes_read += size
-        verify, lengths, memmove = engine.verify != "none", engine.payload_lengths, ctypes.memmove
-        base = self.scratch_address - begin
-        for offset, count, address, chunk, _ in rows:
-            if verify:
-                if count == lengths[chunk]:
-                    start = offset - begin
-                    engine.check_block(self.stats, chunk, 0, crc32(scratch[start : start + count]))
-                else:
-                    self.stats.blocks_unverified += 1
-            memmove(address, base + offset, count)
+    def read_cluster(self, cluster: Cluster) -> None:
+        """Small runs by one read."""
+        data = self.scratch[: cluster.end - cluster.begin]
+        self.engine.handle(cluster.file).preadv([data], cluster.begin)
+        self.stats.bytes_read += len(data)
+        cluster.hand_out(self, data, self.scratch_address)
 
     def read_direct(self, chunk: int, position: int, size: int, address: int) -> None:
         """A run straight into its destination, block by block."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.boxes import BoxPart, box_parts, reaches
-from dcp.storage.engine.joining import NO_CHUNK, Copy, Piece, Request, join
+from dcp.storage.engine.clusters import Cluster, PlacedRuns, split_off_clusters
+from dcp.storage.engine.joining import (
+    CHEAP_GAP_BYTES,
+    COPIED_BELOW_BYTES,
+    NO_CHUNK,
+    Copy,
+    Piece,
+    Request,
+    join,
+)
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.read_requests import Box, PutBox, Region, Runs
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
@@ -29,6 +38,9 @@ __all__ = ["box_of", "carry_out", "plan"]
 
 _LEAST_REQUEST_BYTES = 4 << 20
 
+_CLUSTERS_PER_REQUEST = 8
+"""Clusters are not divided between requests, so that a request may be short of full by one."""
+
 _UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
@@ -40,7 +52,9 @@ def plan(
     profile = engine.profile
     share = -(-needed_bytes // engine.threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
-    pieces = _run_pieces(engine, runs)
+    clusters, others = _clusters(engine, runs, request_bytes)
+    pieces = [Piece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
+    pieces += _run_pieces(engine, others)
     for box in boxes:
         pieces += _box_pieces(engine, box, request_bytes)
     pieces.sort(key=itemgetter(0, 1, 2))
@@ -50,12 +64,25 @@ def plan(
 # -- pieces --------------------------------------------------------------------------------------------------
 
 
-def _run_pieces(engine: ReadEngine, runs: Runs) -> list[Piece]:
+def _clusters(engine: ReadEngine, runs: Runs, request_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
+    """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
+    placed, profile = PlacedRuns.of(engine, runs), engine.profile
+    small_bytes = min(COPIED_BELOW_BYTES, profile.join_below_bytes) - 1
+    is_small = placed.runs.sizes_bytes <= small_bytes
+    if engine.verify == "full":
+        is_small &= placed.runs.sizes_bytes == engine.index.payload_lengths[placed.runs.chunks]
+    return split_off_clusters(
+        placed,
+        is_small,
+        small_bytes=small_bytes,
+        gap_bytes=min(CHEAP_GAP_BYTES, profile.gap_bytes),
+        limit_bytes=request_bytes // _CLUSTERS_PER_REQUEST,
+    )
+
+
+def _run_pieces(engine: ReadEngine, placed: PlacedRuns) -> list[Piece]:
     lengths = engine.payload_lengths
-    files = engine.index.chunk_files[runs.chunks]
-    offsets = engine.payloads.offsets[runs.chunks] + runs.payload_positions
-    columns = (files, offsets, runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
-    pieces = [*map(Piece._make, zip(*(column.tolist() for column in columns), repeat(None)))]
+    pieces = [Piece(*place, None) for place in placed.tuples()]
     if engine.verify != "full":
         return pieces
     whole: list[Piece] = []
@@ -195,6 +222,8 @@ def _hand_out(
                 _check(worker, chunk, position, data)
         if put is None:
             memmove(target, address + start, size)
+        elif isinstance(put, Cluster):
+            put.hand_out(worker, data, address + start)
         else:
             put(data)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import read
+from dcp.storage.engine import units
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -52,7 +52,7 @@ def test_wide_rows_are_read_through_the_window_once(
     tmp_path: Path, threads: int, columns: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A column of a chunk of many blocks: each block is fetched about once and every one is verified."""
-    monkeypatch.setattr(read, "_UNIT_BYTES", 1 << 20)
+    monkeypatch.setattr(units, "_UNIT_BYTES", 1 << 20)
     rows, width = 6000, 1400
     array = np.random.default_rng(1).integers(0, 2**32, (rows, width), dtype=np.uint32)
     store = PosixStore(tmp_path / "c")
@@ -91,9 +91,9 @@ def test_small_runs_are_read_together_and_verified(tmp_path: Path) -> None:
         np.array([t.ctypes.data for t in targets]),
     )
     with ReadEngine(store, index, threads=2) as engine:
-        units = list(engine._run_units(runs))
+        found = list(units.run_units(engine, runs))
         stats = engine.run(runs, [])
-    assert len(units) == 1
+    assert len(found) == 1
     assert stats.blocks_verified == 1000
     assert all(np.array_equal(a, b) for a, b in zip(arrays, targets, strict=True))
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, joining, read, read_worker, scatter, write
+from dcp.storage.engine import boxes, clusters, joining, read, read_worker, scatter, units, write
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -52,11 +52,13 @@ def plain_twin(store: RecordingStore) -> MemoryStore:
 def small_blocks() -> Iterator[None]:
     """Everything a thousandth of its size, so that few bytes have many blocks and requests."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (boxes, index_module, joining, read, read_worker, scatter, write):
+        for module in (boxes, clusters, index_module, joining, read, read_worker, scatter, units, write):
             patch.setattr(module, "BLOCK_BYTES", _SMALL_BLOCK)
         patch.setattr(write, "_PIECE_BYTES", _SMALL_BLOCK)
-        patch.setattr(joining, "_DIRECT_BYTES", 100)
-        patch.setattr(joining, "_CHEAP_GAP_BYTES", 16)
+        for module in (joining, scatter):
+            patch.setattr(module, "COPIED_BELOW_BYTES", 100)
+            patch.setattr(module, "CHEAP_GAP_BYTES", 16)
+        patch.setattr(scatter, "_CLUSTERS_PER_REQUEST", 2)
         patch.setattr(joining, "_CHEAP_JUNK_BYTES", 128)
         patch.setattr(joining, "_JUNK_BYTES", 64)
         patch.setattr(joining, "_LEAST_CUT_BYTES", 50)
