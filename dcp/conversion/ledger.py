@@ -133,6 +133,14 @@ class LocalLedger(Ledger):
         except OSError as error:
             raise storage_error(error, "append", self._path) from error
 
+    def forget(self) -> None:
+        """Drop all entries, durably: what lies beside them is about to be something else."""
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise storage_error(error, "truncate", self._path) from error
+
     def close(self) -> None:
         """Releases the lock."""
         if self._descriptor >= 0:

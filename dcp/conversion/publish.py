@@ -102,7 +102,7 @@ class LocalPublisher(Publisher):
         super().__init__(place, overwrite=overwrite)
         self._work = place.work_folder
         self._output = self._work / OUTPUT_NAME
-        self.ledger = LocalLedger(self._work)
+        self._ledger = self.ledger = LocalLedger(self._work)
 
     @property
     def folder(self) -> str:
@@ -256,7 +256,9 @@ class LocalPublisher(Publisher):
                 os.link(entry, self._output / entry.name)
             except OSError:
                 shutil.copy2(entry, self._output / entry.name)
+        self._ledger.forget()  # a run that went on from here would take the old files for its own
         _exchange(self._output, target)
+        announce("exchanged", target)
         shutil.rmtree(self._output, ignore_errors=True)
 
 
