@@ -1,0 +1,94 @@
+"""Threads that work for a caller who may leave: with Ctrl-C what they are waiting for is called off.
+
+Python interrupts the main thread only. A thread that waits for a service in vain would keep it, and so the
+end of the process, for as long as the patience with that service lasts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Final
+
+__all__ = ["CALLER_LEFT", "AnyOf", "Deadline", "WorkerThreads"]
+
+CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
+"""Of threads that work for another one: set once nobody waits for what they do. To be handed on to further
+threads with the context."""
+
+_LOOK_SECONDS: Final = 0.25
+
+
+class AnyOf(threading.Event):
+    """Set as soon as one of several is; never itself."""
+
+    def __init__(self, *events: threading.Event) -> None:
+        super().__init__()
+        self._events = events
+
+    def is_set(self) -> bool:
+        """Whether one is."""
+        return any(event.is_set() for event in self._events)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until one is."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.is_set():
+            rest = _LOOK_SECONDS if end is None else min(_LOOK_SECONDS, end - time.monotonic())
+            if rest <= 0:
+                return False
+            self._events[0].wait(rest)
+        return True
+
+
+class Deadline(threading.Event):
+    """Set by the time that passes."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.monotonic() + seconds
+
+    def is_set(self) -> bool:
+        """Whether it has passed."""
+        return time.monotonic() >= self._end
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until then."""
+        rest = max(0.0, self._end - time.monotonic())
+        time.sleep(rest if timeout is None else min(rest, timeout))
+        return self.is_set()
+
+
+class WorkerThreads(ThreadPoolExecutor):
+    """As a context manager it ends when none of its threads runs any more; `CALLER_LEFT` is set for them if
+    the block is left by an interrupt, or one comes while they are waited for."""
+
+    def __init__(self, count: int, name: str = "dcp") -> None:
+        self._left = threading.Event()
+        outer = CALLER_LEFT.get()
+        seen = self._left if outer is None else AnyOf(self._left, outer)
+        super().__init__(count, thread_name_prefix=name, initializer=CALLER_LEFT.set, initargs=(seen,))
+
+    def call_off(self) -> None:
+        """Nobody waits for what the threads do, but for them to end."""
+        self._left.set()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self.call_off()
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                # Not cancelled before: `concurrent.futures.wait` would never hear of it.
+                self.shutdown(wait=True, cancel_futures=self._left.is_set())
+                break
+            except BaseException as another:  # noqa: BLE001 - raised below
+                self.call_off()
+                interrupt = interrupt or another
+        if interrupt is not None:
+            raise interrupt
