@@ -135,6 +135,7 @@ class LocalLedger(Ledger):
 
     def forget(self) -> None:
         """Drop all entries, durably: what lies beside them is about to be something else."""
+        announce("forget", self._path)
         try:
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)

@@ -252,10 +252,12 @@ class LocalPublisher(Publisher):
                     "and put the folders together yourself",
                     path=str(entry),
                 )
+            kept = self._output / entry.name
+            kept.unlink(missing_ok=True)  # of a run that was killed here
             try:
-                os.link(entry, self._output / entry.name)
+                os.link(entry, kept)
             except OSError:
-                shutil.copy2(entry, self._output / entry.name)
+                shutil.copy2(entry, kept)
         self._ledger.forget()  # a run that went on from here would take the old files for its own
         _exchange(self._output, target)
         announce("exchanged", target)

@@ -29,7 +29,7 @@ import os, signal, sys
 from dcp.conversion.run import convert
 from dcp.conversion.sinks import observers
 def observe(op, name):
-    if op == "exchanged":
+    if op == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
 observers.append(observe)
 convert(sys.argv[1], sys.argv[2], to="safetensors", executor="inline", overwrite=True)
@@ -216,18 +216,25 @@ def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -
     assert all(bool((tensor == 2).all()) for tensor in loaded.values())
 
 
-def test_what_was_replaced_does_not_come_back(tmp_path: Path) -> None:
-    """Killed right after a folder took the place of one with files of the same names and sizes, and called
-    again, it does not take the old ones for what it had written."""
+@pytest.mark.parametrize("kill_at", ["forget", "exchanged"])
+def test_what_was_replaced_does_not_come_back(kill_at: str, tmp_path: Path) -> None:
+    """Killed right before or after a folder takes the place of one with files of the same names and sizes,
+    and called again, it does not take the old ones for what it had written; a file of the user's stays."""
     for version in (1, 2):
         state = {"w": torch.full((1000,), version, dtype=torch.int32)}
         dcp.save(state, checkpoint_id=tmp_path / str(version), no_dist=True)
     convert(tmp_path / "1", tmp_path / "target", to="safetensors", executor="inline")
-    command = [sys.executable, "-c", _REPLACING, str(tmp_path / "2"), str(tmp_path / "target")]
+    (tmp_path / "target" / "config.json").write_text("{}")
+    command = [sys.executable, "-c", _REPLACING, str(tmp_path / "2"), str(tmp_path / "target"), kill_at]
     assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
-    for _ in range(2):
-        loaded = {"w": torch.zeros(1000, dtype=torch.int32)}
-        dcp.load(loaded, checkpoint_id=tmp_path / "target", no_dist=True)
-        assert bool((loaded["w"] == 2).all())
-        convert(tmp_path / "2", tmp_path / "target", to="safetensors", executor="inline", overwrite=True)
+
+    def loaded() -> set[int]:
+        state = {"w": torch.zeros(1000, dtype=torch.int32)}
+        dcp.load(state, checkpoint_id=tmp_path / "target", no_dist=True)
+        return set(state["w"].tolist())
+
+    assert loaded() == {1 if kill_at == "forget" else 2}
+    convert(tmp_path / "2", tmp_path / "target", to="safetensors", executor="inline", overwrite=True)
+    assert loaded() == {2}
+    assert (tmp_path / "target" / "config.json").read_text() == "{}"
     assert not list(tmp_path.glob(".tmp-*"))
