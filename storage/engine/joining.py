@@ -90,8 +90,9 @@ def join(
 ) -> tuple[list[Request], list[Copy]]:
     """Requests of up to ``request_bytes`` for ``pieces``, which come in the order of file and offset.
 
-    Only a piece that cannot be divided may make one larger. Pieces are divided where a block of their payload
-    ends, if that leaves the request nearly full; else the block's checksum is to be combined from two.
+    Pieces that are copied join them up to ``join_below_bytes``, for they go through scratch memory. Only a
+    piece that cannot be divided may make one larger. Pieces are divided where a block of their payload ends,
+    if that leaves the request nearly full; else the block's checksum is to be combined from two.
     """
     joiner = _Joiner(profile, request_bytes)
     for piece in pieces:
@@ -139,15 +140,18 @@ class _Joiner:
         request, profile = self._open, self._profile
         if request is None:
             return self._limit_bytes
+        limit_bytes = self._limit_bytes
+        if piece.put is not None or piece.size_bytes < COPIED_BELOW_BYTES:
+            limit_bytes = min(limit_bytes, profile.join_below_bytes)
         if piece.file != request.file or min(piece.size_bytes, self._limit_bytes) > profile.join_below_bytes:
             return 0
         gap = piece.offset - request.end
         if gap < 0:  # also wanted by another one: that must be in scratch memory still
-            return self._limit_bytes - (piece.offset - request.begin) if self._is_copied(piece) else 0
+            return max(0, limit_bytes - (piece.offset - request.begin)) if self._is_copied(piece) else 0
         junk = self._junk_bytes + gap
         if gap > profile.gap_bytes or junk > self._bearable_bytes(gap, piece.size_bytes):
             return 0
-        return max(0, self._limit_bytes - (piece.offset - request.begin))
+        return max(0, limit_bytes - (piece.offset - request.begin))
 
     def _cut(self, piece: Piece, room: int) -> int:
         """How many bytes of ``piece`` go into ``room``; 0 if none."""

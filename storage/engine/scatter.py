@@ -52,11 +52,12 @@ def plan(
     profile = engine.profile
     share = -(-needed_bytes // engine.threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
-    clusters, others = _clusters(engine, runs, request_bytes)
+    copied_bytes = min(request_bytes, profile.join_below_bytes)
+    clusters, others = _clusters(engine, runs, copied_bytes)
     pieces = [Piece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
     pieces += _run_pieces(engine, others)
     for box in boxes:
-        pieces += _box_pieces(engine, box, request_bytes)
+        pieces += _box_pieces(engine, box, copied_bytes)
     pieces.sort(key=itemgetter(0, 1, 2))
     return join(pieces, profile, request_bytes)
 
@@ -64,7 +65,7 @@ def plan(
 # -- pieces --------------------------------------------------------------------------------------------------
 
 
-def _clusters(engine: ReadEngine, runs: Runs, request_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
+def _clusters(engine: ReadEngine, runs: Runs, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
     """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
     placed, profile = PlacedRuns.of(engine, runs), engine.profile
     small_bytes = min(COPIED_BELOW_BYTES, profile.join_below_bytes) - 1
@@ -76,7 +77,7 @@ def _clusters(engine: ReadEngine, runs: Runs, request_bytes: int) -> tuple[list[
         is_small,
         small_bytes=small_bytes,
         gap_bytes=min(CHEAP_GAP_BYTES, profile.gap_bytes),
-        limit_bytes=request_bytes // _CLUSTERS_PER_REQUEST,
+        limit_bytes=copied_bytes // _CLUSTERS_PER_REQUEST,
     )
 
 

@@ -38,6 +38,18 @@ def test_an_empty_piece_behind_a_large_one_is_no_piece() -> None:
     assert [(request.direct, request.copied) for request in requests] == [([large], [])]
 
 
+def test_what_is_copied_bounds_a_request_and_with_it_the_scratch_memory() -> None:
+    """Small pieces are joined up to their own bound; large ones, which need none, fill whole requests."""
+    profile = dataclasses.replace(OBJECT_PROFILE, request_bytes=16 << 20, join_below_bytes=2 << 20)
+    small = [joining.Piece(0, n << 15, 1 << 15, n, 0, 1 << 12, None) for n in range(1000)]
+    requests, _ = joining.join(small, profile, profile.request_bytes)
+    assert {request.end - request.begin for request in requests[:-1]} == {2 << 20}
+    large = joining.Piece(0, 1 << 25, 1 << 25, 1000, 0, 1 << 12, None)
+    requests, _ = joining.join([*small, large], profile, profile.request_bytes)
+    assert max(request.scratch_bytes for request in requests) <= 2 << 20
+    assert [request.end - request.begin for request in requests[-2:]] == [16 << 20, 16 << 20]
+
+
 def fresh(profile: ReadProfile = OBJECT_PROFILE) -> RecordingStore:
     """A store of its own."""
     return RecordingStore(f"scatter-{uuid.uuid4().hex}", profile)
