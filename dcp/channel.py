@@ -6,7 +6,9 @@ is given a function that waits for the work, so that waits can be bounded and wa
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,6 +34,8 @@ _group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.We
 
 _group_life: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 class Channel:
     """A process group and its key-value store, and what a rank can send over it.
@@ -41,6 +45,7 @@ class Channel:
     """
 
     def __init__(self, group: Any, store: Any, rank: int, world_size: int, device: torch.device) -> None:
+        _groups.add(group)
         self.group = group
         self.store = store
         self.rank = rank
@@ -85,8 +90,12 @@ class Channel:
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
         """Every rank's ``data`` on ``root``, None elsewhere."""
         sizes = self._all_sizes(len(data), wait)
-        parts = self._gather_tensor(self._padded(data, max(sizes)), root, wait)
-        return None if parts is None else [_to_bytes(p, size) for p, size in zip(parts, sizes, strict=True)]
+        size = _largest_but(root, sizes)
+        parts = self._gather_tensor(self._padded(b"" if self.rank == root else data, size), root, wait)
+        if parts is None:
+            return None
+        others = zip(range(self.world_size), parts, sizes, strict=True)
+        return [data if rank == root else _to_bytes(part, size) for rank, part, size in others]
 
     def gather_short(self, data: bytes, root: int, wait: Wait) -> list[bytes | None] | None:
         """The same in one collective, with None in the place of what is above SHORT_BYTES."""
@@ -117,12 +126,16 @@ class Channel:
             sizes = torch.tensor([len(part) for part in data], dtype=torch.int64, device=self.device)
         self._broadcast_tensor(sizes, root, wait)
         lengths = [int(size) for size in sizes.tolist()]
-        own = torch.empty(max(lengths), dtype=torch.uint8, device=self.device)
-        parts = [] if data is None else [[self._padded(part, max(lengths)) for part in data]]
+        size = _largest_but(root, lengths)
+        own = torch.empty(size, dtype=torch.uint8, device=self.device)
+        parts = []
+        if data is not None:
+            sent = [b"" if rank == root else part for rank, part in enumerate(data)]
+            parts = [[self._padded(part, size) for part in sent]]
         options = dist.ScatterOptions()
         options.rootRank = root
         wait(self.group.scatter([own], parts, options))
-        return _to_bytes(own, lengths[self.rank])
+        return data[root] if data is not None else _to_bytes(own, lengths[self.rank])
 
     def broadcast(self, data: bytes | None, root: int, wait: Wait) -> bytes:
         """``data`` of ``root`` on every rank."""
@@ -166,6 +179,12 @@ def _collective_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(devices[0].type, torch.accelerator.current_device_index())
 
 
+def _largest_but(root: int, sizes: list[int]) -> int:
+    """What all messages are filled up to. That of ``root`` does not travel: the coordinator's, which has what
+    all ranks share, may be a thousand times as long as any other, and would have to be taken once a rank."""
+    return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
+
+
 def _short(frame: bytes) -> bytes | None:
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
     return frame[_LENGTH_BYTES : _LENGTH_BYTES + length] if length <= SHORT_BYTES else None
@@ -173,3 +192,17 @@ def _short(frame: bytes) -> bytes | None:
 
 def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
     return tensor[:size].cpu().numpy().tobytes()
+
+
+def _keep_groups_for_ever() -> None:
+    """In a forked child: no process group is destroyed, neither ours nor torch's.
+
+    The destructor of a gloo group waits for threads that the child does not have, so that a child which ends
+    by `sys.exit` would never end. A reference that nobody gives back outlives the interpreter's clearing up.
+    """
+    for group in {*_groups, *dist.distributed_c10d._world.pg_map}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if dist.is_available():
+    os.register_at_fork(after_in_child=_keep_groups_for_ever)

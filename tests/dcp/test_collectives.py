@@ -279,6 +279,33 @@ def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
         assert result.seconds < 100
 
 
+def long_message_of_the_coordinator(rank: int, world_size: int) -> tuple[int, bytes, int]:
+    """Rank 0 has a long message to take part with, and then one to keep, and memory for little more."""
+    ranks = Ranks(use_dist=True, timeout_seconds=120)
+    message = bytes(48 << 20) if rank == 0 else b"%d" % rank
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+
+    def reduce(parts: list[bytes]) -> list[bytes]:
+        return [message, *parts[1:]]
+
+    if rank == 0:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (170 << 20), limits[1]))
+    try:
+        gathered = ranks.reduce_broadcast("probe", lambda: message, lambda parts: b"%d" % len(parts[0]))
+        scattered = ranks.reduce_scatter("probe", lambda: message, reduce)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return int(gathered), scattered[:10], len(scattered)
+
+
+def test_the_coordinators_own_message_does_not_make_the_others_as_long() -> None:
+    """What it tells itself, such as all values that ranks share, is not received once for each rank."""
+    results = run_ranks(4, long_message_of_the_coordinator)
+    assert results[0] == (48 << 20, bytes(10), 48 << 20)
+    assert results[1:] == [(48 << 20, b"%d" % rank, 1) for rank in (1, 2, 3)]
+
+
 def keys_of_an_earlier_life(rank: int, world_size: int) -> list[bytes]:
     """The store has what ranks posted who died in the same operations before a restart."""
     group = dist.group.WORLD
