@@ -118,12 +118,12 @@ class ReadRequest:
 
     def rows(self, numbers: Int64) -> Iterator[_Row]:
         """The rows ``numbers``, one by one."""
-        tensors, box_start = self.destinations.tensors, item_view(self.box_start)
-        for row in numbers.tolist():
-            box = slice(box_start[row], box_start[row + 1])
-            boxes = (self.storage_offsets[box], self.dest_offsets[box], self.lengths[box])
-            offsets, dest_offsets, lengths = (tuple(values.tolist()) for values in boxes)
-            yield _Row(int(self.chunks[row]), tensors[int(self.dests[row])], offsets, dest_offsets, lengths)
+        tensors = self.destinations.tensors
+        boxes = [item_view(column) for column in (self.storage_offsets, self.dest_offsets, self.lengths)]
+        columns = (self.chunks, self.dests, self.box_start[:-1], self.box_start[1:])
+        for chunk, dest, begin, end in zip(*(c[numbers].tolist() for c in columns), strict=True):
+            offsets, dest_offsets, lengths = (tuple(values[begin:end]) for values in boxes)
+            yield _Row(chunk, tensors[dest], offsets, dest_offsets, lengths)
 
 
 def classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Region], list[Unit], list[Box]]:

@@ -246,9 +246,10 @@ class ReadEngine:
         for row in np.flatnonzero(expected != got).tolist():
             raise self.corruption(int(chunks[row]), 0, int(expected[row]), crcs[row])
         stats.blocks_verified += int(np.count_nonzero(is_whole))
-        for row in np.flatnonzero(~is_whole).tolist():
-            place = int(runs.payload_positions[row]), int(runs.sizes_bytes[row])
-            self.check_part(stats, int(chunks[row]), *place, crcs[row])
+        others = np.flatnonzero(~is_whole)
+        columns = (chunks, runs.payload_positions, runs.sizes_bytes, got)
+        for chunk, position, size, crc in zip(*(c[others].tolist() for c in columns), strict=True):
+            self.check_part(stats, chunk, position, size, crc)
 
     def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
         """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
