@@ -26,7 +26,7 @@ def dcp_to_torch_save(
     """Write a sharded checkpoint as one file for `torch.load`, in memory of a few buffers.
 
     As torch's, it replaces a file that is there, and restores the nesting that the checkpoint tells of. Other
-    than torch's it unpickles nothing: values that are no plain data are a PlanError which names them
+    than torch's it unpickles nothing: values that need code are a PlanError which names them
     (`dcp.convert` can leave them out). Errors are those of `dcp.convert`.
     """
     convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)

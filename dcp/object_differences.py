@@ -1,7 +1,8 @@
 """Which values that are no tensors differ between two checkpoints: by their encodings, without running any.
 
-Plain values are compared by value and exact type (1 and 1.0 differ, NaN equals itself bit by bit). What is
-pickled is compared by the pickle: two pickles may differ and still mean one value. Torch-free.
+Plain and other harmless values are compared by value and exact type (1 and 1.0 differ, NaN equals itself bit
+by bit). What needs code, or is large, is compared by its pickle: two pickles may differ and still mean one
+value. Torch-free.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _drop_or_refuse(
         told = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
         more = f" and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
         raise PlanError(
-            f"{len(refused)} of the values are no plain data and cannot be converted to {options.to}: "
+            f"{len(refused)} of the values cannot be converted to {options.to}: "
             f"{'; '.join(told)}{more}. Exclude them, or drop all such values with drop_objects=True "
             "(--drop-objects)",
             fqns=list(refused)[:_MAX_LISTED],

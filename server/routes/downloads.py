@@ -29,6 +29,7 @@ __all__ = ["DATA_PROBLEMS", "router"]
 router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
 
 DATA_PROBLEMS = (400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
+_FORMAT = "torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the values."
 _END_OF_TIME = 253_402_300_799.0  # files may say any time
 _BYTES = problems(412, 416, *DATA_PROBLEMS)
 
@@ -37,16 +38,14 @@ FileName = Annotated[str, Path(min_length=1, max_length=255)]
 
 
 def _options(
-    to: Annotated[
-        DownloadFormat, Query(alias="format", description="torch is for torch.load(weights_only=True).")
-    ] = "safetensors",
+    to: Annotated[DownloadFormat, Query(alias="format", description=_FORMAT)] = "safetensors",
     only: Annotated[list[Glob] | None, Query(max_length=64, description="Globs of names.")] = None,
     exclude: Annotated[list[Glob] | None, Query(max_length=64, description="Globs of names.")] = None,
     dtype: Annotated[
         str | None, Query(max_length=32, description="Floating-point tensors are cast to it.")
     ] = None,
     drop_objects: Annotated[
-        bool, Query(description="Leave out values that are no plain data, instead of refusing.")
+        bool, Query(description="Leave out values that the format cannot hold, instead of refusing.")
     ] = False,
 ) -> DownloadOptions:
     return DownloadOptions(to, tuple(only or ()), tuple(exclude or ()), dtype, drop_objects)
