@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp.planners.local import collect_tensors
-from dcp.planners.local_tensor import is_tensor_like
+from dcp.planners.local import DTYPE_CODES, collect_tensors
+from dcp.planners.local_tensor import is_tensor_like, local_tensor
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 
@@ -91,6 +91,83 @@ def test_the_protocol_of_torch_is_honoured() -> None:
     assert local.shape_values.tolist() == [8, 3]
     assert local.item_offsets.tolist() == [2, 0]
     assert local.sources[0].sum() == 6
+
+
+class TwoParts(Rows):
+    """Rows 0 and 1 of a tensor of 4 rows in a shard of its own, row 3 in another one."""
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        items = []
+        for first, rows in ((0, 2), (3, 1)):
+            chunk = ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([rows, 3]))
+            data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([4, 3]))
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        plain = self.as_subclass(torch.Tensor)
+        return plain[:2] if index.offset == torch.Size([0, 0]) else plain[2:]
+
+
+def test_columns_say_of_each_tensor_what_it_says_alone() -> None:
+    """Tensors of many forms, mixed, some of several boxes or none: each has the rows it would have alone."""
+    state = {
+        "a": torch.zeros(2, 3),
+        "two": torch.ones(3, 3).as_subclass(TwoParts),
+        "b": torch.zeros(2, 3, dtype=torch.int64),
+        "scalar": torch.tensor(1.0),
+        "none": 5,
+        "empty": torch.zeros(0, 4),
+        "rows": torch.ones(2, 3).as_subclass(Rows),
+        "c": torch.nn.Parameter(torch.zeros(3, 2)),
+        "d": torch.zeros(2, 3).t(),
+    }
+    local, own_sources = collect_tensors(state), iter(range(100))
+    items = list(zip(local.item_tensors.tolist(), local.item_sources.tolist(), strict=True))
+    assert local.fqns == tuple(fqn for fqn in state if fqn != "none")
+    for row, fqn in enumerate(local.fqns):
+        alone = local_tensor(fqn, state[fqn], {})
+        assert alone is not None
+        begin, end = local.shape_start[row], local.shape_start[row + 1]
+        assert tuple(local.shape_values[begin:end].tolist()) == alone.shape
+        assert local.dtype_codes[row] == DTYPE_CODES[alone.dtype]
+        assert local.requires_grad[row] == alone.requires_grad
+        mine = [item for item, (tensor, _) in enumerate(items) if tensor == row]
+        assert len(mine) == len(alone.pieces)
+        for item, piece in zip(mine, alone.pieces, strict=True):
+            box = slice(int(local.box_start[item]), int(local.box_start[item + 1]))
+            columns = (local.item_offsets, local.item_sizes, local.item_local_offsets)
+            assert tuple(tuple(column[box].tolist()) for column in columns) == piece.box
+            assert (local.item_sharded[item], local.item_replicated[item]) == (
+                alone.sharded,
+                alone.replicated,
+            )
+            source = items[item][1]
+            assert source == next(own_sources)
+            assert local.pointers[source] == piece.source.data_ptr()
+            begin, end = local.source_shape_start[source], local.source_shape_start[source + 1]
+            assert tuple(local.source_shape_values[begin:end].tolist()) == piece.source.shape
+            assert local.is_dense[source] == piece.source.is_contiguous()
+
+
+def test_what_can_be_read_into_where_it_is() -> None:
+    """Dense memory of the CPU is; transposed, strided, and lazily negated or conjugated views are not."""
+    complex_numbers = torch.zeros(2, 2, dtype=torch.complex64)
+    state = {
+        "dense": torch.nn.Parameter(torch.zeros(2, 3)),
+        "transposed": torch.zeros(2, 3).t(),
+        "gaps": torch.zeros(2, 4)[:, ::2],
+        "negated": complex_numbers.conj().imag,
+        "conjugated": complex_numbers.conj(),
+    }
+    destinations = collect_tensors(state, purpose="load").destinations()
+    assert destinations.is_plain.tolist() == [True, False, False, False, False]
+    assert destinations.pointers[0] == state["dense"].data_ptr()
+    assert destinations.tensors[4] is state["conjugated"]
+    assert [dtypes.BY_CODE[code].name for code in destinations.dtype_codes.tolist()[3:]] == [
+        "float32",
+        "complex64",
+    ]
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
