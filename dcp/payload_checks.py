@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -32,6 +31,7 @@ from dcp.storage.formats.torch_zip import (
     read_directory,
 )
 from dcp.storage.stores.base import FileInfo, ReadHandle, Store
+from dcp.storage.threads import WorkerThreads
 from dcp.version import __version__
 
 __all__ = ["SPAN_BYTES", "PayloadChecks"]
@@ -156,7 +156,7 @@ class PayloadChecks:
         """Check everything by as many threads; None is as many as the store likes."""
         threads = max(1, threads or self._store.read_profile.threads or _THREADS)
         spans = self._spans(self._parts())
-        with ThreadPoolExecutor(threads) as pool:
+        with WorkerThreads(threads) as pool:
             try:
                 for worker in [pool.submit(self._drain, spans) for _ in range(threads)]:
                     worker.result()

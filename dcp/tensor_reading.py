@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
 
@@ -28,6 +28,7 @@ from dcp.storage.formats.sources import open_source
 from dcp.storage.formats.torch_zip import Window
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
+from dcp.storage.threads import WorkerThreads
 from dcp.tensor_blocks import Block, Lots, Piece, Request
 from dcp.tensor_boxes import (
     Box,
@@ -147,7 +148,7 @@ class TensorReader:
         if lots.at_end:  # no thread for what is read already
             yield from lot or ()
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="dcp-ahead") as pool:
+        with WorkerThreads(1, "dcp-ahead") as pool:
             while lot is not None:
                 ahead: Future[list[tuple[int, Block]] | None] = pool.submit(next, lots, None)
                 yield from lot

@@ -50,6 +50,7 @@ from dcp.storage.formats.open import is_large_metadata_of
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
+from dcp.storage.threads import clearing_up
 
 __all__ = ["Names", "Previous", "abort_uploads", "commit", "discard", "previous_state", "unfinished_uploads"]
 
@@ -409,7 +410,11 @@ def discard(store: Store, save_id: str, names: Names) -> None:
     lost or an error hid that publishing had succeeded. Never raises: the failure that led here is the one to
     report.
     """
-    ending = f".{save_id}.distcp"
+    with clearing_up():
+        _discard(store, f".{save_id}.distcp", save_id, names)
+
+
+def _discard(store: Store, ending: str, save_id: str, names: Names) -> None:
     # First, so that a rank which is still at it (or is dead) cannot finish another file after the listing.
     abort_uploads(store, lambda name: name.endswith(ending))
     try:

@@ -6,20 +6,24 @@ end of the process, for as long as the patience with that service lasts.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Final
 
-__all__ = ["CALLER_LEFT", "AnyOf", "Deadline", "WorkerThreads"]
+__all__ = ["CALLER_LEFT", "AnyOf", "WorkerThreads", "clearing_up"]
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
 """Of threads that work for another one: set once nobody waits for what they do. To be handed on to further
 threads with the context."""
 
 _LOOK_SECONDS: Final = 0.25
+_CLEARING_SECONDS: Final = 3.0
 
 
 class AnyOf(threading.Event):
@@ -44,7 +48,22 @@ class AnyOf(threading.Event):
         return True
 
 
-class Deadline(threading.Event):
+@contextmanager
+def clearing_up() -> Iterator[None]:
+    """Around what only removes what is not needed any more. While Ctrl-C is handled it is called off after a
+    few seconds for all of it, because somebody waits; else it takes the time that it takes."""
+    interrupt = sys.exception()
+    if not isinstance(interrupt, KeyboardInterrupt):
+        yield
+        return
+    token = CALLER_LEFT.set(vars(interrupt).setdefault("dcp_deadline", _Deadline(_CLEARING_SECONDS)))
+    try:
+        yield
+    finally:
+        CALLER_LEFT.reset(token)
+
+
+class _Deadline(threading.Event):
     """Set by the time that passes."""
 
     def __init__(self, seconds: float) -> None:

@@ -12,7 +12,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import finish_device_work
+from dcp.storage.threads import WorkerThreads
 
 __all__ = ["FileSystemWriter", "WriteRequest", "uses_columns"]
 
@@ -307,7 +307,7 @@ class FileSystemWriter(StorageWriter):
                 written = [write(numbers[0], lanes[0])]
             else:
                 finish_device_work(request.sources)
-                with ThreadPoolExecutor(min(len(lanes), max(2, self.thread_count))) as pool:
+                with WorkerThreads(min(len(lanes), max(2, self.thread_count)), "dcp-lane") as pool:
                     written = list(pool.map(write, numbers, lanes))
         except BaseException:
             for file in files:

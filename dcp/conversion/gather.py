@@ -9,7 +9,7 @@ block that two tasks have halves of is verified too, and nobody reads more than 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from dcp.storage.engine.boxes import c_strides
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.threads import WorkerThreads
 
 __all__ = ["SCRATCH_BYTES", "Fragment", "Gatherer", "Wanted"]
 
@@ -97,7 +98,7 @@ class Gatherer:
         self._handles: dict[int, ReadHandle] = {}
         self._files: dict[int, tuple[str, int]] = {}
         self._scratch = memoryview(bytearray(0))
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: WorkerThreads | None = None
         self.bytes_read = 0
         self.sources: list[Fragment] = []
         self.targets: list[Fragment] = []
@@ -127,14 +128,16 @@ class Gatherer:
                 self._carry_out(group, self._room(_span(group)) if _needs_scratch(group) else None)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                min(8, self._profile.threads or 8), thread_name_prefix="dcp-convert"
-            )
+            self._pool = WorkerThreads(min(8, self._profile.threads or 8), "dcp-convert")
         futures = []
         for group in groups:
             scratch = memoryview(bytearray(_span(group))) if _needs_scratch(group) else None
             futures.append(self._pool.submit(self._carry_out, group, scratch))
-        wait(futures)  # all of them: they write to memory that is used again
+        try:
+            wait(futures)  # all of them: they write to memory that is used again
+        except KeyboardInterrupt:
+            self._pool.call_off()
+            raise
         for future in futures:
             future.result()
 

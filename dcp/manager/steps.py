@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
@@ -28,6 +27,7 @@ from dcp.storage.formats.open import is_commit_object, open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.folders import Found, Root, open_root
+from dcp.storage.threads import WorkerThreads
 
 __all__ = ["Commit", "StepFacts", "StepFolders", "read_commit", "whole_step"]
 
@@ -221,7 +221,7 @@ class StepFolders:
         """What ``look`` finds out about each folder, several at a time where requests take long."""
         if self.root.at_once == 1 or len(folders) < 2:
             return [(step, look(step, files)) for step, files in folders.items()]
-        with ThreadPoolExecutor(min(self.root.at_once, len(folders))) as pool:
+        with WorkerThreads(min(self.root.at_once, len(folders))) as pool:
             found = pool.map(look, folders.keys(), folders.values())
             return list(zip(folders, found, strict=True))
 

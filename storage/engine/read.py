@@ -16,7 +16,7 @@ import math
 import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import get_args
@@ -35,6 +35,7 @@ from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, 
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.threads import WorkerThreads
 
 __all__ = ["ReadEngine"]
 
@@ -306,17 +307,21 @@ class ReadEngine:
             work()
             return
         futures: list[Future[None]] = []
-        with ThreadPoolExecutor(threads - 1, thread_name_prefix="dcp-read") as pool:
+        with WorkerThreads(threads - 1, "dcp-read") as pool:
             try:
                 futures += [pool.submit(work) for _ in range(threads - 1)]
                 work()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    pool.call_off()
+                raise
             finally:
-                _wait_to_the_end(futures, stop)
+                _wait_to_the_end(futures, stop, pool)
             for future in futures:
                 future.result()
 
 
-def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event) -> None:
+def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event, pool: WorkerThreads) -> None:
     """Until no thread reads any more, whatever interrupts that: they write to the caller's memory."""
     interrupt: BaseException | None = None
     while True:
@@ -325,6 +330,7 @@ def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event) -> 
             break
         except BaseException as error:  # noqa: BLE001 - raised below
             stop.set()
+            pool.call_off()
             interrupt = interrupt or error
     if interrupt is not None:
         raise interrupt

@@ -15,6 +15,7 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import Int64
 from dcp.storage.formats.record import begin_record
 from dcp.storage.stores.base import Store
+from dcp.storage.threads import clearing_up
 
 __all__ = ["DataFile", "WriteOutcome", "data_file_name", "file_bytes"]
 
@@ -205,9 +206,10 @@ class DataFile:
 
     def abort(self) -> None:
         """Remove the file, finished or not. What keeps it from that is logged: what led here matters more."""
-        self._handle.abort()
         try:
-            self._store.delete(self.name)
+            with clearing_up():
+                self._handle.abort()
+                self._store.delete(self.name)
         except StorageError as error:
             logger.warning("%s may stay behind: %s", self._store.path_of(self.name), error)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 
@@ -30,6 +29,7 @@ from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch_metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import Store
+from dcp.storage.threads import WorkerThreads
 
 __all__ = [
     "MAX_TORCH_METADATA_BYTES",
@@ -74,7 +74,7 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
         ranks = [rank]
     # Where that takes requests, several at a time: there may be a thousand ranks.
     threads = max(1, min(store.read_profile.threads or 1, len(ranks)))
-    with ThreadPoolExecutor(threads) as pool:
+    with WorkerThreads(threads) as pool:
         parts = pool.map(
             lambda local: _open_pair(store, f"__{local}.{MANIFEST_NAME}", f"__{local}{METADATA_NAME}"), ranks
         )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -33,6 +32,7 @@ from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.safetensors import SafetensorsHeader, parse_header, parse_json
 from dcp.storage.formats.torch_file import index_of_torch_file
 from dcp.storage.stores.base import Store, check_name
+from dcp.storage.threads import WorkerThreads
 
 __all__ = [
     "MAX_WEIGHT_MAP_BYTES",
@@ -85,7 +85,7 @@ def index_of_folder(store: Store) -> CheckpointIndex | None:
             path=store.path_of(missing[0]),
         )
     threads = min(len(weights.files), store.read_profile.threads or _THREADS)
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    with WorkerThreads(max(1, threads)) as pool:
         indexes = list(pool.map(partial(index_of_file, store), weights.files))
     if weights.mapped is not None:
         _check_map(store, weights.mapped, dict(zip(weights.files, indexes, strict=True)))

@@ -53,7 +53,7 @@ def _store(proxy: FaultProxy, url: str) -> FsspecStore:
 @pytest.mark.parametrize("fault", [HANG, STALLED, INTERNAL_ERROR], ids=str)
 def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
     """Also those that other threads have under way end, and nothing is written to the memory afterwards."""
-    size = 20 * _MIB
+    size = 40 * _MIB  # three requests
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/data", b"x" * size)
     handle = _store(s3_proxy, s3_root).open_read("data", expected_bytes=size)

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 from dcp.storage.errors import StorageError, StorageFullError
 from dcp.storage.stores.objects.client import CALLED_OFF, Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.threads import CALLER_LEFT, AnyOf
 
 __all__ = ["Requests", "ServiceError"]
 
@@ -70,13 +71,16 @@ class Requests:
         called_off: threading.Event | None = None,
     ) -> T:
         """What ``attempt`` returns, made again as long as it fails in passing and is not ``called_off`` (or,
-        where that is not given, `interrupt` is called).
+        where that is not given, `interrupt` is called), or `CALLER_LEFT` is set.
 
         ``op`` names the request for counters and errors. Raises `ServiceError` for answers, `StorageError`
         (with ``bucket``, ``key``, ``op``, ``attempts``) for everything else.
         """
         if called_off is None:
             called_off = self._interrupted
+        left = CALLER_LEFT.get()
+        if left is not None:
+            called_off = AnyOf(called_off, left)
         token = CALLED_OFF.set(called_off)
         try:
             return self._run(op, key, attempt, received_bytes, sent_bytes, called_off)

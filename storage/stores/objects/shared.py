@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
@@ -91,7 +92,7 @@ def all_of(
     """
     if len(tasks) == 1:
         return [tasks[0]()]
-    futures: list[Future[T]] = [threads.submit(task) for task in tasks]
+    futures: list[Future[T]] = [threads.submit(copy_context().run, task) for task in tasks]
     try:
         return [future.result() for future in futures]
     except BaseException as error:

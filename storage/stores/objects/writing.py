@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextvars import copy_context
 from functools import partial
 from typing import IO, Final
 
@@ -26,6 +27,7 @@ from dcp.storage.stores.objects.client import (
 )
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.shared import Shared
+from dcp.storage.threads import clearing_up
 
 __all__ = ["PartsWriteHandle", "StreamWriteHandle", "part_bytes_for"]
 
@@ -182,7 +184,8 @@ class PartsWriteHandle(_ObjectWriteHandle):
                 path=self._path,
                 op="put_part",
             )
-        sent = self._shared.threads.submit(self._put, self._upload, self._count, buffer, size)
+        put = partial(self._put, self._upload, self._count, buffer, size)
+        sent = self._shared.threads.submit(copy_context().run, put)
         self._sent.append((sent, buffer))
         pool = self._pool
         if self._count % _GROW_AFTER_PARTS == 0 and pool.size_bytes < _LARGEST_PART_BYTES:
@@ -291,6 +294,10 @@ class PartsWriteHandle(_ObjectWriteHandle):
         wait([part for part, _ in self._sent])
         self._sent.clear()
         self._release()
+        with clearing_up():
+            self._abort_upload()
+
+    def _abort_upload(self) -> None:
         upload = self._upload
         if upload is not None:
             try:

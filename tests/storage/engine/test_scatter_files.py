@@ -18,6 +18,7 @@ from dcp.storage.errors import CorruptCheckpointError, PlanError, StorageError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.stores import MemoryStore
+from dcp.storage.threads import WorkerThreads
 from tests.support.recording import RecordingStore
 from tests.support.stored_arrays import no_runs, runs_of, write_arrays
 
@@ -179,10 +180,10 @@ def test_a_second_interrupt_does_not_shorten_the_wait() -> None:
     def hold() -> None:
         assert release.wait(60)
 
-    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+    with WorkerThreads(1) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "wait", interrupted)
         future = pool.submit(hold)
         with pytest.raises(KeyboardInterrupt, match="second"):
-            read._wait_to_the_end([future], stop)
+            read._wait_to_the_end([future], stop, pool)
         assert future.done()
     assert stop.is_set()
