@@ -21,6 +21,7 @@ from dcp.conversion.sinks import announce
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Store
+from dcp.storage.stores.posix import NO_LOCKS
 from dcp.storage.stores.posix_files import storage_error
 
 __all__ = ["LEDGER_NAME", "OUTPUT_NAME", "Ledger", "LocalLedger", "StoredLedger"]
@@ -165,6 +166,9 @@ class LocalLedger(Ledger):
                 "stop it",
                 path=str(self._path),
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # then two conversions to one target are not told apart
+                raise
 
     def _clear_folder(self) -> None:
         for file in (self._folder / OUTPUT_NAME).iterdir():

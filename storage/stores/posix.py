@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 import threading
@@ -43,14 +44,24 @@ from dcp.storage.stores.posix_files import (
     storage_error,
 )
 
-__all__ = ["PosixStore"]
+__all__ = ["NO_LOCKS", "PosixStore"]
+
+logger = logging.getLogger(__name__)
 
 _PUBLISH_LOCK_SECONDS: Final = 60.0
 """A replacement holds the lock for a read and a rename; longer waits mean a hanging file system."""
 
+NO_LOCKS: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""What flock says on file systems that have none: Lustre mounted without ``flock``, NFS without lockd."""
+
 _LINK_REFUSED: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, errno.ENOENT})
 _VERSION_LIMIT_BYTES: Final = 1 << 34
+
+_NO_LOCK: Final = -1
+_own_lock = threading.RLock()
+"""Between the threads of this process, where the file system has no locks."""
+_warned: set[int] = set()
 
 
 class PosixStore(Store):
@@ -62,6 +73,9 @@ class PosixStore(Store):
     - ``hard_links``: False commits with a rename under the lock, as is done anyway where there are no hard
       links; then only writers of this package are kept from overwriting each other.
     - ``observe``: called as ``observe(step, name)`` before every system call that changes storage.
+
+    On a file system without locks a warning says that writers of other processes are not kept out of a
+    replacement; a new name is still given to one writer only, by its hard link.
     """
 
     def __init__(
@@ -216,7 +230,7 @@ class PosixStore(Store):
         """flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
         thread = (os.getpid(), threading.get_ident())  # a forked child does not hold what its parent holds
         depth = self._lock_owners.get(thread, 0)
-        descriptor = self._acquire(timeout_seconds) if depth == 0 else -1
+        descriptor = self._acquire(timeout_seconds) if depth == 0 else _NO_LOCK
         self._lock_owners[thread] = depth + 1
         try:
             yield
@@ -319,20 +333,45 @@ class PosixStore(Store):
         pause_seconds = 0.001
         while True:
             descriptor = self._open_lock(path)
-            if self._try_lock(descriptor, path):
-                return descriptor
+            try:
+                if self._try_lock(descriptor, path):
+                    return descriptor
+            except StorageError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                return self._do_without(path, timeout_seconds)
             os.close(descriptor)
             left_seconds = give_up - time.monotonic()
             if left_seconds <= 0:
-                raise StorageError(
-                    f"{self.url} is locked by another writer, still after {timeout_seconds:g} seconds; "
-                    "wait for it to end, or stop it: the lock ends with its process",
-                    path=str(path),
-                    op="lock",
-                    timeout_seconds=timeout_seconds,
-                )
+                raise self._is_locked(timeout_seconds)
             time.sleep(min(pause_seconds, left_seconds))
             pause_seconds = min(2 * pause_seconds, 0.1)
+
+    def _is_locked(self, timeout_seconds: float) -> StorageError:
+        return StorageError(
+            f"{self.url} is locked by another writer, still after {timeout_seconds:g} seconds; "
+            "wait for it to end, or stop it: the lock ends with its process",
+            path=str(self._root / LOCK_NAME),
+            op="lock",
+            timeout_seconds=timeout_seconds,
+        )
+
+    def _do_without(self, path: Path, timeout_seconds: float) -> int:
+        """Keep out the threads of this process alone."""
+        with suppress(OSError):
+            path.unlink()
+        device = self._root.stat().st_dev
+        if device not in _warned:
+            _warned.add(device)
+            logger.warning(
+                "%s is on a file system without locks, so that two jobs which replace one checkpoint at the "
+                "same time are not kept apart: let one job write to an id, or mount it with locks (Lustre: "
+                "-o flock)",
+                self.url,
+            )
+        if not _own_lock.acquire(timeout=max(0.0, timeout_seconds)):
+            raise self._is_locked(timeout_seconds)
+        return _NO_LOCK
 
     def _open_lock(self, path: Path) -> int:
         """Opened anew each time: a lock belongs to an open file, so threads exclude each other too."""
@@ -351,6 +390,9 @@ class PosixStore(Store):
             raise storage_error(error, "lock", path) from error
 
     def _release(self, descriptor: int) -> None:
+        if descriptor == _NO_LOCK:
+            _own_lock.release()
+            return
         with suppress(OSError):  # left behind, the file does no harm: only the flock counts
             (self._root / LOCK_NAME).unlink()
         # Unlocking, not only closing: a forked child may hold a copy of the descriptor.
