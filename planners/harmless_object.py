@@ -31,10 +31,14 @@ def harmless_object(blob: bytes) -> Any:
     opened = ObjectBlob(blob)
 
     def tensor(facts: TensorPickle) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, dtypes.BY_CODE[facts.dtype_code].name)
+        name = dtypes.BY_CODE[facts.dtype_code].name
         elements = opened.elements(facts)
-        data = torch.frombuffer(elements, dtype=dtype) if elements.size else torch.empty(0, dtype=dtype)
-        return data.reshape(facts.sizes).requires_grad_(facts.requires_grad)
+        try:
+            dtype: torch.dtype = getattr(torch, name)
+            data = torch.frombuffer(elements, dtype=dtype) if elements.size else torch.empty(0, dtype=dtype)
+            return data.reshape(facts.sizes).requires_grad_(facts.requires_grad)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(f"this torch makes no such tensor of {name}") from error
 
     special: dict[type, Callable[[Any], Any]] = {
         TensorPickle: tensor,

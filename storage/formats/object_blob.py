@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -60,11 +61,15 @@ class ObjectBlob:
             raise CheckpointFormatError("a tensor's storage is not as long as its pickle says")
         size = dtypes.BY_CODE[tensor.dtype_code].itemsize
         code = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}[size]
-        self._left -= size * int(np.prod(tensor.sizes, dtype=object)) if tensor.sizes else size
+        self._left -= size * math.prod(tensor.sizes)
         if self._left < 0:
             raise CheckpointFormatError("the object's tensors have many times its own length")
-        if 0 in tensor.sizes:
-            return np.zeros(tensor.sizes, code)
-        flat = np.frombuffer(data, code, offset=tensor.storage_offset * size, count=-1)
         strides = [stride * size for stride in tensor.strides]
-        return np.lib.stride_tricks.as_strided(flat, tensor.sizes, strides).copy(order="C")
+        begin = tensor.storage_offset * size
+        try:
+            if 0 in tensor.sizes:
+                return np.zeros(tensor.sizes, code)
+            flat = np.frombuffer(data, code, count=(len(data) - begin) // size, offset=begin)
+            return np.lib.stride_tricks.as_strided(flat, tensor.sizes, strides).copy(order="C")
+        except ValueError as error:  # of more dimensions than numpy has, or sizes whose product overflows
+            raise CheckpointFormatError(f"a tensor of shape {tensor.sizes} cannot be made") from error

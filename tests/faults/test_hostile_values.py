@@ -20,7 +20,7 @@ from dcp.planners.load_object import load_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.python_values import HARMLESS_MARK, decode_value
 from dcp.storage.stores import PosixStore
-from tests.support.hostile_files import archive, tensor_pickle
+from tests.support.hostile_files import STORAGE, archive, tensor_pickle
 from tests.support.torch_files import index_of, saved
 
 _MEMORY_BYTES = 64 << 20
@@ -231,6 +231,23 @@ def test_tensors_within_values_stay_inside_their_storages() -> None:
         data = archive(b"\x80\x02" + tensor + pickled(np.ones(1))[2:-1] + b"\x86.")
         with bounded(), pytest.raises(CheckpointFormatError):
             load_object("x", data, weights_only=True)
+
+
+def test_tensors_within_values_that_torch_does_not_make() -> None:
+    """Integers that want a gradient are refused; a storage may end within an element."""
+    tail = pickled(np.ones(1))[2:-1] + b"\x86."
+    graded = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"FloatStorage", b"LongStorage"))
+    graded = graded[2:-1].replace(b"\x89", b"\x88")
+    data = archive(b"\x80\x02" + graded + tail, {"0": bytes(32)})
+    with pytest.raises(CheckpointFormatError):
+        load_object("x", data, weights_only=True)
+    odd = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"K\x04t", b"K\x0at"))[2:-1]
+    odd = odd.replace(b"ctorch\nFloatStorage", b"ctorch.storage\nUntypedStorage")
+    odd = odd.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v3").replace(
+        b"OrderedDict\n)R", b"OrderedDict\n)Rctorch\nint32\n"
+    )
+    value = load_object("x", archive(b"\x80\x02" + odd + tail, {"0": bytes(10)}), weights_only=True)
+    assert value[0]["x"].tolist() == [0, 0]
 
 
 def test_fuzzed_values() -> None:
