@@ -40,7 +40,7 @@ class Policy:
         pause = min(_LONGEST_PAUSE_SECONDS, 0.25 * 2.0**attempt) * random.uniform(0.75, 1.25)
         if isinstance(failure, ProblemError):
             asked = failure.retry_after_seconds or 0.0
-            if failure.status not in _PASSING or asked > _LONGEST_PAUSE_SECONDS:
+            if not _is_passing(failure) or asked > _LONGEST_PAUSE_SECONDS:
                 return None
             if failure.status in _LOST and not call.is_repeatable:
                 return None
@@ -48,6 +48,12 @@ class Policy:
         if isinstance(failure, _BEFORE_SENDING) or call.is_repeatable:
             return pause
         return None
+
+
+def _is_passing(failure: ProblemError) -> bool:
+    # A POST that comes again while its first one is still at work, and is answered as that one afterwards.
+    is_at_work = failure.status == 409 and failure.extra.get("state") == "working"
+    return failure.status in _PASSING or is_at_work
 
 
 def base_url_of(url: str) -> str:

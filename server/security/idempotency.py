@@ -38,6 +38,7 @@ __all__ = [
 
 KEPT_SECONDS: Final = 86_400.0
 TAKEN_SECONDS: Final = 120.0
+_ASK_AGAIN_SECONDS: Final = 1
 KEPT_HEADERS: Final = ("content-type", "location", "etag")
 
 
@@ -86,7 +87,7 @@ def begin(
         )
     except IntegrityError:
         # another one was quicker; it is at work now
-        raise ConflictError("a request with this Idempotency-Key is being worked on") from None
+        raise _at_work() from None
 
 
 def _begin(
@@ -110,8 +111,14 @@ def _begin(
     if bytes(row.request_hash) != request_hash:
         raise UnprocessableError("this Idempotency-Key belongs to another request")
     if row.status_code is None:
-        raise ConflictError("a request with this Idempotency-Key is being worked on")
+        raise _at_work()
     return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
+
+
+def _at_work() -> ConflictError:
+    later = {"Retry-After": str(_ASK_AGAIN_SECONDS)}
+    detail = "a request with this Idempotency-Key is being worked on; ask again for its answer"
+    return ConflictError(detail, headers=later, state="working")
 
 
 def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -> None:

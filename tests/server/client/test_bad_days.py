@@ -68,6 +68,17 @@ def test_what_passes_is_tried_again(connect: Connect) -> None:
     assert service.bodies() == [{"kind": "verify", "params": {"checkpoint_id": 1}, "priority": 0}] * 3
 
 
+def test_the_first_one_is_still_at_work(connect: Connect) -> None:
+    """A POST that is sent again too early is sent once more, until there is the answer of the first."""
+    answers = iter(
+        [Answer(202, job("queued"), cut=3), problem(409, state="working"), Answer(202, job("queued"))]
+    )
+    with scripted_service(lambda asked: next(answers)) as service:
+        assert connect(service).submit("verify", {"checkpoint_id": 1}).state == "queued"
+        assert len({asked.headers["Idempotency-Key"] for asked in service.asked}) == 1
+        assert len(service.asked) == 3
+
+
 def test_not_for_ever(connect: Connect) -> None:
     """After so many attempts it is the error, with what the service said."""
     with scripted_service(lambda asked: problem(503)) as service:

@@ -41,8 +41,9 @@ def test_the_first_answer_is_given_again(database: Database) -> None:
     """To its caller, for the same request, for a day."""
     answer = KeptAnswer(201, {"location": "/a/1"}, b'{"id": 1}')
     assert begin(database, "a", "key", ONE, NOW) is None
-    with pytest.raises(ConflictError):
+    with pytest.raises(ConflictError) as working:
         begin(database, "a", "key", ONE, NOW + 1)
+    assert (working.value.extra["state"], working.value.headers["Retry-After"]) == ("working", "1")
     finish(database, Reservation("a", "key", NOW), answer)
     assert begin(database, "a", "key", ONE, NOW + 2) == answer
     with pytest.raises(UnprocessableError):
