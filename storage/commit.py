@@ -403,6 +403,7 @@ def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
     return crc32(data) == index.torch_metadata_crc
 
 
+@clearing_up()
 def discard(store: Store, save_id: str, names: Names) -> None:
     """Remove the data files of a save that failed, whichever rank wrote them.
 
@@ -410,11 +411,7 @@ def discard(store: Store, save_id: str, names: Names) -> None:
     lost or an error hid that publishing had succeeded. Never raises: the failure that led here is the one to
     report.
     """
-    with clearing_up():
-        _discard(store, f".{save_id}.distcp", save_id, names)
-
-
-def _discard(store: Store, ending: str, save_id: str, names: Names) -> None:
+    ending = f".{save_id}.distcp"
     # First, so that a rank which is still at it (or is dead) cannot finish another file after the listing.
     abort_uploads(store, lambda name: name.endswith(ending))
     try:

@@ -122,8 +122,10 @@ class Requests:
                 if error.kind is not Failure.PASSING or late or called_off.is_set():
                     raise self._error(op, key, error, attempts) from error
                 level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
+                # As text: a handler that keeps records would keep the client with the error's traceback.
+                text = str(error)
                 logger.log(
-                    level, "%s of %s: attempt %d failed, again in %.1f s: %s", op, key, attempts, pause, error
+                    level, "%s of %s: attempt %d failed, again in %.1f s: %s", op, key, attempts, pause, text
                 )
                 called_off.wait(pause)
                 bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
