@@ -52,7 +52,8 @@ def plan(
     profile = engine.profile
     share = -(-needed_bytes // engine.threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
-    copied_bytes = min(request_bytes, profile.join_below_bytes)
+    # not much less than a block, or checksums would have to be combined from many parts
+    copied_bytes = min(request_bytes, max(_LEAST_REQUEST_BYTES, profile.join_below_bytes))
     clusters, others = _clusters(engine, runs, copied_bytes)
     pieces = [Piece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
     pieces += _run_pieces(engine, others)
