@@ -318,15 +318,18 @@ class Ranks:
         try:
             return exchange()
         except _LostRanksError as lost:
-            names = ", ".join(map(str, lost.ranks)) or "unknown"
+            count = self.world_size
+            who = f"rank {', '.join(map(str, lost.ranks))} of {count} died or did not answer"
+            if not lost.ranks:
+                who = f"all {count} ranks are alive, but not in one step: an earlier one was given up"
             error = CollectiveTimeoutError(
-                f"{self.operation} failed in step {step!r}: rank {names} of {self.world_size} died or did "
-                f"not answer ({lost.reason}). Restart the job and resume from the last committed checkpoint.",
+                f"{self.operation} failed in step {step!r}: {who} ({lost.reason}). Restart the job and "
+                "resume from the last committed checkpoint.",
                 step=step,
                 ranks=lost.ranks,
                 reporting_rank=self.rank,
             )
-            failures = dict.fromkeys(lost.ranks or [-1], error)
+            failures = dict.fromkeys(lost.ranks or range(self.world_size), error)
         except BaseException:  # an interrupt, or no memory for the others' messages: of this rank alone
             self._give_up()
             raise

@@ -279,6 +279,21 @@ def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
         assert result.seconds < 100
 
 
+def out_of_step(rank: int, world_size: int) -> None:
+    """Rank 0 takes another kind of step than the others."""
+    ranks = Ranks(use_dist=True, timeout_seconds=3)
+    take_step(ranks, "all_gather" if rank == 0 else "reduce_broadcast", lambda: b"x", b"".join)
+
+
+def test_ranks_that_are_out_of_step_are_not_called_dead() -> None:
+    """Where all give a sign of life the error says so, and blames none."""
+    for result in run_ranks(3, out_of_step, failures=True):
+        assert isinstance(result, RankRaised), result
+        assert "CollectiveTimeoutError" in result.class_names
+        assert "all 3 ranks are alive, but not in one step" in result.message
+        assert result.facts["ranks"] == []
+
+
 def long_message_of_the_coordinator(rank: int, world_size: int) -> tuple[int, bytes, int]:
     """Rank 0 has a long message to take part with, and then one to keep, and memory for little more."""
     ranks = Ranks(use_dist=True, timeout_seconds=120)
