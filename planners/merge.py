@@ -174,10 +174,12 @@ def merge_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -
     for rank, (columns, rows) in enumerate(zip(all_columns, rows_by_rank, strict=True)):
         if not len(rows):
             continue
+        is_known = owners[rows] < len(all_columns)
         owners[rows] = np.minimum(owners[rows], rank)
         sizes[rows] = np.maximum(sizes[rows], columns.objects.sizes)
         mine, known = columns.objects.digests, digests[rows]
-        differs[rows] |= (mine != 0) & (known != 0) & (mine != known)
+        # A value that cannot be compared is another one than those that can.
+        differs[rows] |= is_known & (mine != known)
         digests[rows] = np.where(known == 0, mine, known)
     merged = MergedObjects(list(position), owners, sizes, rows_by_rank)
     if check_replicas:
@@ -191,8 +193,7 @@ def _sides(row: int, rows_by_rank: list[Int64], digests: Sequence[npt.NDArray[np
     sides: dict[int, list[int]] = {}
     for rank, (rows, values) in enumerate(zip(rows_by_rank, digests, strict=True)):
         for place in np.flatnonzero(rows == row).tolist():
-            if values[place]:
-                sides.setdefault(int(values[place]), []).append(rank)
+            sides.setdefault(int(values[place]), []).append(rank)
     return describe_sides(list(sides.values()))
 
 

@@ -138,6 +138,16 @@ def test_replicas_that_differ_are_refused() -> None:
     assert plan_save(columns, check_replicas=False).index.chunk_count == 1
 
 
+@pytest.mark.parametrize("digests", [(0, 7, 7), (7, 0, 7), (7, 7, 0)])
+def test_a_value_that_cannot_be_compared_differs_from_one_that_can(digests: tuple[int, ...]) -> None:
+    """Plain on some ranks and opaque on others, it is not the same value; opaque on all, nobody can tell."""
+    columns = [save_columns({}, {"hook": digest}) for digest in digests]
+    with pytest.raises(ReplicaMismatchError, match="object 'hook' differs: rank.* one value, rank.* another"):
+        plan_save(columns)
+    opaque = [save_columns({}, {"hook": 0})] * 3
+    assert [writes.object_rows.tolist() for writes in plan_save(opaque).writes] == [[0], [], []]
+
+
 PROBLEMS = {
     "outside of its shape": [
         {"t": part((4,), (0,), (4,))},
