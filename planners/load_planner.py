@@ -21,7 +21,7 @@ from dcp.planners.load_plan import LoadFindings, WantedColumns, plan_load
 from dcp.planners.local import LocalTensors, collect_tensors
 from dcp.planners.lookup import BoxLookup
 from dcp.planners.materialise import has_meta_tensor, materialise
-from dcp.planners.per_rank import rank_key
+from dcp.planners.per_rank import rank_holder, rank_key
 from dcp.planners.save_planner import _current_rank, flatten_sharded
 from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.torch_plans import index_from_metadata, read_items
@@ -305,7 +305,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def _note(self, choice: Choice, findings: LoadFindings) -> None:
         """What there is to tell about the plan. Raises PlanError unless it fills ``must_fill``."""
         self.missing_keys, self.cast_keys = findings.missing, findings.cast
-        self.unexpected_keys = choice.unexpected(findings.unexpected)
+        self.unexpected_keys = self._of_no_other_rank(choice.unexpected(findings.unexpected), choice)
         self.kept_per_rank = choice.kept
         missing, names = set(findings.missing), choice.names or {}
         self.renamed_keys = {
@@ -322,6 +322,16 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
                 "checkpoints; build it anew and load this one alone",
                 fqns=stale[:_MAX_LISTED],
             )
+
+    def _of_no_other_rank(self, unexpected: tuple[str, ...], choice: Choice) -> tuple[str, ...]:
+        """Without what other ranks have of the `PerRank` values that are loaded here."""
+        found = {name: holder for name in unexpected if (holder := rank_holder(name)) is not None}
+        if not found:
+            return unexpected
+        stored = choice.names or {}
+        own = (stored.get(fqn, fqn) for fqn in choice.values if self._per_rank_name(fqn) is not None)
+        holders = {rank_holder(name) for name in own}
+        return tuple(name for name in unexpected if found.get(name) not in holders - {None})
 
     def _use_legacy_keys(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["PerRank", "rank_key"]
+__all__ = ["PerRank", "rank_holder", "rank_key"]
+
+_RANK_KEY: Final = re.compile(r"\.rank-\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
@@ -23,3 +26,9 @@ class PerRank:
 def rank_key(rank: int) -> str:
     """The path component under which a rank's own value is stored."""
     return f"rank-{rank}"
+
+
+def rank_holder(fqn: str) -> str | None:
+    """What is before the first component of a flat key that looks like a rank's; None if there is none."""
+    found = _RANK_KEY.search(fqn)
+    return fqn[: found.start()] if found is not None else None

@@ -310,6 +310,18 @@ def test_values_of_another_number_of_ranks_are_kept() -> None:
     assert "loader.rank-1.pos" not in planner.unexpected_keys
 
 
+@pytest.mark.parametrize("rename", [None, {r"^loader": "reader"}])
+def test_what_other_ranks_have_of_a_value_is_not_unexpected(rename: dict[str, str] | None) -> None:
+    """Each rank loads its own part; what only looks like such a part, and is not wanted, is told."""
+    name = "loader" if rename is None else "reader"
+    by_rank = {f"rank-{rank}": {"pos": rank} for rank in range(3)}
+    index = index_of({name: by_rank, "user": {"rank-1": 5, "rank-2": 6}}, world_size=3)
+    planner = DefaultLoadPlanner(rename=rename)
+    planner.begin_load(1, 3)
+    chosen(planner, {"loader": PerRank({"pos": -1}), "user": {"rank-1": 0}}, index)
+    assert planner.unexpected_keys == ("user.rank-2",)
+
+
 def test_values_the_checkpoint_lacks_are_kept_whole() -> None:
     """One of which it has a part is another thing, and an error."""
     planner, state = resuming(2, 2, per_rank="keep", exclude="user")
