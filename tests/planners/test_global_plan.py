@@ -142,7 +142,8 @@ def test_replicas_that_differ_are_refused() -> None:
 def test_a_value_that_cannot_be_compared_differs_from_one_that_can(digests: tuple[int, ...]) -> None:
     """Plain on some ranks and opaque on others, it is not the same value; opaque on all, nobody can tell."""
     columns = [save_columns({}, {"hook": digest}) for digest in digests]
-    with pytest.raises(ReplicaMismatchError, match=r"object 'hook' differs: rank.* one value, rank.* another"):
+    told = r"object 'hook' differs: rank.* one value, rank.* another"
+    with pytest.raises(ReplicaMismatchError, match=told):
         plan_save(columns)
     opaque = [save_columns({}, {"hook": 0})] * 3
     assert [writes.object_rows.tolist() for writes in plan_save(opaque).writes] == [[0], [], []]
