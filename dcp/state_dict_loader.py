@@ -28,7 +28,7 @@ from dcp.stateful_values import is_stateful
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
@@ -287,6 +287,8 @@ class _ColumnarLoad:
         if self._planner.only is not None or self._planner.exclude is not None:
             self._ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
         self._ranks.all_gather("read", lambda: self._plan_and_read(shared))
+        if self._reader.may_be_mixed:
+            self._ranks.broadcast("compare", self._compare)
         self._ranks.all_gather("store", self._store_values)
 
     def _read_index(self) -> bytes:
@@ -347,6 +349,17 @@ class _ColumnarLoad:
             self._load_objects(engine, columns)
         report.note_reading(stats)
         report.seconds["read"] = time.perf_counter() - begun
+        return b""
+
+    def _compare(self) -> bytes:
+        """Checksums tell of bytes that are not those committed; where there is no commit, files have to."""
+        reader = self._reader
+        if reader.has_changed():
+            raise CorruptCheckpointError(
+                f"{reader.store.url}: files were replaced while they were read, so what was loaded may be of "
+                "two checkpoints; load again when nobody writes there",
+                path=reader.store.url,
+            )
         return b""
 
     def _store_values(self) -> bytes:

@@ -33,10 +33,10 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import encode_manifest
 from dcp.storage.formats.python_values import decode_value
-from dcp.storage.formats.sources import Place, index_at, locate
+from dcp.storage.formats.sources import LOOSE_FORMATS, Place, index_at, locate
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import finish_device_work
 from dcp.storage.torch_metadata import LazyMetadata
@@ -90,6 +90,7 @@ class FileSystemReader(StorageReader):
         self._traffic_before: dict[str, float] = {}
         self._index: CheckpointIndex | None = None
         self._read_as: tuple[int | None, int | None] = None, None
+        self._listed: frozenset[FileInfo] = frozenset()
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -135,13 +136,31 @@ class FileSystemReader(StorageReader):
         if self._index is None:
             self._index = index_at(self.place, rank=rank, own_rank=own_rank)
             self._read_as = rank, own_rank
+            self._listed = self._files()
         return self._index
+
+    @property
+    def may_be_mixed(self) -> bool:
+        """Whether the files of this load may be replaced one by one, so that data of two could be read."""
+        return self._index is not None and self._index.format in LOOSE_FORMATS and self.place.file is None
+
+    def has_changed(self) -> bool:
+        """Whether files that `may_be_mixed` are others than when the index was read here."""
+        return self._files() != self._listed
+
+    def _files(self) -> frozenset[FileInfo]:
+        if self._index is None or not self.may_be_mixed:
+            return frozenset()
+        names = set(self._index.files)
+        return frozenset(info for info in self.store.list() if info.name in names)
 
     def was_replaced(self) -> bool:
         """Whether another checkpoint was committed under the id since this load read the index."""
         if self._index is None:
             return False
         rank, own_rank = self._read_as
+        if self.has_changed():
+            return True
         try:
             current = index_at(self.place, rank=rank, own_rank=own_rank)
             return encode_manifest(current) != encode_manifest(self._index)

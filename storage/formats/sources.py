@@ -25,6 +25,9 @@ from dcp.storage.stores.base import Store
 __all__ = ["FILE_FORMATS", "FILE_SUFFIXES", "Place", "Source", "index_at", "locate", "open_source"]
 
 FILE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, TORCH_FORMAT))
+LOOSE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, "torch_dcp"))
+"""Folders of these have files that others replace one by one, under names that stay."""
+
 """Formats of files that are checkpoints without a commit object, and may lie among others."""
 
 FILE_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".torch")

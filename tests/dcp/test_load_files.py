@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -211,3 +216,56 @@ def test_the_command_line_on_files(tmp_path: Path) -> None:
     (tmp_path / "old.pt").write_bytes(buffer.getvalue())
     assert "before 1.6" in run("show", tmp_path / "old.pt").err
     assert run("show", tmp_path / "absent.pt").status == 3
+
+
+class _Replacing:
+    """A Stateful that is asked for its state once the index was read, and has files replaced then."""
+
+    def __init__(self, replace: Callable[[], None]) -> None:
+        self.state = {"b": torch.zeros(64)}
+        self._replace = replace
+
+    def state_dict(self) -> dict[str, Any]:
+        self._replace()
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _write_sharded(folder: Path, number: int) -> None:
+    """A Hugging Face folder of two files, with ``number`` everywhere."""
+    folder.mkdir()
+    names = {f"m.{key}": f"model-0000{n}-of-00002.safetensors" for n, key in ((1, "a"), (2, "b"))}
+    for fqn, name in names.items():
+        save_file({fqn: torch.full((64,), float(number))}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch_dcp"])
+def test_files_that_are_replaced_one_by_one_are_noticed(tmp_path: Path, kind: str) -> None:
+    """Nothing in such a folder tells that data is of two checkpoints: it is read anew once, then refused."""
+    if kind == "safetensors":
+        _write_sharded(tmp_path / "current", 0)
+        _write_sharded(tmp_path / "next", 1)
+    else:
+        for number, name in enumerate(("current", "next")):
+            state = {"m": {"a": torch.full((64,), float(number)), "b": torch.full((64,), float(number))}}
+            stock.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    replacements = sorted((tmp_path / "next").glob("*.safetensors" if kind == "safetensors" else "*.distcp"))
+
+    def replace() -> None:
+        if replacements:
+            path = replacements.pop()
+            os.utime(path, (1, len(replacements) + 10))
+            path.replace(tmp_path / "current" / path.name)
+
+    module, other = _Replacing(replace), torch.zeros(64)
+    wanted = {"m": module, "n": other}
+    rename = {"^n$": "m.a"}
+    if kind == "safetensors":  # one file with each attempt
+        with pytest.raises(CorruptCheckpointError, match="replaced while they were read"):
+            dcp.load(wanted, checkpoint_id=tmp_path / "current", rename=rename)
+    report = dcp.load(wanted, checkpoint_id=tmp_path / "current", rename=rename)
+    assert report.attempts == (1 if kind == "safetensors" else 2)
+    assert module.state["b"].eq(1).all() and other.eq(1).all()
