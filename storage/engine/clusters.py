@@ -63,18 +63,23 @@ class Cluster:
 
     def hand_out(self, worker: Worker, data: memoryview, address: int) -> None:
         """Copy and check the runs; ``data`` is the bytes of the cluster, and lies at ``address``."""
+        if worker.engine.verify == "none":
+            self.copy_out(address)
+        else:
+            worker.engine.check_runs(worker.stats, self.members.runs, self.copy_out(address, data))
+
+    def copy_out(self, address: int, data: memoryview | None = None) -> list[int]:
+        """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
         memmove, runs = ctypes.memmove, self.members.runs
         begins = (self.members.offsets - self.begin).tolist()
-        places = zip(begins, runs.sizes_bytes.tolist(), runs.addresses.tolist(), strict=True)
-        if worker.engine.verify == "none":
-            for begin, size, target in places:
-                memmove(target, address + begin, size)
-            return
         crcs = []
-        for begin, size, target in places:
-            crcs.append(crc32(data[begin : begin + size]))
+        for begin, size, target in zip(
+            begins, runs.sizes_bytes.tolist(), runs.addresses.tolist(), strict=True
+        ):
+            if data is not None:
+                crcs.append(crc32(data[begin : begin + size]))
             memmove(target, address + begin, size)
-        worker.engine.check_runs(worker.stats, runs, crcs)
+        return crcs
 
 
 def split_off_clusters(

@@ -5,7 +5,6 @@ One request is one `preadv`: large pieces straight into their destination, the r
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -27,8 +26,9 @@ from dcp.storage.engine.joining import (
     join,
 )
 from dcp.storage.engine.memory import view
+from dcp.storage.engine.passage import Passage
 from dcp.storage.engine.read_requests import Box, PutBox, Region, Runs
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.checksums import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from dcp.storage.engine.read import ReadEngine
@@ -178,64 +178,10 @@ def _put_permuted(
 def carry_out(request: Request, worker: Worker) -> None:
     """Read, check, and hand out."""
     engine = worker.engine
-    scratch = worker.room(request.scratch_bytes)
-    buffers: list[memoryview] = []
-    segments: list[tuple[int, int]] = []  # where scratch memory has which bytes: (in the file, in scratch)
-    position, used = request.begin, 0
-    direct: list[memoryview] = []
-    for piece in request.direct:
-        if piece.offset > position:
-            segments.append((position, used))
-            buffers.append(scratch[used : used + piece.offset - position])
-            used += piece.offset - position
-        direct.append(view(piece.address, piece.size_bytes))
-        buffers.append(direct[-1])
-        position = piece.offset + piece.size_bytes
-    if request.end > position:
-        segments.append((position, used))
-        buffers.append(scratch[used : used + request.end - position])
-    engine.handle(request.file).preadv(buffers, request.begin)
+    passage = Passage(request, worker)
+    if passage.follows:
+        engine.handle(request.file).receive(passage, request.begin)
+    else:
+        passage.read_whole(engine.handle(request.file))
     worker.stats.bytes_read += request.end - request.begin
-    if engine.verify != "none":
-        for piece, data in zip(request.direct, direct, strict=True):
-            if piece.chunk != NO_CHUNK:
-                _check(worker, piece.chunk, piece.position, data)
-    _hand_out(worker, request.copied, scratch, segments)
-
-
-def _hand_out(
-    worker: Worker, pieces: list[Piece], scratch: memoryview, segments: list[tuple[int, int]]
-) -> None:
-    memmove, address, stats = ctypes.memmove, worker.scratch_address, worker.stats
-    engine = worker.engine
-    verify, lengths = engine.verify != "none", engine.payload_lengths
-    number, last = 0, len(segments) - 1
-    for piece in pieces:
-        _, offset, size, chunk, position, target, put = piece
-        while number < last and segments[number + 1][0] <= offset:
-            number += 1
-        begin, used = segments[number]
-        start = used + offset - begin
-        data = scratch[start : start + size]
-        if verify and chunk != NO_CHUNK:
-            if size == lengths[chunk] and size <= BLOCK_BYTES:
-                engine.check_block(stats, chunk, 0, crc32(data))
-            else:
-                _check(worker, chunk, position, data)
-        if put is None:
-            memmove(target, address + start, size)
-        elif isinstance(put, Cluster):
-            put.hand_out(worker, data, address + start)
-        else:
-            put(data)
-
-
-def _check(worker: Worker, chunk: int, position: int, data: memoryview) -> None:
-    """Compare the checksums of blocks; of those that ``data`` has a part of, keep that part's."""
-    at, size = 0, len(data)
-    while at < size:
-        block = (position + at) // BLOCK_BYTES
-        step = min(size, (block + 1) * BLOCK_BYTES - position) - at
-        crc = crc32(data[at : at + step])
-        worker.engine.check_part(worker.stats, chunk, position + at, step, crc)
-        at += step
+    passage.check()

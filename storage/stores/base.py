@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 from dcp.storage.errors import CheckpointFormatError
 
@@ -29,10 +29,12 @@ __all__ = [
     "Buffer",
     "Expected",
     "FileInfo",
+    "Inflow",
     "ReadHandle",
     "ReadProfile",
     "Store",
     "Version",
+    "Views",
     "WriteHandle",
     "byte_view",
     "check_name",
@@ -137,6 +139,33 @@ def byte_view(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
+class Inflow(Protocol):
+    """Takes in a stretch of a file as it comes, so that what has come is used while a cache has it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it takes."""
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Memory for all of it, in order, for one attempt to fetch it; from any thread.
+
+        The next buffer is asked for when the last one is full, and after the last one once more. Asked anew,
+        it begins anew: what came by an attempt before does not count.
+        """
+
+
+class Views:
+    """The `Inflow` into memory that is all there."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self.size_bytes = sum(map(len, views))
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Each of the views."""
+        return iter(self._views)
+
+
 class ReadHandle(ABC):
     """An open file, read at explicit offsets, by any number of threads at once."""
 
@@ -150,6 +179,12 @@ class ReadHandle(ABC):
         Raises `CorruptCheckpointError` if the file ends before, `StorageError` if reading fails. Contents of
         the buffers are then undefined.
         """
+
+    def receive(self, inflow: Inflow, offset: int) -> None:
+        """As `preadv`, into the buffers of ``inflow``, where its size is worth one request."""
+        for buffer in inflow.buffers():
+            self.preadv([buffer], offset)
+            offset += len(buffer)
 
     @abstractmethod
     def pread(self, length: int, offset: int) -> bytes:

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from dcp.demo.s3_server import S3Server
+from dcp.storage.stores.base import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.s3 import S3Client
@@ -27,7 +28,7 @@ def _client(server: S3Server | FaultProxy, **options: Any) -> S3Client:
 def _read(client: S3Client, key: str, begin: int = 0, size: int = _SIZE, **more: Any) -> bytes:
     data = bytearray(size)
     half = size // 2
-    client.get(key, begin, [memoryview(data)[:half], memoryview(data)[half:]], **more)
+    client.get(key, begin, Views([memoryview(data)[:half], memoryview(data)[half:]]), **more)
     return bytes(data)
 
 
@@ -53,7 +54,7 @@ def test_ranges_go_by_one_signed_url(s3_proxy: FaultProxy, s3_root: str) -> None
     etag = client.put(key, data)
     assert _read(client, key) == data
     assert _read(client, key, 70, 30, etag=etag) == data[70:100]
-    assert client.get(key, 5, [memoryview(bytearray(9))]) == client.head(key)
+    assert client.get(key, 5, Views([memoryview(bytearray(9))])) == client.head(key)
     assert _signed(s3_proxy) == [True, True, True]
     assert len({get.query["X-Amz-Signature"] for get in s3_proxy.requests("GetObject")}) == 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.stores import FileInfo, MemoryStore, Version
-from dcp.storage.stores.base import ReadHandle, ReadProfile
+from dcp.storage.stores.base import Inflow, ReadHandle, ReadProfile
 
 __all__ = ["OBJECT_PROFILE", "ReadNote", "RecordingStore"]
 
@@ -99,6 +99,12 @@ class _Handle(ReadHandle):
             inner.preadv(buffers, offset)
         store.note("get", size)
         store.reads.append(ReadNote(self.name, offset, size, len(buffers)))
+
+    def receive(self, inflow: Inflow, offset: int) -> None:
+        data = bytearray(inflow.size_bytes)
+        self.preadv([memoryview(data)], offset)
+        for buffer in inflow.buffers():
+            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
     def pread(self, length: int, offset: int) -> bytes:
         data = bytearray(length)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO, TypeAlias
 
-from dcp.storage.stores.base import Buffer
+from dcp.storage.stores.base import Buffer, Inflow
 
 __all__ = [
     "ABSENT",
@@ -144,10 +144,9 @@ class ObjectClient(ABC):
         return self.head(key).etag
 
     @abstractmethod
-    def get(
-        self, key: str, begin: int, buffers: Sequence[memoryview], *, etag: str | None = None
-    ) -> ObjectInfo:
-        """Fill ``buffers`` (one-dimensional, of bytes) in order from byte ``begin`` on, all of them or fail.
+    def get(self, key: str, begin: int, inflow: Inflow, *, etag: str | None = None) -> ObjectInfo:
+        """Fill the buffers of ``inflow`` (one-dimensional, of bytes) from byte ``begin`` on, all of them or
+        fail.
 
         `Failure.RANGE` if the object ends before; `Failure.CONDITION` if its tag is not ``etag``; a body that
         ends too early is `Failure.PASSING`. Nothing is written to the buffers after the return. The size in

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import Buffer, content_version
+from dcp.storage.stores.base import Buffer, Inflow, content_version
 from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,
@@ -121,18 +121,16 @@ class FsspecClient(StreamClient):
         info = self.head(key)
         return info.etag or content_version(self.read(key, max(1, info.size_bytes))[0]).token
 
-    def get(
-        self, key: str, begin: int, buffers: Sequence[memoryview], *, etag: str | None = None
-    ) -> ObjectInfo:
+    def get(self, key: str, begin: int, inflow: Inflow, *, etag: str | None = None) -> ObjectInfo:
         """`cat_file` of the range, copied. A tag is not compared: there is no such request."""
-        size = sum(map(len, buffers))
+        size = inflow.size_bytes
         with self._attempt():
             data = memoryview(self._fs.cat_file(key, start=begin, end=begin + size))
         if len(data) != size:
             total = self.head(key).size_bytes
             kind = Failure.RANGE if total < begin + size else Failure.PASSING
             raise RequestError(kind, f"{len(data)} bytes came instead of {size}; the file has {total}")
-        for buffer in buffers:
+        for buffer in inflow.buffers():
             buffer[:] = data[: len(buffer)]
             data = data[len(buffer) :]
         return ObjectInfo(key, -1, 0.0, "")

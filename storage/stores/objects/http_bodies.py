@@ -14,11 +14,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
+
+from dcp.storage.stores.base import Inflow
 
 __all__ = ["Answer", "BodyTransport", "CalledOff", "Receiver"]
 
@@ -37,14 +39,14 @@ class CalledOff(Exception):
 
 
 class Receiver:
-    """Memory for one body, which has to have exactly its size.
+    """Where one body goes, which has to have exactly the size of ``inflow``.
 
-    ``buffers`` are one-dimensional views of bytes. ``is_filled`` tells whether an answer has filled them all.
+    ``is_filled`` tells whether an answer has filled it.
     """
 
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self.buffers = buffers
-        self.size_bytes = sum(map(len, buffers))
+    def __init__(self, inflow: Inflow) -> None:
+        self.inflow = inflow
+        self.size_bytes = inflow.size_bytes
         self.is_filled = False
 
 
@@ -233,7 +235,7 @@ class _Exchange:
 
     def _fill(self, response: http.client.HTTPResponse) -> None:
         receiver = self._receiver
-        for buffer in receiver.buffers:
+        for buffer in receiver.inflow.buffers():
             rest = buffer
             while len(rest):
                 if self._is_aborted:

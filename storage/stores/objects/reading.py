@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from dcp.storage.stores.base import ReadHandle, byte_view
+from dcp.storage.stores.base import Inflow, ReadHandle, Views, byte_view
 from dcp.storage.stores.objects.client import Failure, ObjectInfo
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.shared import Shared, all_of
@@ -55,8 +55,16 @@ class ObjectReadHandle(ReadHandle):
             return
         if offset + size > self.size_bytes:
             raise self._too_short(self.size_bytes, offset + size)
-        tasks = [partial(self._get, part, begin) for part, begin in _split(views, offset)]
+        tasks = [partial(self._get, Views(part), begin) for part, begin in _split(views, offset)]
         all_of(self._shared().threads, tasks, self._requests.interrupt)
+
+    def receive(self, inflow: Inflow, offset: int) -> None:
+        """One request, whatever its size."""
+        if self._is_closed:
+            raise ValueError(f"{self._path} is closed: it cannot be read any more")
+        if offset + inflow.size_bytes > self.size_bytes:
+            raise self._too_short(self.size_bytes, offset + inflow.size_bytes)
+        self._get(inflow, offset)
 
     def pread(self, length: int, offset: int) -> bytes:
         """As `preadv`, into new memory."""
@@ -70,14 +78,14 @@ class ObjectReadHandle(ReadHandle):
         """Connections belong to the client, so there is nothing else to release."""
         self._is_closed = True
 
-    def _get(self, views: list[memoryview], begin: int) -> None:
-        size = sum(map(len, views))
+    def _get(self, inflow: Inflow, begin: int) -> None:
+        size = inflow.size_bytes
         client = self._shared().client
         try:
             info = self._requests.run(
                 "get",
                 self._key,
-                lambda: client.get(self._key, begin, views, etag=self._etag),
+                lambda: client.get(self._key, begin, inflow, etag=self._etag),
                 received_bytes=size,
             )
         except ServiceError as error:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from dcp.storage.errors import StorageError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.stores.base import Buffer
+from dcp.storage.stores.base import Buffer, Inflow, Views
 from dcp.storage.stores.objects.client import (
     ABSENT,
     CALLED_OFF,
@@ -30,7 +30,6 @@ from dcp.storage.stores.objects.client import (
     Upload,
 )
 from dcp.storage.stores.objects.closing import close_with
-from dcp.storage.stores.objects.http_bodies import Receiver
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.s3_direct import DirectReads, SignedUrl, presigned, sign
 from dcp.storage.stores.objects.s3_errors import request_error
@@ -117,16 +116,13 @@ class S3Client(PartsClient):
         """HeadObject."""
         return _info(key, self._request("head_object", Key=key))
 
-    def get(
-        self, key: str, begin: int, buffers: Sequence[memoryview], *, etag: str | None = None
-    ) -> ObjectInfo:
+    def get(self, key: str, begin: int, inflow: Inflow, *, etag: str | None = None) -> ObjectInfo:
         """GetObject with a range; the body goes to the buffers as it arrives."""
-        receiver = Receiver(buffers)
-        size = receiver.size_bytes
+        size = inflow.size_bytes
         info = self._direct.get(
             key,
             begin,
-            receiver,
+            inflow,
             etag=etag,
             limit_seconds=self._limit_seconds(size),
             make_url=self._signed_url,
@@ -143,7 +139,7 @@ class S3Client(PartsClient):
                 total = _total_bytes(answer, begin, size)
                 if total < begin + size:
                     raise RequestError(Failure.RANGE, f"the object has {total} bytes")
-                await _fill(body, buffers, size)
+                await _fill(body, inflow)
             return _info(key, answer, total)
 
         return self._call(fetch, size)
@@ -160,7 +156,7 @@ class S3Client(PartsClient):
             async with answer["Body"] as body:
                 total = _total_bytes(answer, 0, limit_bytes)
                 data = bytearray(min(total, limit_bytes))
-                await _fill(body, [memoryview(data)], len(data))
+                await _fill(body, Views([memoryview(data)]))
             return bytes(data), _info(key, answer, total)
 
         try:
@@ -336,21 +332,22 @@ class _Named:
         self.__name__ = name
 
 
-async def _fill(body: Any, buffers: Sequence[memoryview], size: int) -> None:
-    """All of ``buffers`` from the body, which must have exactly their size."""
-    row = at = done = 0
+async def _fill(body: Any, inflow: Inflow) -> None:
+    """All buffers from the body, which must have exactly their size."""
+    size, done = inflow.size_bytes, 0
+    buffers = inflow.buffers()
+    room = next(buffers, None)
     async for chunk in body.iter_chunks(_CHUNK_BYTES):
         data = memoryview(chunk)
         done += len(data)
+        while len(data) and room is not None:
+            part = data[: len(room)]
+            room[: len(part)] = part
+            data, room = data[len(part) :], room[len(part) :]
+            if not len(room):
+                room = next(buffers, None)
         if done > size:
             break
-        while len(data):
-            room = buffers[row][at : at + len(data)]
-            room[:] = data[: len(room)]
-            data = data[len(room) :]
-            at += len(room)
-            if at == len(buffers[row]) and row + 1 < len(buffers):
-                row, at = row + 1, 0
     if done != size:
         raise RequestError(Failure.PASSING, f"the body had {done} bytes instead of {size}")
 

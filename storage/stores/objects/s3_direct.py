@@ -16,6 +16,7 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
+from dcp.storage.stores.base import Inflow
 from dcp.storage.stores.objects.client import CALLED_OFF, Failure, ObjectInfo, RequestError
 from dcp.storage.stores.objects.http_bodies import Answer, BodyTransport, CalledOff, Receiver
 from dcp.storage.stores.objects.s3_errors import answered
@@ -93,7 +94,7 @@ class DirectReads:
         self,
         key: str,
         begin: int,
-        receiver: Receiver,
+        inflow: Inflow,
         *,
         etag: str | None,
         limit_seconds: float,
@@ -106,7 +107,8 @@ class DirectReads:
         signed = self._url(key, make_url)
         if signed is None:
             return None
-        headers = {"Range": f"bytes={begin}-{begin + receiver.size_bytes - 1}"}
+        receiver = Receiver(inflow)
+        headers = {"Range": f"bytes={begin}-{begin + inflow.size_bytes - 1}"}
         if etag:
             headers["If-Match"] = etag
         try:

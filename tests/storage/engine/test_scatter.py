@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, clusters, joining, read, read_worker, scatter, units, write
+from dcp.storage.engine import boxes, clusters, joining, passage, read, read_worker, scatter, units, write
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -64,7 +64,18 @@ def plain_twin(store: RecordingStore) -> MemoryStore:
 def small_blocks() -> Iterator[None]:
     """Everything a thousandth of its size, so that few bytes have many blocks and requests."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (boxes, clusters, index_module, joining, read, read_worker, scatter, units, write):
+        for module in (
+            boxes,
+            clusters,
+            index_module,
+            joining,
+            passage,
+            read,
+            read_worker,
+            scatter,
+            units,
+            write,
+        ):
             patch.setattr(module, "BLOCK_BYTES", _SMALL_BLOCK)
         patch.setattr(write, "_PIECE_BYTES", _SMALL_BLOCK)
         for module in (joining, scatter):

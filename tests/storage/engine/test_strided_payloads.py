@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, joining, payloads, read, read_worker, scatter
+from dcp.storage.engine import boxes, joining, passage, payloads, read, read_worker, scatter
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Region, Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
@@ -33,7 +33,7 @@ _CODES = {1: 5, 2: 7, 4: 8, 8: 9, 16: 13}
 def small_blocks() -> Iterator[None]:
     """Everything a thousandth of its size, so that few bytes have many blocks and windows."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (boxes, index_module, joining, payloads, read, read_worker, scatter):
+        for module in (boxes, index_module, joining, passage, payloads, read, read_worker, scatter):
             patch.setattr(module, "BLOCK_BYTES", _SMALL_BLOCK)
         patch.setattr(read_worker, "_SCRATCH_BYTES", 2 * _SMALL_BLOCK)
         patch.setattr(read_worker, "_SPARSE_GAP_BYTES", 100)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from dcp.storage.stores.base import Views
 from dcp.storage.stores.objects.http_bodies import BodyTransport, CalledOff, Receiver
 from dcp.storage.stores.objects.s3_session import _tls
 from tests.support.receivers import CERTIFICATES
@@ -108,7 +109,7 @@ def _memory(size: int = len(_BODY), parts: int = 3) -> tuple[bytearray, Receiver
     data = bytearray(size)
     step = -(-size // parts)
     views = [memoryview(data)[begin : begin + step] for begin in range(0, size, step)]
-    return data, Receiver(views)
+    return data, Receiver(Views(views))
 
 
 def test_bodies_fill_buffers_over_one_connection() -> None:
