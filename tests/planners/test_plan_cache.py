@@ -200,13 +200,12 @@ def test_a_hit_hides_no_mismatch_of_tensors(world: list[dict[str, Held]], data: 
 @given(st.lists(st.lists(st.sampled_from([0, 1, 2]), min_size=3, max_size=3), min_size=2, max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_a_hit_hides_no_mismatch_of_objects(digests: list[list[int]]) -> None:
-    """Values that cannot be compared (0) stay so, the others are compared as in a full plan, on the ranks
-    that know them."""
+    """Values that cannot be compared (0) stay so, and the others are compared as in a full plan."""
     first = [plain_part({}, {"a": int(a > 0), "b": int(b > 0), "c": int(c > 0)}) for a, b, c in digests]
     now = [plain_part({}, {"a": a, "b": b, "c": c}) for a, b, c in digests]
     job = Job.of(len(digests))
-    job.save(first)
     try:
+        job.save(first)
         fresh = job.fresh(now)
     except ReplicaMismatchError:
         with pytest.raises(ReplicaMismatchError):
@@ -223,7 +222,10 @@ def test_a_value_that_can_no_longer_be_compared_is_planned_anew() -> None:
     parts = [plain_part({}, {"a": 1, "b": 5})] * 2
     job.save(parts)
     assert job.save(parts).hit
-    assert not job.save([parts[0], plain_part({}, {"a": 0, "b": 5})]).hit
+    opaque = plain_part({}, {"a": 0, "b": 5})
+    assert not job.save([opaque] * 2).hit
+    with pytest.raises(ReplicaMismatchError, match="object 'a' differs"):
+        job.save([parts[0], opaque])
 
 
 def rows(count: int = 3, size: int = 4) -> dict[str, torch.Tensor]:
