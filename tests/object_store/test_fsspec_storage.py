@@ -100,10 +100,10 @@ def test_options_of_ours_beside_those_of_the_file_system(s3_server: S3Server, s3
         data = bytearray(raw.read(f"{s3_root}/{name}"))
         data[data.index(state["w"].numpy().tobytes()) + 80] ^= 1
         raw.write(f"{s3_root}/{name}", bytes(data))
-    with pytest.raises(CorruptCheckpointError, match="'w'"):
-        dcp.load(dict(state), storage_reader=dcp.FsspecReader(s3_root, threads=1, **options), no_dist=True)
-    blind = dcp.FsspecReader(s3_root, verify="none", **options)
     got = {"w": torch.zeros(1000, dtype=torch.int64)}
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        dcp.load(got, storage_reader=dcp.FsspecReader(s3_root, threads=1, **options), no_dist=True)
+    blind = dcp.FsspecReader(s3_root, verify="none", **options)
     dcp.load(got, storage_reader=blind, no_dist=True)
     assert (got["w"] != state["w"]).nonzero().flatten().tolist() == [10]
 
