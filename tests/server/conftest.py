@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
 from tests.support.databases import (
     _sqlite_template,
     database,
@@ -19,3 +25,14 @@ __all__ = [
     "postgres_server",
     "shared_database",
 ]
+
+
+@pytest.fixture
+def logs_as_before() -> Iterator[None]:
+    """What `configure_logs` changes is undone."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,6 @@ from dcp.server.settings import Settings
 from tests.support.app import running_app
 
 KEY = f"dcp_abcdefgh_{'S' * 43}"
-
-
-@pytest.fixture
-def logs_as_before() -> Iterator[None]:
-    """What `configure_logs` changes is undone."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize(

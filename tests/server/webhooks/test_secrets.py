@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from sqlalchemy import Table, select
 
 from dcp.server.database.tables import metadata, webhooks
@@ -35,17 +33,6 @@ def app(make_database: MakeDatabase, tmp_path: Path) -> Iterator[App]:
     """The application on each database; loopback is allowed to receive."""
     with running_app(make_database(), tmp_path, auth="off", webhook_allow_private=["127.0.0.0/8"]) as running:
         yield running
-
-
-@pytest.fixture
-def logs_as_before() -> Iterator[None]:
-    """What `configure_logs` changes is undone."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
 
 
 def context(app: App, later_seconds: float = 0.0) -> ScheduleContext:
