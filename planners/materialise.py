@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ __all__ = ["has_meta_tensor", "materialise"]
 def has_meta_tensor(values: Iterable[Any]) -> bool:
     """True where a tensor among ``values`` has no memory yet."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not any(issubclass(cls, ShardedTensor) for cls in set(map(type, tensors))):
-        return any(tensor.is_meta for tensor in tensors)
-    return any(map(_is_meta, tensors))
+    if any(issubclass(cls, ShardedTensor) for cls in set(map(type, tensors))):
+        return any(map(_is_meta, tensors))
+    return any(map(attrgetter("is_meta"), tensors))
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -90,9 +90,10 @@ def join(
 ) -> tuple[list[Request], list[Copy]]:
     """Requests of up to ``request_bytes`` for ``pieces``, which come in the order of file and offset.
 
-    Pieces that are copied join them up to ``join_below_bytes``, for they go through scratch memory. Only a
-    piece that cannot be divided may make one larger. Pieces are divided where a block of their payload ends,
-    if that leaves the request nearly full; else the block's checksum is to be combined from two.
+    Parts of boxes, and pieces that have bytes in common, join them up to ``join_below_bytes``: such a request
+    may have to be in scratch memory as a whole. Only a piece that cannot be divided may make one larger.
+    Pieces are divided where a block of their payload ends, if that leaves the request nearly full; else the
+    block's checksum is to be combined from two.
     """
     joiner = _Joiner(profile, request_bytes)
     for piece in pieces:
@@ -113,6 +114,7 @@ class _Joiner:
         self._copied_from = 0
         """Where, in the file, the scratch memory at the end of the open request begins."""
         self._wanted_bytes = self._junk_bytes = 0
+        self._overlaps = False
 
     def add(self, piece: Piece) -> None:
         """Take one piece; they come in the order of the file."""
@@ -137,15 +139,14 @@ class _Joiner:
 
     def _room(self, piece: Piece) -> int:
         """How many bytes of ``piece`` the open request, or a new one, can take."""
-        request, profile = self._open, self._profile
+        request, profile, limit_bytes = self._open, self._profile, self._limit_bytes
         if request is None:
-            return self._limit_bytes
-        limit_bytes = self._limit_bytes
-        if piece.put is not None or piece.size_bytes < COPIED_BELOW_BYTES:
-            limit_bytes = min(limit_bytes, profile.join_below_bytes)
-        if piece.file != request.file or min(piece.size_bytes, self._limit_bytes) > profile.join_below_bytes:
+            return limit_bytes
+        if piece.file != request.file:
             return 0
         gap = piece.offset - request.end
+        if gap < 0 or self._overlaps or not (piece.put is None or isinstance(piece.put, Cluster)):
+            limit_bytes = min(limit_bytes, profile.join_below_bytes)
         if gap < 0:  # also wanted by another one: that must be in scratch memory still
             return max(0, limit_bytes - (piece.offset - request.begin)) if self._is_copied(piece) else 0
         junk = self._junk_bytes + gap
@@ -174,6 +175,8 @@ class _Joiner:
             self.requests.append(request)
             self._copied_from = piece.offset
             self._wanted_bytes = self._junk_bytes = 0
+            self._overlaps = False
+        self._overlaps |= piece.offset < request.end
         self._wanted_bytes += piece.size_bytes
         self._junk_bytes += max(0, piece.offset - request.end)
         if piece.put is None and piece.size_bytes >= COPIED_BELOW_BYTES and piece.offset >= request.end:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -42,12 +42,16 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_TORCH_METADATA_BYTES: Final = 8 << 30
 
 _ATTEMPTS: Final = 8
 _PROBED_NAMES: Final = 16
 _LARGE_CHUNKS: Final = 50_000
-"""With as many, `.metadata` has some five megabytes."""
+"""With as many, `.metadata` has some ten megabytes."""
+_START_BYTES: Final = 128 << 10
+"""Of `.metadata`, which many checkpoints have no more of; of the others it tells which save they are of."""
 _DATA_SUFFIXES: Final = (".distcp", ".safetensors")
 _OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
@@ -106,9 +110,9 @@ def saved_by_rank(store: Store) -> bool:
 def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> CheckpointIndex | None:
     """The index of one manifest and the `.metadata` beside it; None if both are absent."""
     for _ in range(_ATTEMPTS):
-        manifest = _read(store, manifest_name, MAX_MANIFEST_BYTES)
-        if manifest is None:
-            metadata = _read(store, metadata_name, MAX_TORCH_METADATA_BYTES)
+        manifest, index, start = _read_pair(store, manifest_name, metadata_name)
+        if manifest is None or index is None:
+            metadata = _whole(store, metadata_name, start)
             if metadata is None:
                 return None
             # A save of ours writes its manifest first, and it may have come between the two readings.
@@ -116,11 +120,9 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 continue
             with _located(store.path_of(metadata_name)):
                 return decode_torch_metadata(metadata)
-        with _located(store.path_of(manifest_name)):
-            index = decode_manifest(manifest)
-        if is_large_metadata_of(store, metadata_name, index):
+        if start is None or _is_long_start_of(index, start):
             return index
-        metadata = _read(store, metadata_name, MAX_TORCH_METADATA_BYTES)
+        metadata = _whole(store, metadata_name, start)
         if metadata is None or _belongs(index, metadata):
             return index
         # A save of ours replaces two files, one after the other: only if the manifest is still the same was
@@ -140,6 +142,58 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
         f"{store.url} was replaced {_ATTEMPTS} times while it was being opened; give each save its own id",
         path=store.url,
     )
+
+
+class _Start(NamedTuple):
+    """The first bytes of a file of ``size_bytes``."""
+
+    data: bytes
+    size_bytes: int
+
+
+def _read_pair(
+    store: Store, manifest_name: str, metadata_name: str
+) -> tuple[bytes | None, CheckpointIndex | None, _Start | None]:
+    """(the manifest, what it says, the start of `.metadata`), None for what is absent.
+
+    Where that takes requests they are under way at once. Either may then be the older one: whoever finds that
+    they do not belong together looks again.
+    """
+
+    def decoded() -> tuple[bytes | None, CheckpointIndex | None]:
+        manifest = _read(store, manifest_name, MAX_MANIFEST_BYTES)
+        if manifest is None:
+            return None, None
+        with _located(store.path_of(manifest_name)):
+            return manifest, decode_manifest(manifest)
+
+    def start() -> _Start | None:
+        found = _unless_missing(lambda: store.read_start(metadata_name, _START_BYTES))
+        return None if found is None else _Start(*found)
+
+    if not store.read_profile.scatter:
+        return *decoded(), start()
+    with WorkerThreads(1) as pool:
+        beside = pool.submit(start)
+        return *decoded(), beside.result()
+
+
+def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
+    """The file that has ``start``; None if it is absent."""
+    if start is None or len(start.data) == start.size_bytes:
+        return None if start is None else start.data
+    return _read(store, name, MAX_TORCH_METADATA_BYTES)
+
+
+def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
+    """Whether `.metadata` goes on after ``start``, which says that it is of the save of ``index``.
+
+    Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
+    """
+    save_id = index.provenance.get("save_id")
+    if len(start.data) == start.size_bytes or index.torch_metadata_crc is None:
+        return False
+    return isinstance(save_id, str) and start.data.startswith(torch_metadata_head(save_id, start.size_bytes))
 
 
 def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
@@ -179,9 +233,13 @@ def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
 
 
 def _read(store: Store, name: str, limit_bytes: int) -> bytes | None:
+    return _unless_missing(lambda: store.read(name, limit_bytes=limit_bytes))
+
+
+def _unless_missing(read: Callable[[], T]) -> T | None:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return store.read(name, limit_bytes=limit_bytes)
+            return read()
         except CheckpointNotFoundError:
             return None
         except CorruptCheckpointError:  # replaced between two requests: the new one is whole

@@ -287,6 +287,14 @@ class Store(ABC):
         before memory for it is taken.
         """
 
+    def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
+        """(the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
+
+        Raises `CheckpointNotFoundError` if it is absent.
+        """
+        with self.open_read(name) as handle:
+            return handle.pread(min(size_bytes, handle.size_bytes), 0), handle.size_bytes
+
     @abstractmethod
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
         """Open a data file for ranged reads. Raises `CheckpointNotFoundError` if it is absent.

@@ -65,7 +65,11 @@ _WHOLE_PUT_BYTES: Final = 64 << 20
 
 _GAP_BYTES: Final = 256 << 10
 _JOINED_BYTES: Final = 8 << 20
-"""Small pieces go through memory of our own, of which each thread has as much."""
+"""What has to be put together goes through memory of our own, of which each thread has as much."""
+
+_STREAMED_BYTES: Final = 64 << 20
+"""Asked for at once where bodies go to their places as they come, so that no memory depends on it: each
+request costs time at both ends, and there are as many as threads for a gigabyte still."""
 
 
 class FsspecStore(Store):
@@ -103,7 +107,7 @@ class FsspecStore(Store):
         self._found: tuple[int, Shared | None] = 0, None
         self.read_profile = ReadProfile(
             threads=self._options.concurrency,
-            request_bytes=REQUEST_BYTES,
+            request_bytes=REQUEST_BYTES if self._bucket is None else _STREAMED_BYTES,
             join_below_bytes=_JOINED_BYTES,
             gap_bytes=_GAP_BYTES,
             scatter=True,
@@ -194,12 +198,8 @@ class FsspecStore(Store):
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """One request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
-        key, path = self._file_key(name), self.path_of(name)
-        first_bytes = max(1, min(limit_bytes, REQUEST_BYTES))
-        found = self._unless_missing("get", key, lambda: self._client.read(key, first_bytes))
-        if found is None:
-            raise CheckpointNotFoundError(f"{path} does not exist", path=path)
-        data, info = found
+        path = self.path_of(name)
+        data, info = self._start(name, max(1, min(limit_bytes, REQUEST_BYTES)))
         if info.size_bytes > limit_bytes:
             raise CheckpointFormatError(
                 f"{path} has {info.size_bytes} bytes, more than the {limit_bytes} that such a file may have: "
@@ -215,6 +215,18 @@ class FsspecStore(Store):
         handle = self._handle(name, info)
         handle.preadv([memoryview(whole)[len(data) :]], len(data))
         return bytes(whole)
+
+    def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
+        """One request, of at most `REQUEST_BYTES`."""
+        data, info = self._start(name, min(size_bytes, REQUEST_BYTES))
+        return data, info.size_bytes
+
+    def _start(self, name: str, size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        key, path = self._file_key(name), self.path_of(name)
+        found = self._unless_missing("get", key, lambda: self._client.read(key, size_bytes))
+        if found is None:
+            raise CheckpointNotFoundError(f"{path} does not exist", path=path)
+        return found
 
     def version(self, name: str) -> Version | None:
         """The entity tag, where the service has any: one request. Else a digest of the content."""

@@ -38,16 +38,24 @@ def test_an_empty_piece_behind_a_large_one_is_no_piece() -> None:
     assert [(request.direct, request.copied) for request in requests] == [([large], [])]
 
 
-def test_what_is_copied_bounds_a_request_and_with_it_the_scratch_memory() -> None:
-    """Small pieces are joined up to their own bound; large ones, which need none, fill whole requests."""
+def test_what_needs_memory_as_a_whole_is_asked_for_in_small_requests() -> None:
+    """Parts of boxes and pieces with bytes in common are joined up to a bound of their own; what streams
+    through, copied or not, fills whole requests."""
     profile = dataclasses.replace(OBJECT_PROFILE, request_bytes=16 << 20, join_below_bytes=2 << 20)
-    small = [joining.Piece(0, n << 15, 1 << 15, n, 0, 1 << 12, None) for n in range(1000)]
-    requests, _ = joining.join(small, profile, profile.request_bytes)
-    assert {request.end - request.begin for request in requests[:-1]} == {2 << 20}
-    large = joining.Piece(0, 1 << 25, 1 << 25, 1000, 0, 1 << 12, None)
-    requests, _ = joining.join([*small, large], profile, profile.request_bytes)
-    assert max(request.scratch_bytes for request in requests) <= 2 << 20
-    assert [request.end - request.begin for request in requests[-2:]] == [16 << 20, 16 << 20]
+
+    def sizes(pieces: list[joining.Piece]) -> list[int]:
+        requests, _ = joining.join(pieces, profile, profile.request_bytes)
+        return [request.end - request.begin for request in requests]
+
+    small = [joining.Piece(0, n << 15, 1 << 15, n, 0, 1 << 12, None) for n in range(1024)]
+    assert sizes(small) == [16 << 20, 16 << 20]
+    large = joining.Piece(0, 1 << 25, 1 << 25, 1024, 0, 1 << 12, None)
+    assert sizes([*small, large]) == [16 << 20] * 4
+    parts = [piece._replace(put=print) for piece in small]
+    assert sizes(parts) == [2 << 20] * 16
+    overlapping = [piece._replace(size_bytes=piece.size_bytes + 100) for piece in small]
+    assert max(sizes(overlapping)) <= (2 << 20) + 100
+    assert max(sizes([*overlapping[:16], *small[17:80]])) <= (2 << 20) + 100
 
 
 def fresh(profile: ReadProfile = OBJECT_PROFILE) -> RecordingStore:
