@@ -129,7 +129,7 @@ class _Job:
         return loaders
 
     def _timed(self, operation: Callable[[], object]) -> Sample:
-        return timed(operation, self._spec.service.cpu_seconds)
+        return _timed(operation, self._spec.service)
 
     def _timed_save(self, side: ObjectSide) -> Sample:
         with self._buckets.one() as bucket:
@@ -177,13 +177,18 @@ def load_resharded_objects(
     for number in range(spec.rounds):
         for name in rotated(list(sides), number):
             load = partial(sides[name].load, state.state_dict, _url(buckets[name]))
-            sample = timed(load, spec.service.cpu_seconds)
+            sample = _timed(load, spec.service)
             result.samples.setdefault(name, []).append(sample.seconds)
             result.others.setdefault(name, []).append(sample.others)
         latest = ", ".join(f"{name} {result.samples[name][-1]:.3f} s" for name in sides)
         progress(f"round {number + 1}/{spec.rounds}: {latest}")
     synchronize()
     return result
+
+
+def _timed(operation: Callable[[], object], service: Service) -> Sample:
+    service.settle()
+    return timed(operation, service.cpu_seconds)
 
 
 def _url(bucket: str) -> str:

@@ -5,7 +5,6 @@ A checkpoint may have many thousands of them, so they are found with arrays, and
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.engine.memory import copy_small
 from dcp.storage.engine.read_requests import Runs
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import Int64
@@ -70,7 +70,7 @@ class Cluster:
 
     def copy_out(self, address: int, data: memoryview | None = None) -> list[int]:
         """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
-        memmove, runs = ctypes.memmove, self.members.runs
+        runs = self.members.runs
         begins = (self.members.offsets - self.begin).tolist()
         crcs = []
         for begin, size, target in zip(
@@ -78,7 +78,7 @@ class Cluster:
         ):
             if data is not None:
                 crcs.append(crc32(data[begin : begin + size]))
-            memmove(target, address + begin, size)
+            copy_small(target, address + begin, size)
         return crcs
 
 

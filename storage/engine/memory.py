@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["item_view", "view"]
+__all__ = ["copy_small", "item_view", "view"]
 
 _WRITABLE = 0x200
 
@@ -16,6 +16,12 @@ _WRITABLE = 0x200
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+_MEMMOVE = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+copy_small = _MEMMOVE(("memmove", ctypes.PyDLL(None)))
+"""``copy_small(target, source, size_bytes)`` as `ctypes.memmove`, but keeps the interpreter's lock: for some
+kilobytes, giving that up and taking it back takes longer than the copy."""
 
 
 def view(address: int, size_bytes: int) -> memoryview:
