@@ -29,6 +29,8 @@ __all__ = [
 SAVE, LOAD = "save to S3", "load from S3"
 _KEY = "run/step-00000001"
 _STOCK_THREADS = 2
+_LOADS_A_SAVE = 2
+"""Rounds of loads for one of saves, which takes five times as long."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class _Job:
         self._raw = RawLoops(spec.service, state.size_bytes, self._buckets, progress)
 
     def run(self) -> list[Measurement]:
-        """Warm up, then the rounds."""
+        """Warm up, then the rounds: all saves, and when what they leave behind is over, the loads."""
         self._warm_up()
         size_bytes, tensors = self._state.size_bytes, len(self._state.by_fqn)
         results = [
@@ -82,16 +84,24 @@ class _Job:
         ]
         results[0].facts["settings"] = self._raw.settings["put"]
         results[1].facts["settings"] = self._raw.settings["get"]
-        for number in range(self._spec.rounds):
-            for result, contenders in zip(results, (self._savers(), self._loaders()), strict=True):
-                for name in rotated(list(contenders), number):
-                    sample = contenders[name]()
-                    result.samples.setdefault(name, []).append(sample.seconds)
-                    result.others.setdefault(name, []).append(sample.others)
-                latest = {name: samples[-1] for name, samples in result.samples.items()}
-                shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in latest.items())
-                self._progress(f"round {number + 1}/{self._spec.rounds}, {result.operation}: {shown}")
+        self._rounds(results[0], self._savers, self._spec.rounds)
+        for load in self._loaders().values():
+            load()
+        self._rounds(results[1], self._loaders, _LOADS_A_SAVE * self._spec.rounds)
         return results
+
+    def _rounds(
+        self, result: Measurement, contenders: Callable[[], dict[str, Callable[[], Sample]]], rounds: int
+    ) -> None:
+        for number in range(rounds):
+            these = contenders()
+            for name in rotated(list(these), number):
+                sample = these[name]()
+                result.samples.setdefault(name, []).append(sample.seconds)
+                result.others.setdefault(name, []).append(sample.others)
+            latest = {name: samples[-1] for name, samples in result.samples.items()}
+            shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in latest.items())
+            self._progress(f"round {number + 1}/{rounds}, {result.operation}: {shown}")
 
     def close(self) -> None:
         """Remove all buckets."""

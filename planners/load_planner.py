@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+from dcp.planners.collection import collection_paused
 from dcp.planners.columns import LoadColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
@@ -124,7 +125,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     ) -> None:
         """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
         self.original_state_dict = state_dict
-        self.state_dict = self._flattened(state_dict, legacy=False)
+        with collection_paused():
+            self.state_dict = self._flattened(state_dict, legacy=False)
         if self._materialise():
             self.state_dict = self._flattened(state_dict, legacy=False)
         self.metadata = metadata
@@ -161,8 +163,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         The tensors are the state dict's own and may require grad. Raises one error with everything that does
         not fit (see `dcp.planners.load_plan.plan_load`).
         """
-        columns, _, local = self._plan(index)
-        return columns, local.destinations()
+        with collection_paused():
+            columns, _, local = self._plan(index)
+            return columns, local.destinations()
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""

@@ -288,6 +288,14 @@ class StoreContract:
             store.read("data.bin", limit_bytes=4)
         assert caught.value.path == store.path_of("data.bin")
 
+    def test_read_start(self, store: Store) -> None:
+        """The first bytes and the size of all; of a short file the whole."""
+        write_file(store, "data.bin", b"12345678")
+        assert store.read_start("data.bin", 5) == (b"12345", 8)
+        assert store.read_start("data.bin", 100) == (b"12345678", 8)
+        with pytest.raises(CheckpointNotFoundError):
+            store.read_start("absent", 5)
+
     def test_list_and_stat(self, store: Store) -> None:
         """Listing is sorted by name with sizes and times, shows temporary files and hides the lock."""
         before = time.time() - 60

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dcp.storage.errors import StorageError
@@ -18,6 +19,10 @@ write: what another writer does in between is lost. For services without conditi
 to a place."""
 
 
+def _default_concurrency() -> int:
+    return max(8, min(16, 4 * len(os.sched_getaffinity(0))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectOptions:
     """What can be set in ``storage_options`` beside the file system's own options.
@@ -26,7 +31,8 @@ class ObjectOptions:
     - ``retry_seconds``: for how long a request that fails in passing (throttled, timed out, reset, an error
       of the server) is repeated. 0 tries once.
     - ``request_timeout_seconds``: how long one attempt may wait for the next bytes.
-    - ``concurrency``: requests that are under way at a time, for a store object.
+    - ``concurrency``: requests that are under way at a time, for a store object: 4 a core, from 8 to 16, as
+      more than the cores can serve only wait for each other.
     - ``part_bytes``: size of the parts that a file is uploaded in; larger ones are taken for files that
       would need too many. Memory for uploads is ``concurrency * part_bytes``.
     """
@@ -34,7 +40,7 @@ class ObjectOptions:
     conditional_writes: ConditionalWrites = "auto"
     retry_seconds: float = 120.0
     request_timeout_seconds: float = 60.0
-    concurrency: int = 16
+    concurrency: int = field(default_factory=_default_concurrency)
     part_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -29,11 +31,15 @@ from dcp.storage.stores.faults import FaultInjectingStore
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import PosixReadHandle
 from tests.storage.formats.index_cases import assert_same_index, int64, small_index
+from tests.support.recording import OBJECT_PROFILE
+
+T = TypeVar("T")
 
 
 def metadata_of(index: CheckpointIndex) -> bytes:
     """The `.metadata` that belongs to an index."""
-    return encode_torch_metadata(index, checkpoint_id="here", save_id="3f9c2a1b")
+    save_id = str(index.provenance.get("save_id") or "3f9c2a1b")
+    return encode_torch_metadata(index, checkpoint_id="here", save_id=save_id)
 
 
 def publish(
@@ -296,6 +302,53 @@ def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path) -> None:
     publish(tmp_path, small_index())
     new = small_index(files=["__0_0.aaaaaaaa.distcp", "__1_0.aaaaaaaa.distcp"], user={"new": True})
     index = open_index(ReplacedWhileRead(tmp_path, new))
+    assert (index.format, index.user) == ("dcp", {"new": True})
+
+
+class AskedAtOnce(PosixStore):
+    """As an object store it is asked for both files at once, and another save publishes after ``first`` was
+    read."""
+
+    read_profile = OBJECT_PROFILE
+
+    def __init__(self, folder: Path, index: CheckpointIndex, first: str) -> None:
+        super().__init__(folder)
+        self._folder, self._new, self._first = folder, index, first
+        self._is_published = threading.Event()
+
+    def _in_turn(self, name: str, read: Callable[[], T]) -> T:
+        if self._is_published.is_set():
+            return read()
+        if name != self._first:
+            assert self._is_published.wait(60)
+            return read()
+        data = read()
+        publish(self._folder, self._new, replaced=(self._folder / ".metadata").read_bytes())
+        self._is_published.set()
+        return data
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """As the real one, in turn."""
+        return self._in_turn(name, lambda: super(AskedAtOnce, self).read(name, limit_bytes=limit_bytes))
+
+    def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
+        """As the real one, in turn."""
+        return self._in_turn(name, lambda: super(AskedAtOnce, self).read_start(name, size_bytes))
+
+
+@pytest.mark.parametrize("first", ["manifest.msgpack", ".metadata"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_save_while_both_files_are_asked_for_is_opened(tmp_path: Path, first: str, is_large: bool) -> None:
+    """An old manifest with a new `.metadata`, and the reverse, end with the new save, whole."""
+    old = large_index() if is_large else small_index()
+    publish(tmp_path, old)
+    new = dataclasses.replace(
+        old,
+        files=[name.replace("3f9c2a1b", "aaaaaaaa") for name in old.files],
+        provenance={"save_id": "aaaaaaaa"},
+        user={"new": True},
+    )
+    index = open_index(AskedAtOnce(tmp_path, new, first))
     assert (index.format, index.user) == ("dcp", {"new": True})
 
 

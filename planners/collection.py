@@ -1,0 +1,25 @@
+"""No garbage collection while a plan is made: that makes many objects that all live, and looks for none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collection_paused"]
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """The interpreter's cyclic collection waits for the end of the block, unless it was off before.
+
+    It is that of all threads, so the block is to take tenths of a second at most.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
