@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from dcp.module_tree import ModuleNode, module_tree
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
     CheckpointError,
@@ -29,11 +30,13 @@ from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.python_values import decode_value, python_value
-from dcp.storage.formats.sources import FILE_FORMATS, open_source
+from dcp.storage.formats.safetensors_folder import index_of_file, index_of_folder
+from dcp.storage.formats.sources import FILE_FORMATS, FILE_SUFFIXES, locate, open_source
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
+from dcp.weight_listing import folder_weights, is_weight_file, single_files
 
 __all__ = [
     "CheckpointHeader",
@@ -63,7 +66,8 @@ class CheckpointSummary:
     """One checkpoint of a folder.
 
     ``state`` is "committed", "incomplete" (data files that no save committed) or "unreadable" (``problem``
-    says why). ``step`` is the number at the end of the name. ``bytes`` is the size of the files it refers to.
+    says why); of weights without a commit, such as a torch.save file, "complete", or "unopened" in a quick
+    listing. ``step`` is the number at the end of the name. ``bytes`` is the size of the files it refers to.
     What is not known is None.
     """
 
@@ -130,18 +134,6 @@ class ObjectRow:
     file: str | None
 
 
-@dataclass(slots=True)
-class ModuleNode:
-    """A module: what is below one dotted prefix. ``tensor`` is set where the name itself is a tensor."""
-
-    name: str
-    tensors: int = 0
-    elements: int = 0
-    bytes: int = 0
-    tensor: TensorRow | None = None
-    children: dict[str, ModuleNode] = field(default_factory=dict)
-
-
 def open_index(
     checkpoint_id: str | os.PathLike[str],
     *,
@@ -168,14 +160,21 @@ def list_checkpoints(
 ) -> list[CheckpointSummary]:
     """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
 
-    Folders without files of a checkpoint are left out. An unreadable checkpoint is listed as such.
+    Listed are its folders, and weights of torch.save and safetensors: of the folder and of those in it, and
+    the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
+    listed as such.
     With ``quick`` no file is opened, and everything is by the listings: ``committed_seconds`` is the time of
     the commit object, ``bytes`` the size of all data files, and format, tensors and ranks are not known.
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
     opener = OpenWith(storage_options)
-    store = opener(checkpoint_id)
-    own = _summarize(store, store.list(), quick=quick)  # no row for a place that cannot be listed itself
+    place = locate(checkpoint_id, open_store=opener)
+    store = place.store
+    if place.file is not None:
+        info = store.stat(place.file)
+        return [] if info is None else [_summarize_file(store, info, quick=quick)]
+    files = store.list()
+    own = _summarize(store, files, quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
         return [own]
     root = open_root(checkpoint_id, open_store=opener)
@@ -183,7 +182,12 @@ def list_checkpoints(
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
 
     def summary(folder: tuple[str, list[FileInfo] | None]) -> CheckpointSummary | None:
-        return _summarize(root.store(folder[0]), folder[1], quick=quick)
+        below, listing = root.store(folder[0]), folder[1]
+        try:
+            listing = below.list() if listing is None else listing
+        except CheckpointError as error:
+            return _unreadable(below.url, error)
+        return _summarize(below, listing, quick=quick) or _summarize_weights(below, listing, quick=quick)
 
     folders = root.listings().items()
     if root.at_once > 1 and not quick:
@@ -192,35 +196,92 @@ def list_checkpoints(
     else:
         found = list(map(summary, folders))
     summaries = [summary for summary in found if summary is not None]
+    summaries += _own_weights(store, files, quick=quick)
     return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
 
 
-def _summarize(
-    store: Store, files: Sequence[FileInfo] | None = None, *, quick: bool
-) -> CheckpointSummary | None:
-    """None if the folder has nothing of a checkpoint; ``files`` is its listing, where that is known."""
-    name = store.url.rstrip("/").rsplit("/", 1)[-1]
-    match = _STEP.search(name)
-    step = int(match[1]) if match else None
+def _name_and_step(url: str) -> tuple[str, int | None]:
+    name = url.rstrip("/").rsplit("/", 1)[-1]
+    stem = name.rpartition(".")[0] if name.lower().endswith(FILE_SUFFIXES) else name
+    match = _STEP.search(stem)
+    return name, int(match[1]) if match else None
+
+
+def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
+    name, step = _name_and_step(url)
+    return CheckpointSummary(name, url, "unreadable", step, problem=str(error))
+
+
+def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """The save in a folder; None if it has nothing of one. ``files`` is its listing."""
+    name, step = _name_and_step(store.url)
+    data_bytes = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
+    committed = [file for file in files if is_commit_object(file.name)]
+    if not committed:
+        left = sum(data_bytes)
+        return CheckpointSummary(name, store.url, "incomplete", step, bytes=left) if data_bytes else None
+    if quick:
+        seconds = max(file.modified_seconds for file in committed)
+        return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
     try:
-        if files is None:
-            files = store.list()
-        data_bytes = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
-        committed = [file for file in files if is_commit_object(file.name)]
-        if not committed:
-            left = sum(data_bytes)
-            return CheckpointSummary(name, store.url, "incomplete", step, bytes=left) if data_bytes else None
-        if quick:
-            seconds = max(file.modified_seconds for file in committed)
-            return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
         index = _open_index(store)
     except CheckpointError as error:
-        return CheckpointSummary(name, store.url, "unreadable", step, problem=str(error))
-    header = header_of(store, index, files)
+        return _unreadable(store.url, error)
+    return _summary_of(header_of(store, index, files), "committed")
+
+
+def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """The weights that a folder has in place of a save; None without any."""
+    weights = folder_weights(files)
+    if not weights:
+        return None
+    if quick:
+        return _unopened(store.url, weights)
+    try:
+        index = index_of_folder(store)
+    except CheckpointError as error:
+        return _unreadable(store.url, error)
+    return None if index is None else _summary_of(header_of(store, index, files), "complete")
+
+
+def _own_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> list[CheckpointSummary]:
+    """The weights of a folder that is listed: as a whole, and the files beside them one by one."""
+    whole = _summarize_weights(store, files, quick=quick)
+    is_readable = whole is not None and whole.state != "unreadable"
+    known = [file.name for file in folder_weights(files)] if is_readable else []
+    found = [
+        _summarize_file(store, file, quick=quick)
+        for file in single_files(files, known)
+        if quick or is_weight_file(store, file)
+    ]
+    return found if whole is None else [whole, *found]
+
+
+def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary:
+    """A file of weights."""
+    url = store.path_of(file.name)
+    if quick:
+        return _unopened(url, [file])
+    try:
+        index = index_of_file(store, file.name)
+    except CheckpointError as error:
+        return _unreadable(url, error)
+    return _summary_of(header_of(store, index, [file], url=url), "complete")
+
+
+def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
+    name, step = _name_and_step(url)
+    seconds = max(file.modified_seconds for file in files)
+    size_bytes = sum(file.size_bytes for file in files)
+    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
+
+
+def _summary_of(header: CheckpointHeader, state: str) -> CheckpointSummary:
+    name, step = _name_and_step(header.url)
     return CheckpointSummary(
         name,
-        store.url,
-        "committed",
+        header.url,
+        state,
         step,
         header.committed_seconds,
         header.format,
@@ -366,25 +427,3 @@ def _plain_value(blob: bytes) -> Any:
     """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
     opened = ObjectBlob(blob)
     return python_value(opened.decoded, opened.pickle_bytes)
-
-
-def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
-    """Tensors grouped by the dots in their names, with sums; the root has an empty name."""
-    root = ModuleNode("")
-    for row in rows:
-        elements = 1
-        for size in row.shape:
-            elements *= size
-        node = root
-        _count(node, elements, row.bytes)
-        for part in row.fqn.split("."):
-            node = node.children.setdefault(part, ModuleNode(part))
-            _count(node, elements, row.bytes)
-        node.tensor = row
-    return root
-
-
-def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
-    node.tensors += 1
-    node.elements += elements
-    node.bytes += size_bytes

@@ -7,12 +7,14 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, TypeAlias
+from types import FrameType
+from typing import Annotated, Any, Final, NoReturn, TypeAlias
 
 import typer
 
@@ -33,6 +35,7 @@ __all__ = [
     "print_table",
     "printable",
     "storage_options",
+    "unwinding_on_sigterm",
 ]
 
 EXIT_FINDINGS: Final = 1
@@ -107,6 +110,20 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_FAILURE) from error
     finally:
         requests.setLevel(level)
+
+
+@contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block by an exception, as SIGINT does: processes end, and files are cleared up."""
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def print_error(message: str) -> None:

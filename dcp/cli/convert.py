@@ -17,6 +17,7 @@ from dcp.cli.common import (
     print_json,
     printable,
     storage_options,
+    unwinding_on_sigterm,
 )
 from dcp.cli.progress import progress_bar
 
@@ -128,7 +129,7 @@ def command(
     """
     shard_bytes, dtypes = _size(shard_size), _dtypes(dtype)
     renamed = _pairs(rename, "=>", "REGEX=>NEW")
-    with errors_as_lines(debug=debug), progress_bar(target) as show:
+    with errors_as_lines(debug=debug), unwinding_on_sigterm(), progress_bar(target) as show:
         # here, because a usage message must not wait for numpy
         from dcp.conversion.run import convert
 

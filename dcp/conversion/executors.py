@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
@@ -23,7 +24,12 @@ T = TypeVar("T")
 DEFAULT_WORKERS: Final = max(1, min(4, len(os.sched_getaffinity(0))))
 """More do not help one disk, and each takes some 60 MiB."""
 
+_END_SECONDS: Final = 10.0
+"""Time for processes to end uploads; what is left of one after that is removed by the next writer."""
+
 _START: Final = (
+    # A terminal interrupts all of its processes: what becomes of these is decided by the one that made them.
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from dcp.conversion.worker import serve; serve()"
 )
@@ -53,6 +59,9 @@ class LocalProcesses(Executor):
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
+        self._lock = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._is_aborted = False
         self._threads = [
             threading.Thread(target=self._drive, name=f"dcp-convert-{number}", daemon=True)
             for number in range(workers)
@@ -71,18 +80,50 @@ class LocalProcesses(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes; calls that run are waited for."""
         if cancel_futures:
-            while True:
-                try:
-                    call = self._calls.get_nowait()
-                except queue.Empty:
-                    break
-                if call is not None:
-                    call[0].cancel()
+            self._cancel()
         for _ in self._threads:
             self._calls.put(None)
         if wait:
             for thread in self._threads:
                 thread.join()
+
+    def abort(self) -> None:
+        """End the processes, whatever they are at: such a call fails with CheckpointError."""
+        with self._lock:
+            self._is_aborted = True
+            running = list(self._processes)
+        for process in running:
+            process.terminate()
+        self.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for process in running:
+            process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _cancel(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            if call is not None:
+                call[0].cancel()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._is_aborted:
+                raise CheckpointError("the conversion was given up")
+            process = _start()
+            self._processes.add(process)
+            return process
+
+    def _finish(self, process: subprocess.Popen[bytes] | None) -> None:
+        _end(process)
+        with self._lock:
+            self._processes -= {process}
 
     def _drive(self) -> None:
         process: subprocess.Popen[bytes] | None = None
@@ -93,10 +134,10 @@ class LocalProcesses(Executor):
                     continue
                 try:
                     if process is None:
-                        process = _start()
+                        process = self._begin()
                     is_result, value = _ask(process, function, args)
                 except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                    _end(process)
+                    self._finish(process)
                     process = None
                     future.set_exception(error)
                     continue
@@ -105,7 +146,7 @@ class LocalProcesses(Executor):
                 else:
                     future.set_exception(value)
         finally:
-            _end(process)
+            self._finish(process)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -125,9 +166,8 @@ def _ask(process: subprocess.Popen[bytes], function: Callable[..., Any], args: t
         code = process.wait()
         raise CheckpointError(
             f"a process of the conversion ended with exit code {code} (negative: killed by that signal, 9 is "
-            "often "
-            "for want of memory). Convert again: what is done is not done twice; fewer workers need less "
-            "memory",
+            "often for want of memory). Convert again: what is done is not done twice; fewer workers need "
+            "less memory",
             exit_code=code,
         ) from error
 
@@ -159,8 +199,10 @@ def open_executor(executor: str | Executor, workers: int | None) -> Iterator[tup
         pool = LocalProcesses(count)
         try:
             yield pool, count + 1
-        finally:
-            pool.shutdown(cancel_futures=True)
+        except BaseException:  # a task of an object store's may have hours to go
+            pool.abort()
+            raise
+        pool.shutdown()
     elif isinstance(executor, str) and executor.startswith("dask://"):
         with _dask(executor.removeprefix("dask://")) as (cluster, threads):
             yield cluster, workers or 2 * threads

@@ -47,7 +47,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED: Final = 10
-_MAX_VALUE_BYTES: Final = 16 << 20
+_MAX_VALUE_BYTES: Final = 64 << 20
 _SIZE: Final = "torch.Size"
 
 

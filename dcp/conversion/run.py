@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +110,6 @@ def convert(
         planned.layout.check()
         publisher = publisher_of(place, overwrite=overwrite)
         work = _Work(engine, place, planned.layout, save_id, to, publisher, found.name)
-        work.begin(resume=resume, overwrite=overwrite)
         job = Job(
             source_url=store.url,
             open_source=opened,
@@ -119,11 +119,13 @@ def convert(
             verify=verify != "none",
             replace=overwrite,
         )
+        if isinstance(store, MemoryStore) or isinstance(place.store, MemoryStore):
+            executor = "inline"  # such a store is in this process alone
         try:
-            work.plan(copy_sources(engine, work.layout))
-            if isinstance(store, MemoryStore) or isinstance(place.store, MemoryStore):
-                executor = "inline"  # such a store is in this process alone
-            work.run(job, executor, workers, progress)
+            with work.clearing_up(resume=resume):
+                work.begin(resume=resume, overwrite=overwrite)
+                work.plan(copy_sources(engine, work.layout))
+                work.run(job, executor, workers, progress)
             work.finish()
         finally:
             work.publisher.ledger.close()
@@ -157,6 +159,22 @@ class _Work:
         self._done: dict[int, TaskResult] = {}
         self._resumed = 0
         self._bytes_read = 0
+        self._is_open = self._has_progress = False
+
+    @contextmanager
+    def clearing_up(self, *, resume: bool) -> Iterator[None]:
+        """On a failure, or an interruption, nothing stays that the next run could not go on from."""
+        try:
+            yield
+        except BaseException:
+            # Files in a store, which are whole, stay: another conversion could be writing them, too.
+            if self._is_open and self.place.path is not None and not (resume and self._has_progress):
+                self._discard()
+            raise
+
+    def _discard(self) -> None:
+        self._is_open = False
+        self.publisher.discard()
 
     def begin(self, *, resume: bool, overwrite: bool) -> None:
         """Find out what is done already, and have files to write to."""
@@ -165,6 +183,7 @@ class _Work:
         if self.place.path is not None:
             PosixStore(self.place.path.parent).make_root()
         resumed = ledger.open(mark if resume else f"{mark}-{self.save_id}", self.save_id)
+        self._is_open = True
         if not resumed and not overwrite:
             self.place.refuse_existing()
         layout = with_save_id(self.layout, self.save_id, ledger.save_id)
@@ -175,6 +194,7 @@ class _Work:
             self.publisher.prepare(layout, resumed=False)
         self.layout = layout
         self._done = {result.number: result for result in map(TaskResult.decode, ledger.done)}
+        self._has_progress = bool(self._done)
 
     def _fingerprint(self) -> str:
         engine, by_file = self.engine, self.place.path is None
@@ -235,9 +255,10 @@ class _Work:
             self._checks.add(result.sources)
         except CorruptCheckpointError:
             # Whatever was read wrong, and when: nothing of it may be believed the next time.
-            self.publisher.discard()
+            self._discard()
             raise
         self.publisher.ledger.append(data)
+        self._has_progress = True
         self._checksums.add(result.targets)
         self._bytes_read += result.bytes_read
 

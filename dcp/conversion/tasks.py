@@ -247,11 +247,10 @@ def carry_out(
     ``on_bytes`` hears of each stretch. ``check`` is called with the result while the sink can still be
     aborted, and raises what is wrong with it.
     """
-    gatherer.begin(task.source_files)
     result = TaskResult(task.number)
-    runner = _Runner(task, gatherer, result)
     with sink:
-        runner.run(sink, on_bytes)
+        gatherer.begin(task.source_files)
+        _Runner(task, gatherer, result).run(sink, on_bytes)
         result.bytes_read, result.sources = gatherer.bytes_read, gatherer.sources
         result.targets += gatherer.targets
         result.bytes_written = task.end - task.begin

@@ -30,8 +30,8 @@ __all__ = [
 MAX_PLAIN_BYTES: Final = 64 << 10
 """Larger values are stored as records; the manifest is for small ones."""
 
-MAX_FOREIGN_PLAIN_BYTES: Final = 16 << 20
-"""Of values in indexes of torch.save files, which have no records: a vocabulary has some megabytes."""
+MAX_FOREIGN_PLAIN_BYTES: Final = 64 << 20
+"""Of values in indexes of torch.save files, which have no records: as much as their pickles may have."""
 
 MAX_PLAIN_DEPTH: Final = 64
 

@@ -114,7 +114,10 @@ class TorchArchive:
             return b""
         if entry.size > limit_bytes:
             raise CheckpointFormatError(
-                f"{self._name}: entry {name!r} of the zip has {entry.size} bytes, {limit_bytes} are allowed"
+                f"{self._name}: {name.decode('ascii', 'replace')} of the zip, where all is that is no "
+                f"tensor, has {entry.size} bytes, more than the {limit_bytes} that are read; load the "
+                "file with torch.load(weights_only=True), and save large lists, texts and bytes apart, or as "
+                "tensors"
             )
         room = min(self._ends[entry.header_at] - entry.header_at, entry.size + 1024)
         data = self._get(entry.header_at, room)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dcp
 from dcp.cli.common import describe_bytes, describe_time
@@ -93,6 +94,48 @@ def test_ls_of_a_checkpoint_is_one_row(ours: Path) -> None:
     (row,) = run("ls", ours, "--json").json
     assert row["name"] == ours.name
     assert row["step"] == 12
+
+
+def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
+    """Whatever can be loaded and converted: single files, a folder of shards, weights beside checkpoints; not
+    what only has such a name, and of files that cannot be read the reason."""
+    root = tmp_path / "trained"
+    save_ours(root / "step-9")
+    torch.save({"w": torch.ones(3), "b": torch.ones(2)}, root / "model-7.pt")
+    torch.save(Path, root / "args.bin")
+    (root / "tokens.bin").write_bytes(b"no weights")
+    (root / "hf-8").mkdir()
+    save_file({"w": torch.ones(3)}, root / "hf-8" / "model.safetensors")
+    torch.save({"state": {}}, root / "hf-8" / "optimizer.pt")
+    save_file({"v": torch.ones(5)}, root / "model.safetensors")
+
+    rows = {row["name"]: row for row in run("ls", root, "--json").json}
+    facts = ("step", "state", "format", "tensors")
+    assert {name: tuple(row[fact] for fact in facts) for name, row in rows.items()} == {
+        root.name: (None, "complete", "safetensors", 1),
+        "args.bin": (None, "unreadable", None, None),
+        "hf-8": (8, "complete", "safetensors", 1),
+        "model-7.pt": (7, "complete", "torch_save", 2),
+        "step-9": (9, "committed", "dcp", 5),
+    }
+    assert rows["model-7.pt"]["bytes"] == (root / "model-7.pt").stat().st_size
+    assert rows["model-7.pt"]["url"] == str(root / "model-7.pt")
+    (alone,) = run("ls", root / "model-7.pt", "--json").json
+    assert alone == rows["model-7.pt"]
+    quick = {row["name"]: row["state"] for row in run("ls", "--quick", root, "--json").json}
+    assert quick["model-7.pt"] == quick["hf-8"] == quick[root.name] == "unopened"
+
+
+def test_ls_shows_files_of_several_models_one_by_one(tmp_path: Path) -> None:
+    """Where a folder's files do not make one set of weights, each is listed, and why not together."""
+    for step in (1, 2):
+        save_file({"w": torch.full((step,), 1.0)}, tmp_path / f"epoch-{step}.safetensors")
+    rows = {row["name"]: row["state"] for row in run("ls", tmp_path, "--json").json}
+    assert rows == {
+        tmp_path.name: "unreadable",
+        "epoch-1.safetensors": "complete",
+        "epoch-2.safetensors": "complete",
+    }
 
 
 def test_ls_of_nothing_says_so(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanErro
 from tests.support.conversion import folder_of
 
 _ELEMENTS = 36 << 20
+_ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,75 @@ def test_a_worker_that_dies_is_an_error_and_is_replaced() -> None:
         assert pool.submit(len, "abc").result(60) == 3
     finally:
         pool.shutdown()
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_gone(process: int) -> bool:
+    """A zombie whose parent has died counts as gone: somebody else will reap it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+_ENDLESS = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+from dcp.cli import main
+from dcp.conversion import run
+from tests.dcp.conversion import endless_task
+run.run_task = endless_task.run_task
+sys.argv = ["dcp", "convert", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_an_interrupted_conversion_ends_its_processes(
+    number: signal.Signals, status: int, source: Path, tmp_path: Path
+) -> None:
+    """Whatever they are at, if only the command itself is told, and nothing stays that is of no use."""
+    target = tmp_path / "model.pt"
+    command = [sys.executable, "-c", _ENDLESS, str(source), str(target), "--to", "torch", "--workers", "2"]
+    with subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        workers = {int(run.stderr.readline()) for _ in range(2)}
+        assert workers <= set(_children(run.pid))
+        run.send_signal(number)
+        assert run.wait(120) == status
+        _wait_until(lambda: all(map(_is_gone, workers)))
+        assert run.stderr.read() == ""
+    assert number == signal.SIGKILL or folder_of(target) == []
+
+
+def test_what_an_interrupted_conversion_has_done_stays(source: Path, tmp_path: Path) -> None:
+    """Unless nothing could go on from it: then the space is free again."""
+
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    target = tmp_path / "model.pt"
+    for resume, left in ((False, 0), (True, 1)):
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, target, to="torch", executor="inline", resume=resume, progress=interrupt)
+        assert len(folder_of(target)) == left
+    assert convert(source, target, to="torch", executor="inline").tasks_resumed == 1
+    _check(target)
 
 
 def test_threads_of_a_pool_end_with_it() -> None:

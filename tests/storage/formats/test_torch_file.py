@@ -22,6 +22,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.python_values import decode_value
 from dcp.storage.formats.torch_file import index_of_torch_file
 from dcp.storage.formats.torch_structure import restore_structure
 from tests.support.torch_files import as_bytes, assert_same, index_of, reader, restored, saved, tensor_at
@@ -369,3 +370,15 @@ def test_malformed_notes_on_structure(structure: Any) -> None:
     """Notes come out of a manifest, which anybody may have written."""
     with pytest.raises(CheckpointFormatError):
         restore_structure(structure, {"a": ("a",)}, lambda fqn: fqn)
+
+
+def test_large_values_are_read() -> None:
+    """Up to what the whole pickle may have; above that the error says what to do."""
+    state = {"text": "x" * (17 << 20), "data": bytes(18 << 20), "w": torch.ones(2)}
+    index = index_of(saved(state))
+    objects = index.objects
+    values = [decode_value(objects.values[number]) for number in objects.plain.tolist()]
+    assert dict(zip(objects.fqns, values, strict=True)) == {"text": state["text"], "data": state["data"]}
+    assert not index.provenance.get("refused_objects")
+    with pytest.raises(CheckpointFormatError, match="save large lists, texts and bytes apart"):
+        index_of(saved({"data": bytes(65 << 20)}))
