@@ -18,6 +18,7 @@ from tests.support.fault_proxy import FaultProxy
 
 _SIZE = 100_000
 _DENIED = Fault(Kind.ANSWER, status=403, code="AccessDenied")
+_EXPIRED = Fault(Kind.ANSWER, status=400, code="ExpiredToken")
 _BUSY = Fault(Kind.ANSWER, status=503, code="SlowDown", headers=(("Retry-After", "7"),))
 
 
@@ -80,6 +81,34 @@ def test_refusals_that_end_are_forgotten(s3_proxy: FaultProxy, s3_root: str) -> 
     for _ in range(8):
         _read(client, key)
     assert _signed(s3_proxy) == [True, False, True] * 4
+
+
+def test_urls_that_end_do_not_end_the_way(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """Credentials that expire in a load make all URLs void at once: they are signed anew."""
+    client, prefix = _client(s3_proxy), _prefix(s3_root)
+    data = {f"{prefix}/{number}": _content(str(number)) for number in range(4)}
+    for key, content in data.items():
+        client.put(key, content)
+        assert _read(client, key) == content
+    s3_proxy.log.clear()
+    for key in data:
+        s3_proxy.spoil(_EXPIRED, operation="GetObject", key=key)
+    for _ in range(2):
+        assert {key: _read(client, key) for key in data} == data
+    assert _signed(s3_proxy) == [True, False] * 4 + [True] * 4
+
+
+def test_objects_that_are_gone_do_not_end_the_way(s3_proxy: FaultProxy, s3_root: str) -> None:
+    """A checkpoint that is deleted while it is read tells nothing of the service."""
+    client, prefix = _client(s3_proxy), _prefix(s3_root)
+    for number in range(4):
+        with pytest.raises(RequestError) as missing:
+            _read(client, f"{prefix}/absent-{number}")
+        assert missing.value.kind is Failure.MISSING
+    client.put(f"{prefix}/there", _content("there"))
+    s3_proxy.log.clear()
+    assert _read(client, f"{prefix}/there") == _content("there")
+    assert _signed(s3_proxy) == [True]
 
 
 def test_answers_that_settle_it_are_not_asked_for_twice(s3_proxy: FaultProxy, s3_root: str) -> None:

@@ -27,6 +27,7 @@ from dcp.storage.errors import CheckpointError, StorageError
 from dcp.storage.formats.manifest import MANIFEST_NAME
 from dcp.storage.stores import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.objects.store import FsspecStore
 from dcp.storage.stores.opening import OpenWith
 from dcp.verification import verify
 from tests.support.crashes import Child, in_lab
@@ -247,3 +248,19 @@ def test_what_opens_stores_travels_and_compares() -> None:
     assert opener != OpenWith({"key": "other", "client_kwargs": {"region_name": "r"}})
     assert opener != OpenWith(opener.storage_options, through_fsspec=True)
     assert repr(opener) == "OpenWith(client_kwargs, key)"
+
+
+def test_certificates_that_are_not_there_are_not_waited_for() -> None:
+    """A wrong path is said at once: it does not pass, as failures of the network do."""
+    options = {
+        "endpoint_url": "https://127.0.0.1:9",
+        "key": "k",
+        "secret": "s",
+        "client_kwargs": {"verify": "/no/such/certificates.pem"},
+        "retry_seconds": 30.0,
+    }
+    store = FsspecStore("s3://bucket/run", options)
+    for act in (store.list, lambda: store.open_read("data", expected_bytes=9).pread(9, 0)):
+        with pytest.raises(StorageError, match="No such file") as failed:
+            act()
+        assert failed.value.facts["attempts"] == 1

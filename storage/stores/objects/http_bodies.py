@@ -22,10 +22,13 @@ from urllib.parse import urlsplit
 
 from dcp.storage.stores.base import Inflow
 
-__all__ = ["Answer", "BodyTransport", "CalledOff", "Receiver"]
+__all__ = ["SLOWEST_BYTES_PER_SECOND", "STEP_BYTES", "Answer", "BodyTransport", "CalledOff", "Receiver"]
 
-_STEP_BYTES: Final = 1 << 20
-"""After so many bytes a thread looks whether it was called off."""
+STEP_BYTES: Final = 1 << 20
+"""After so many bytes a thread looks whether it was called off, and says how far it is."""
+
+SLOWEST_BYTES_PER_SECOND: Final = 16 << 10
+"""A body that is slower on the whole is given up, whatever trickles in. A line that many share is not."""
 
 _LARGEST_ANSWER_BYTES: Final = 1 << 20
 """Of answers that are not what was asked for, such as errors."""
@@ -62,7 +65,7 @@ class Answer:
 class _Origin(NamedTuple):
     scheme: str
     host: str
-    port: int | None
+    port: int
 
 
 class BodyTransport:
@@ -103,20 +106,20 @@ class BodyTransport:
         """One attempt; a body of a successful answer that has the receiver's size goes there.
 
         However this ends, nothing is written to the receiver's memory afterwards. Raises TimeoutError after
-        ``limit_seconds``, and where no byte comes for the time of a read; `CalledOff`; other OSErrors, of
-        which ssl.SSLError is one; http.client.HTTPException. No message has the URL, which may be signed.
+        ``limit_seconds`` and what the bytes that have come may take at `SLOWEST_BYTES_PER_SECOND`, and where
+        no byte comes for the time of a read; `CalledOff`; other OSErrors, of which ssl.SSLError is one;
+        http.client.HTTPException. No message has the URL, which may be signed.
         """
         if self._is_closed:
             raise ConnectionAbortedError("the session was closed")
         exchange = _Exchange(self, url, headers, receiver)
-        end = time.monotonic() + limit_seconds
         future = self._threads.submit(exchange.run)
         try:
             while not wait([future], min(_LOOK_SECONDS, limit_seconds)).done:
                 if called_off is not None and called_off.is_set():
                     raise CalledOff
-                if time.monotonic() > end:
-                    raise TimeoutError(f"no end after {limit_seconds:.0f} s")
+                if exchange.is_late(limit_seconds):
+                    raise TimeoutError(f"no end after {limit_seconds:.0f} s, and no more than a trickle")
             return future.result()
         finally:
             if not future.done() and not future.cancel() and exchange.abort():
@@ -181,7 +184,9 @@ class _Exchange:
         self, transport: BodyTransport, url: str, headers: Mapping[str, str], receiver: Receiver
     ) -> None:
         parts = urlsplit(url)
-        self._origin = _Origin(parts.scheme, parts.hostname or "", parts.port)
+        # http.client takes the end of an IPv6 address for a port where it is given none.
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._origin = _Origin(parts.scheme, parts.hostname or "", port)
         self._target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         self._transport = transport
         self._headers = headers
@@ -189,6 +194,15 @@ class _Exchange:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._is_aborted = False
+        self._begun_seconds: float | None = None
+        self._received_bytes = 0
+
+    def is_late(self, limit_seconds: float) -> bool:
+        """Whether it is slower than anybody waits for; before a thread carries it out it is not."""
+        if self._begun_seconds is None:
+            return False
+        allowed = limit_seconds + self._received_bytes / SLOWEST_BYTES_PER_SECOND
+        return time.monotonic() - self._begun_seconds > allowed
 
     def abort(self) -> bool:
         """End it; whether a thread may be writing to the receiver until it has noticed."""
@@ -203,6 +217,7 @@ class _Exchange:
 
     def run(self) -> Answer:
         """Carry it out; an answer that fits fills the receiver."""
+        self._begun_seconds = time.monotonic()
         connection = self._transport.take(self._origin)
         is_done = False
         try:
@@ -211,7 +226,8 @@ class _Exchange:
                     raise ConnectionAbortedError("called off")
                 self._socket = connection.sock  # the connection forgets it where it is not to be kept
             connection.request("GET", self._target, headers=dict(self._headers))
-            answer, is_done = self._receive(connection.getresponse())
+            with connection.getresponse() as response:
+                answer, is_done = self._receive(response)
         finally:
             with self._lock:
                 self._socket = None
@@ -230,8 +246,7 @@ class _Exchange:
             body = response.read(_LARGEST_ANSWER_BYTES)
         elif response.length in (None, self._receiver.size_bytes):
             self._fill(response)
-        is_at_end = response.isclosed() or (status not in _SUCCESS and not response.length)
-        return Answer(status, headers, body), is_at_end and not response.will_close
+        return Answer(status, headers, body), response.isclosed() and not response.will_close
 
     def _fill(self, response: http.client.HTTPResponse) -> None:
         receiver = self._receiver
@@ -240,10 +255,11 @@ class _Exchange:
             while len(rest):
                 if self._is_aborted:
                     raise ConnectionAbortedError("called off")
-                got = response.readinto(rest[:_STEP_BYTES])
+                got = response.readinto(rest[:STEP_BYTES])
                 if not got:
                     raise http.client.IncompleteRead(b"", len(rest))
                 rest = rest[got:]
+                self._received_bytes += got
         if not response.isclosed() and response.read(1):  # sent in chunks, its size was not told
             raise http.client.HTTPException(f"the body has more than {receiver.size_bytes} bytes")
         receiver.is_filled = True

@@ -30,8 +30,9 @@ from dcp.storage.stores.objects.client import (
     Upload,
 )
 from dcp.storage.stores.objects.closing import close_with
+from dcp.storage.stores.objects.http_bodies import SLOWEST_BYTES_PER_SECOND, STEP_BYTES
 from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.objects.s3_direct import DirectReads, SignedUrl, presigned, sign
+from dcp.storage.stores.objects.s3_direct import DirectReads, SignedUrl, presigned, range_of, sign
 from dcp.storage.stores.objects.s3_errors import request_error
 
 __all__ = ["S3Client"]
@@ -39,7 +40,8 @@ __all__ = ["S3Client"]
 T = TypeVar("T")
 
 _LEAST_BYTES_PER_SECOND: Final = 256 << 10
-"""A request that is slower on the whole is given up, whatever trickles in: stalled, not slow."""
+"""A part that is sent slower on the whole is given up, whatever trickles: stalled, not slow. Bodies that come
+are large, and many share the line: see `SLOWEST_BYTES_PER_SECOND`."""
 
 _CHUNK_BYTES: Final = 1 << 20
 _CANCEL_SECONDS: Final = 30.0
@@ -124,7 +126,7 @@ class S3Client(PartsClient):
             begin,
             inflow,
             etag=etag,
-            limit_seconds=self._limit_seconds(size),
+            limit_seconds=self._limit_seconds(min(size, STEP_BYTES), SLOWEST_BYTES_PER_SECOND),
             make_url=self._signed_url,
         )
         if info is not None:
@@ -142,7 +144,7 @@ class S3Client(PartsClient):
                 await _fill(body, inflow)
             return _info(key, answer, total)
 
-        return self._call(fetch, size)
+        return self._call(fetch, size, SLOWEST_BYTES_PER_SECOND)
 
     def _signed_url(self, key: str) -> SignedUrl | None:
         return self._call(lambda s3: sign(s3, self._arguments("get_object", {"Key": key})))
@@ -292,13 +294,18 @@ class S3Client(PartsClient):
         )
         return merged
 
-    def _limit_seconds(self, size_bytes: int) -> float:
+    def _limit_seconds(self, size_bytes: int, least_bytes_per_second: int) -> float:
         """How long one attempt may take."""
-        return 4 * self._timeout_seconds + size_bytes / _LEAST_BYTES_PER_SECOND
+        return 4 * self._timeout_seconds + size_bytes / least_bytes_per_second
 
-    def _call(self, ask: Callable[[Any], Awaitable[T]], size_bytes: int = 0) -> T:
+    def _call(
+        self,
+        ask: Callable[[Any], Awaitable[T]],
+        size_bytes: int = 0,
+        least_bytes_per_second: int = _LEAST_BYTES_PER_SECOND,
+    ) -> T:
         """Run one attempt on s3fs' event loop, and have it ended when this returns, however it returns."""
-        limit = self._limit_seconds(size_bytes)
+        limit = self._limit_seconds(size_bytes, least_bytes_per_second)
         ended = threading.Event()
 
         async def attempt() -> T:
@@ -356,7 +363,12 @@ def _total_bytes(answer: Mapping[str, Any], begin: int, size: int) -> int:
     """The size of the object, of which the answer has the range that was asked for."""
     content_range = answer.get("ContentRange")
     if content_range:
-        return int(str(content_range).rpartition("/")[2])
+        got = range_of(str(content_range))
+        if got is None:
+            raise RequestError(Failure.FINAL, f"the service does not tell how long it is: {content_range!r}")
+        if got[0] != begin:
+            raise RequestError(Failure.PASSING, f"bytes from {got[0]} on came instead of {begin}")
+        return got[1]
     total = int(answer["ContentLength"])
     if begin or total > size:
         raise RequestError(Failure.FINAL, "the service ignores ranges; it cannot be read from")

@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +22,7 @@ from dcp.storage.stores.objects.client import CALLED_OFF, Failure, ObjectInfo, R
 from dcp.storage.stores.objects.http_bodies import Answer, BodyTransport, CalledOff, Receiver
 from dcp.storage.stores.objects.s3_errors import answered
 
-__all__ = ["DirectReads", "SignedUrl", "presigned", "sign"]
+__all__ = ["DirectReads", "SignedUrl", "presigned", "range_of", "sign"]
 
 _VALID_SECONDS: Final = 3600
 _USED_SECONDS: Final = 600.0
@@ -30,11 +31,13 @@ _USED_SECONDS: Final = 600.0
 _KEPT_URLS: Final = 1024
 
 _REFUSALS: Final = 3
-"""After so many in a row every object is read the ordinary way: the service does not take such URLs."""
+"""After so many in a row every object is read the ordinary way: the service does not take such URLs. What
+worked before, and has ended with the credentials that it was signed with, does not tell that."""
 
 _SETTLED_STATUS: Final = frozenset({408, 412, 416, 425, 429, 500, 502, 503, 504})
 """They mean the same whoever asks in which way."""
 
+_RANGE: Final = re.compile(r"(\d+)-\d+/(\d+)")
 _CODE: Final = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
 
 
@@ -43,6 +46,15 @@ class SignedUrl(NamedTuple):
 
     url: str
     transport: BodyTransport
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A URL that is used again; ``made_seconds`` is by the monotonic clock."""
+
+    made_seconds: float
+    signed: SignedUrl
+    has_worked: bool = False
 
 
 async def sign(s3: Any, arguments: dict[str, Any]) -> SignedUrl | None:
@@ -87,7 +99,7 @@ class DirectReads:
     def __init__(self, place: str) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._urls: dict[str, tuple[float, SignedUrl]] = {}
+        self._urls: dict[str, _Kept] = {}
         self._refusals = 0
 
     def get(
@@ -104,9 +116,10 @@ class DirectReads:
 
         ``make_url`` signs a URL for a key, see `sign`.
         """
-        signed = self._url(key, make_url)
-        if signed is None:
+        kept = self._url(key, make_url)
+        if kept is None:
             return None
+        signed = kept.signed
         receiver = Receiver(inflow)
         headers = {"Range": f"bytes={begin}-{begin + inflow.size_bytes - 1}"}
         if etag:
@@ -118,39 +131,47 @@ class DirectReads:
         except CalledOff as error:
             raise RequestError(Failure.PASSING, "called off") from error
         except (OSError, http.client.HTTPException) as error:
-            self._forget(key)
-            is_final = isinstance(error, ssl.SSLCertVerificationError)
+            with self._lock:
+                self._forget(key, kept)
+            is_final = isinstance(error, ssl.SSLCertVerificationError | FileNotFoundError)
             kind = Failure.FINAL if is_final else Failure.PASSING
             raise RequestError(kind, f"{type(error).__name__}: {error}") from error
         info = self._understood(key, answer, begin, receiver)
-        if info is None:
-            self._forget(key)
-        with self._lock:
-            self._refusals = 0 if info is not None else self._refusals + 1
+        self._learn(key, kept, answer.status, is_good=info is not None)
         return info
 
-    def _forget(self, key: str) -> None:
+    def _learn(self, key: str, kept: _Kept, status: int, *, is_good: bool) -> None:
         with self._lock:
-            self._urls.pop(key, None)
+            if is_good:
+                kept.has_worked, self._refusals = True, 0
+                return
+            self._forget(key, kept)
+            if not kept.has_worked and status != http.client.NOT_FOUND:
+                self._refusals += 1
 
-    def _url(self, key: str, make_url: Callable[[str], SignedUrl | None]) -> SignedUrl | None:
+    def _forget(self, key: str, kept: _Kept) -> None:
+        """With the lock held; another thread may have a newer one by now."""
+        if self._urls.get(key) is kept:
+            del self._urls[key]
+
+    def _url(self, key: str, make_url: Callable[[str], SignedUrl | None]) -> _Kept | None:
         with self._lock:
-            made, signed = self._urls.get(key, (0.0, None))
+            kept = self._urls.get(key)
             if self._refusals >= _REFUSALS:
                 return None
         now = time.monotonic()
-        if signed is not None and now - made < _USED_SECONDS:
-            return signed
+        if kept is not None and now - kept.made_seconds < _USED_SECONDS:
+            return kept
         signed = make_url(key)
         with self._lock:
             if signed is None:
                 self._refusals = _REFUSALS
                 return None
             self._urls.pop(key, None)
-            self._urls[key] = now, signed
+            kept = self._urls[key] = _Kept(now, signed)
             if len(self._urls) > _KEPT_URLS:
                 del self._urls[next(iter(self._urls))]
-        return signed
+        return kept
 
     def _understood(self, key: str, answer: Answer, begin: int, receiver: Receiver) -> ObjectInfo | None:
         status, headers = answer.status, answer.headers
@@ -159,16 +180,24 @@ class DirectReads:
             error = {"Code": code.group(1).decode()} if code else {}
             metadata = {"HTTPStatusCode": status, "HTTPHeaders": headers}
             raise answered({"Error": error, "ResponseMetadata": metadata}, self._place)
-        total = headers.get("content-range", "").rpartition("/")[2]
-        if status != http.client.PARTIAL_CONTENT or not total.isdecimal():
+        got = range_of(headers.get("content-range", ""))
+        if status != http.client.PARTIAL_CONTENT or got is None:
             return None
-        size = int(total)
+        first, size = got
         if size < begin + receiver.size_bytes:
             raise RequestError(Failure.RANGE, f"the object has {size} bytes")
+        if first != begin:  # of a cache on the way: the bytes have come, and are others
+            raise RequestError(Failure.PASSING, f"bytes from {first} on came instead of {begin}")
         if not receiver.is_filled:
             told = headers.get("content-length", "an unknown number of")
             raise RequestError(Failure.PASSING, f"the body had {told} bytes instead of {receiver.size_bytes}")
         return ObjectInfo(key, size, _seconds(headers.get("last-modified", "")), headers.get("etag", ""))
+
+
+def range_of(content_range: str) -> tuple[int, int] | None:
+    """(first byte, bytes of the whole object) of the header Content-Range; None where it does not tell."""
+    match = _RANGE.search(content_range)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _seconds(date: str) -> float:

@@ -41,13 +41,16 @@ _SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: 
 def request_error(error: BaseException, bucket: str) -> RequestError:
     """``error`` of one attempt as a `RequestError`; its text never has credentials."""
     from aiohttp import ClientError as HttpError
+    from aiohttp import TooManyRedirects
     from botocore import exceptions, parsers
 
     if isinstance(error, exceptions.ClientError):
         return answered(error.response, bucket)
     if isinstance(error, exceptions.SSLError) and _NOT_TRUSTED in str(error):
         return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
-    if isinstance(error, RecursionError) or _is_loop(error):
+    if isinstance(_inner(error), FileNotFoundError):  # of certificates; the network has no such error
+        return RequestError(Failure.FINAL, f"{type(error).__name__}: {error}")
+    if isinstance(error, RecursionError) or isinstance(_inner(error), TooManyRedirects):
         # botocore asks for the bucket's region, is redirected, asks for the region, ...
         return _elsewhere(bucket, "redirected again and again")
     passing = (
@@ -93,13 +96,11 @@ def answered(response: Mapping[str, Any], bucket: str) -> RequestError:
     return RequestError(Failure.FINAL, text)
 
 
-def _is_loop(error: BaseException) -> bool:
-    """Whether the HTTP client was redirected too often; botocore hides that in an error of its own."""
-    from aiohttp import TooManyRedirects
+def _inner(error: BaseException) -> object:
+    """What the HTTP client raised; botocore hides some of that in errors of its own."""
     from botocore.exceptions import HTTPClientError
 
-    inner = error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
-    return isinstance(inner, TooManyRedirects)
+    return error.kwargs.get("error") if isinstance(error, HTTPClientError) else error
 
 
 def _elsewhere(bucket: str, text: str, region: object = None, endpoint: object = None) -> RequestError:

@@ -9,12 +9,16 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from dcp.storage.stores.base import Views
+from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.http_bodies import BodyTransport, CalledOff, Receiver
+from dcp.storage.stores.objects.s3_direct import DirectReads, SignedUrl
 from dcp.storage.stores.objects.s3_session import _tls
 from tests.support.receivers import CERTIFICATES
 
@@ -333,3 +337,82 @@ def test_a_closed_transport_asks_nobody() -> None:
         with pytest.raises(ConnectionAbortedError):
             transport.get(server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
         assert len(server.heads) == 1
+
+
+def test_a_slow_line_is_not_a_trickle() -> None:
+    """A large body may take as long as a line that many share needs for it."""
+
+    def reply(connection: socket.socket, _: int) -> None:
+        data = _whole(_BODY * 8)
+        connection.sendall(data[: 3 << 19])
+        server.let_go.wait(4.0)
+        connection.sendall(data[3 << 19 :])
+
+    with _Server(reply) as server, _transport() as transport:
+        data, receiver = _memory(8 * len(_BODY))
+        transport.get(server.url, {}, receiver, limit_seconds=2.5)
+        assert receiver.is_filled and data == _BODY * 8
+
+
+def test_who_waits_for_a_thread_is_not_late() -> None:
+    """Only a request under way takes its time."""
+
+    def reply(connection: socket.socket, number: int) -> None:
+        if number == 0:
+            server.let_go.wait(3.0)
+        connection.sendall(_whole())
+
+    with _Server(reply) as server, _transport(threads=1) as transport, ThreadPoolExecutor(1) as other:
+        first = other.submit(transport.get, server.url, {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+        while not server.heads:
+            time.sleep(0.01)
+        receiver = _memory()[1]
+        transport.get(server.url, {}, receiver, limit_seconds=2.0)
+        assert receiver.is_filled and first.result(_HANG_SECONDS).status == 206
+
+
+def test_a_long_error_in_chunks_is_cut_too() -> None:
+    """What is left of it is not taken for the answer to the next request."""
+    long = b"x" * ((1 << 20) + 10)
+    chunks = f"{len(long):x}\r\n".encode() + long + b"\r\n0\r\n\r\n"
+    answers = [b"HTTP/1.1 503 Oh\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks, _whole()]
+    with _Server(lambda connection, n: connection.sendall(answers[n])) as server, _transport() as transport:
+        receiver = _memory()[1]
+        answer = transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+        assert answer.status == 503 and len(answer.body) == 1 << 20
+        transport.get(server.url, {}, receiver, limit_seconds=_HANG_SECONDS)
+        assert receiver.is_filled and server.connections == 2
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_addresses_of_ipv6_need_no_port(monkeypatch: pytest.MonkeyPatch, scheme: str, port: int) -> None:
+    """The scheme's is taken, and not the end of the address."""
+    asked: list[object] = []
+
+    def refuse(address: object, *_: object) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with _transport() as transport, pytest.raises(ConnectionRefusedError):
+        transport.get(f"{scheme}://[fd00::5]/key", {}, _memory()[1], limit_seconds=_HANG_SECONDS)
+    assert asked == [("fd00::5", port)]
+
+
+@pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
+def test_other_bytes_than_those_asked_for_are_an_error(told: str) -> None:
+    """A cache on the way that answers with another range: nothing else would tell where nothing is hashed."""
+    answer = _whole(b"0123456789").replace(b"ETag", f"Content-Range: {told}\r\nETag".encode())
+    with _Server(lambda connection, _: connection.sendall(answer)) as server, _transport() as transport:
+        reads, (data, receiver) = DirectReads("bucket"), _memory(10)
+        get = partial(
+            reads.get, "key", 50, receiver.inflow, etag=None, limit_seconds=_HANG_SECONDS,
+            make_url=lambda _: SignedUrl(server.url, transport),
+        )  # fmt: skip
+        if told.startswith("bytes 50"):
+            info = get()
+            assert info is not None and (info.size_bytes, bytes(data)) == (100, b"0123456789")
+            return
+        with pytest.raises(RequestError, match="from 0 on came instead of 50") as other:
+            get()
+        assert other.value.kind is Failure.PASSING
