@@ -6,6 +6,7 @@ service or the formats does not pay for torch.
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -161,12 +162,23 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            value = getattr(import_module(_HOMES[name]), name)
+            value = getattr(_imported(_HOMES[name]), name)
             globals()[name] = value
             return value
         if name in _SUBMODULES:
-            return import_module(f"dcp.{name}")
+            return _imported(f"dcp.{name}")
         raise AttributeError(f"module 'dcp' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"{module} needs torch: pip install 'dcphub[torch]'", name="torch"
+        ) from error
 
 
 def __dir__() -> list[str]:

@@ -11,12 +11,14 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 
+from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.planners.save_planner import DefaultSavePlanner
 
 __all__ = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "_EmptyStateDictLoadPlanner",
     "create_default_global_load_plan",
     "create_default_global_save_plan",
     "create_default_local_load_plan",

@@ -1,5 +1,37 @@
-"""What ``torch.distributed.checkpoint.quantized_hf_storage`` has: torch's own for now."""
+"""What ``torch.distributed.checkpoint.quantized_hf_storage`` has: torch's reader, with truer metadata."""
 
-from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch import Size
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.quantized_hf_storage import (
+    QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
+)
 
 __all__ = ["QuantizedHuggingFaceStorageReader"]
+
+
+class QuantizedHuggingFaceStorageReader(TorchQuantizedReader):
+    """torch's reader of Hugging Face folders with block-quantized weights; it gives them in ``target_dtype``.
+
+    torch's metadata tell of the quantized bytes, of MXFP4 even boxes of another dimension than the tensor's.
+    Here they tell of what the reader gives, so that it fits a state dict of ``target_dtype``.
+    """
+
+    def read_metadata(self) -> Metadata:
+        """As torch's, with dtype and boxes of the weights as they are given out."""
+        metadata: Metadata = super().read_metadata()
+        for fqn, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata) or not self._is_tensor_quantized(fqn):
+                continue
+            entry.properties.dtype = self.target_dtype
+            stored = entry.chunks[0]
+            if len(stored.sizes) != len(entry.size):
+                whole = ChunkStorageMetadata(Size([0] * len(entry.size)), entry.size)
+                entry.chunks = [whole]
+                place = metadata.storage_data.pop(MetadataIndex(fqn, stored.offsets))
+                metadata.storage_data[MetadataIndex(fqn, whole.offsets)] = place
+        return metadata

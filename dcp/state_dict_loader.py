@@ -20,11 +20,12 @@ from dcp.failures import causes_of, is_damage
 from dcp.planners import load_planner
 from dcp.planners.boxes import row_products
 from dcp.planners.columns import LoadColumns
+from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner
 from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
 from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches
 from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
-from dcp.stateful_values import is_stateful
+from dcp.stateful_values import check_top_level, is_stateful
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
@@ -140,6 +141,7 @@ def _load_top_level(
     progress: bool | ProgressCallback | None,
 ) -> LoadReport:
     """Load into the states of `Stateful` objects, and give them back to those that got something."""
+    check_top_level(state_dict)
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     selection = Selection.of(ours.only, ours.exclude) if ours is not None else None
     keys = sorted(state_dict, key=str)  # all ranks in one order, because state_dict() may run collectives
@@ -178,10 +180,41 @@ def load_state_dict(
 ) -> None:
     """`load` as it was called before torch 2.2; `Stateful` values are not asked for their state."""
     storage_reader.reset()
+    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+
+
+def _load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """`load` without a look at `Stateful` values: torch's function for a planner that fills an empty dict."""
     alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
     _load(lambda: state_dict, storage_reader, ranks, planner)
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """What the checkpoint has under ``keys`` and below them, or all of it: a new state dict on the CPU of
+    each rank."""
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state,
+        choose_reader(storage_reader, checkpoint_id),
+        process_group,
+        planner=EmptyStateLoadPlanner(keys={keys} if isinstance(keys, str) else keys),
+    )
+    return state
 
 
 def _planner_options(planner: LoadPlanner, **options: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -141,7 +141,7 @@ def async_save(
     """
     from dcp.background.session import default_session  # only here: sessions drain at exit
 
-    if async_stager is None and isinstance(storage_writer, AsyncStager):
+    if async_stager is None and _stages_itself(storage_writer):
         async_stager = storage_writer  # as torch does for storages from before there were stagers
     session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
     if isinstance(storage_writer, FileSystemWriter):
@@ -212,6 +212,13 @@ def _save(
             cache=cache,
         ).run()
     return object_steps.save(state, writer, ranks, planner, use_collectives=use_collectives)
+
+
+def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:
+    """Whether ``writer`` has a way to stage: ours have torch's, which ours takes the place of."""
+    if isinstance(writer, FileSystemWriter):
+        return "stage" in vars(writer) or type(writer).stage is not FileSystemWriter.stage
+    return isinstance(writer, AsyncStager)
 
 
 def _cache_for(writer: StorageWriter | None, planner: SavePlanner | None) -> PlanCache | None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["is_stateful", "stateful_to_plain"]
+from dcp.storage.errors import PlanError
+
+__all__ = ["check_top_level", "is_stateful", "stateful_to_plain"]
 
 _PLAIN_TYPES = frozenset({dict, list, tuple, str, bytes, int, float, bool, type(None)})
 
@@ -22,12 +24,27 @@ def is_stateful(value: Any) -> bool:
     return _may_be_stateful(type(value)) and isinstance(value, Stateful)
 
 
+def check_top_level(state_dict: Any) -> None:
+    """Raise PlanError for what has no entries: a module, an optimizer, a list."""
+    if isinstance(state_dict, Mapping) or hasattr(state_dict, "items"):
+        return
+    name = type(state_dict).__name__
+    way = (
+        f'put the {name} into one, {{"model": ...}}' if is_stateful(state_dict) else "give names to its parts"
+    )
+    raise PlanError(f"a state dict is wanted, a dict by names, not a {name}: {way}")
+
+
 def _may_be_stateful(cls: type) -> bool:
     return cls not in _PLAIN_TYPES and not issubclass(cls, torch.Tensor)
 
 
 def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with what each `Stateful` of the top level gives as its state."""
+    """``state_dict`` with what each `Stateful` of the top level gives as its state.
+
+    Raises PlanError for what is no dict.
+    """
+    check_top_level(state_dict)
     if not any(map(_may_be_stateful, set(map(type, state_dict.values())))):
         return dict(state_dict)
     return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}

@@ -25,6 +25,7 @@ def choose_reader(
 ) -> StorageReader:
     """``reader``, pointed at ``checkpoint_id`` if given; or the one of ours that can read the id."""
     if reader is not None:
+        _refuse_place(reader, "storage_reader")
         _refuse_options(storage_options, reader, "storage_reader")
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)
@@ -40,6 +41,7 @@ def choose_writer(
 ) -> StorageWriter:
     """``writer``, pointed at ``checkpoint_id`` if given; or the one of ours that can write the id."""
     if writer is not None:
+        _refuse_place(writer, "storage_writer")
         _refuse_options(storage_options, writer, "storage_writer")
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)
@@ -62,6 +64,15 @@ def refuse_user_metadata(writer: StorageWriter, user_metadata: Mapping[str, Any]
     if user_metadata and not isinstance(writer, FileSystemWriter):
         raise CheckpointError(
             f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
+        )
+
+
+def _refuse_place(storage: object, argument: str) -> None:
+    # The second positional argument is the storage, as it was before torch 2.2; a place is easily put there.
+    if isinstance(storage, str | os.PathLike):
+        raise CheckpointError(
+            f"{os.fspath(storage)!r} was given as the {argument}; give a place by its name: "
+            f"checkpoint_id={os.fspath(storage)!r}"
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -40,15 +41,16 @@ _TWO_FILES_ABOVE_BYTES = 64 << 20
 fast."""
 
 
-class FileSystemWriter(StorageWriter):
+class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     """Writes checkpoints to a local folder (or any other place `dcp.storage.stores.open_store` knows).
 
     The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files``
     makes data and commit durable before a save returns. ``thread_count`` is a lower bound for the files
     (and threads) a rank writes; without fsync a large share is written as two files anyway.
-    ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` and
-    ``cache_staged_state_dict`` are accepted for compatibility. ``torch_compatible=False`` leaves out
-    `.metadata` and the torch.save container of each tensor: smaller, and not loadable by stock torch.
+    ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` is accepted for
+    compatibility. As torch's it is a stager, too, and ``cache_staged_state_dict`` is for that: but
+    `dcp.async_save` stages in its own way, or by the ``stage`` of a subclass. ``torch_compatible=False``
+    leaves out `.metadata` and the torch.save container of each tensor: smaller, not loadable by stock torch.
     ``overwrite=False`` refuses an id that has a checkpoint. ``open_store`` makes the store of a path: give
     another one for a storage of your own, or for options such as ``partial(PosixStore, direct_io=False)``.
 
@@ -71,7 +73,7 @@ class FileSystemWriter(StorageWriter):
         torch_compatible: bool = True,
         open_store: OpenStore = open_store,
     ) -> None:
-        super().__init__()
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
             raise PlanError(
                 "stream extensions are torch's experiment and would hide the payloads' bytes; give "
@@ -87,7 +89,6 @@ class FileSystemWriter(StorageWriter):
         self.sync_files = sync_files
         self.thread_count = max(1, thread_count)
         self.per_thread_copy_ahead = per_thread_copy_ahead
-        self.cache_staged_state_dict = cache_staged_state_dict
         self.overwrite = overwrite
         self.torch_compatible = torch_compatible
         self.open_store = open_store

@@ -20,7 +20,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("async_save", "save", "save_state_dict"),
         ("AsyncCheckpointerType", "AsyncSaveResponse"),
     ),
-    "state_dict_loader": (("load", "load_state_dict"), ()),
+    "state_dict_loader": (("load", "load_state_dict", "_load_state_dict", "_load_state_dict_from_keys"), ()),
     "staging": (("BlockingAsyncStager", "DefaultStager"), ("AsyncStager", "StagingOptions")),
     "stateful": ((), ("Stateful", "StatefulT")),
     "storage": ((), ("StorageReader", "StorageWriter", "WriteResult")),
@@ -89,7 +89,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": ((), ("load_sharded_optimizer_state_dict",)),
     "logger": ((), ("_dcp_logger", "_dcp_method_logger")),
     "hf_storage": (("HuggingFaceStorageReader",), ("HuggingFaceStorageWriter",)),
-    "quantized_hf_storage": ((), ("QuantizedHuggingFaceStorageReader",)),
+    "quantized_hf_storage": (("QuantizedHuggingFaceStorageReader",), ()),
     "_fsspec_filesystem": (("FsspecReader", "FsspecWriter"), ()),
 }
 
@@ -126,7 +126,7 @@ METHODS = {
     "_fsspec_filesystem.FsspecWriter": "write_data finish reset storage_meta validate_checkpoint_id",
     "filesystem.FileSystemWriter": (
         "set_up_storage_writer prepare_local_plan prepare_global_plan write_data finish reset storage_meta "
-        "validate_checkpoint_id"
+        "validate_checkpoint_id stage synchronize_staging close"
     ),
 }
 

@@ -147,7 +147,7 @@ def _without_store(writer: FileSystemWriter) -> Any:
     """How to pickle a writer: without what belongs to the save that it did last."""
     reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-        state = dict(reduced[2], _store=None, _previous=None, index=None)
+        state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
         return (*reduced[:2], state, *reduced[3:])
     return reduced
 

@@ -89,7 +89,9 @@ class DefaultStager(TorchDefaultStager):
         self._arenas = arenas
         self._turns: deque[Slot] = deque()
         self._staged: Future[dict[str, Any]] | None = None
-        self._asynchronous = self._config.use_async_staging and torch.accelerator.is_available()
+        # where torch's stager works without an accelerator, callers expect the future that it gives them
+        works_in_torch = torch.accelerator.is_available() or not self._config.use_non_blocking_copy
+        self._asynchronous = self._config.use_async_staging and works_in_torch
         self._background: ThreadPoolExecutor | None = None
         self._closed = False
 

@@ -131,6 +131,17 @@ def test_buffers_are_used_again_and_copies_without_a_cache_are_not() -> None:
         assert torch.equal(second["w"], state["w"])
 
 
+def test_async_staging_gives_a_future_where_torchs_does() -> None:
+    """Without an accelerator torch's stager takes ``use_async_staging`` only without non-blocking copies."""
+    options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False)
+    for made in (torch_staging.DefaultStager(options), DefaultStager(options)):
+        w = torch.arange(3.0)
+        staged = made.stage({"w": w})
+        assert isinstance(staged, Future)
+        assert staged.result(240)["w"].tolist() == [0, 1, 2]
+        made.close()
+
+
 def test_results_of_a_stager_with_two_arenas_take_turns() -> None:
     """The result of the call before stays valid, so that a save under way is not overwritten."""
     stager = DefaultStager(arenas=2)

@@ -1,0 +1,65 @@
+"""What is easily given in the wrong place is an error that says where it belongs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp
+
+
+def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
+    """Save, asynchronous save and load say so, and what to do."""
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(dcp.PlanError, match="not a Linear: put the Linear into one"):
+        dcp.save(module, checkpoint_id=tmp_path / "a", no_dist=True)
+    future = dcp.async_save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
+    with pytest.raises(dcp.PlanError, match="not a Linear"):
+        future.result(240)
+    with pytest.raises(dcp.PlanError, match="not a list: give names"):
+        dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save({"model": module}, checkpoint_id=tmp_path / "b", no_dist=True)
+    with pytest.raises(dcp.PlanError, match="not a Linear: put the Linear into one"):
+        dcp.load(module, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert not (tmp_path / "a" / ".metadata").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The argument order")
+def test_a_path_is_no_storage(tmp_path: Path) -> None:
+    """The second positional argument is the storage, as before torch 2.2."""
+    with pytest.raises(dcp.CheckpointError, match=f"checkpoint_id='{tmp_path}'"):
+        dcp.save({"a": torch.ones(2)}, str(tmp_path))
+    with pytest.raises(dcp.CheckpointError, match=f"as the storage_reader.*checkpoint_id='{tmp_path}'"):
+        dcp.load({"a": torch.ones(2)}, tmp_path)
+    with pytest.raises(dcp.CheckpointError, match="as the storage_writer"):
+        dcp.async_save({"a": torch.ones(2)}, storage_writer=str(tmp_path))  # type: ignore[arg-type]
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    """`dcp.save` without the extra says what to install; the names that need no torch are there."""
+    program = """
+        import sys
+
+        class NotInstalled:
+            @staticmethod
+            def find_spec(name, path, target=None):
+                if name == "torch":
+                    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+        sys.meta_path.insert(0, NotInstalled)
+        import dcp
+        assert dcp.CheckpointError and dcp.open_index and not hasattr(dcp, "no such name")
+        try:
+            dcp.save
+        except ModuleNotFoundError as error:
+            assert "pip install 'dcphub[torch]'" in str(error), error
+        else:
+            raise AssertionError
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
