@@ -37,6 +37,9 @@ __all__ = ["Purge", "PurgeParams", "purge_dedup_key"]
 
 _INDEX_ENDING: Final = ".safetensors.index.json"
 
+_Weight = tuple[str, int, float]
+"""Name, size in bytes, time of the last change: which content of a file is meant, as far as that shows."""
+
 
 class PurgeParams(Parameters):
     """The checkpoint, which is deleted; without ``now`` its grace must be over."""
@@ -172,8 +175,8 @@ def _remove_commit(place: Place, subject: Subject) -> Removed:
     return remove_checkpoint(place.store, time.time(), is_meant=is_meant)
 
 
-def _weights(place: Place, subject: Subject) -> list[tuple[str, int]] | None:
-    """Names and sizes of the files of weights without a commit, the index first; none if others are there.
+def _weights(place: Place, subject: Subject) -> list[_Weight] | None:
+    """The files of weights without a commit, the index first; none if others are there.
 
     None: it has a commit, or had one.
     """
@@ -195,7 +198,11 @@ def _weights(place: Place, subject: Subject) -> list[tuple[str, int]] | None:
     except CheckpointFormatError:  # which is why it was deleted
         names = [info.name for info in marks]
     indexes = [name for name in listing if name.endswith(_INDEX_ENDING)] if place.file is None else []
-    return [(name, listing[name].size_bytes) for name in dict.fromkeys([*indexes, *names]) if name in listing]
+    return [_weight(listing[name]) for name in dict.fromkeys([*indexes, *names]) if name in listing]
+
+
+def _weight(info: FileInfo) -> _Weight:
+    return info.name, info.size_bytes, info.modified_seconds
 
 
 def _is_older(marks: Sequence[FileInfo], subject: Subject) -> bool:
@@ -204,14 +211,20 @@ def _is_older(marks: Sequence[FileInfo], subject: Subject) -> bool:
     return subject.deleted_seconds is not None and newest <= subject.deleted_seconds
 
 
-def _remove_files(store: Store, files: Sequence[tuple[str, int]]) -> Removed:
-    """The first one on its own: without the index nothing loads that is not whole any more."""
+def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
+    """The first one on its own: without the index nothing loads that is not whole any more.
+
+    What was written since the job was planned stays: the next export has the same names and sizes.
+    """
     from dcp.manager.removal import Removed
 
-    there = {info.name: info.size_bytes for info in store.list()}
-    gone = [name for name, size in files if there.get(name) == size]
+    there = {info.name: info for info in store.list()}
+    gone = [
+        weight[0] for weight in files if weight[0] in there and _weight(there[weight[0]]) == tuple(weight)
+    ]
     if not gone:  # an attempt before this one has come so far, and perhaps removed the folder
-        return Removed("deleted", left=tuple(there))
+        is_replaced = any(weight[0] in there for weight in files)
+        return Removed("replaced" if is_replaced else "deleted", left=tuple(there))
     for name in gone[:1]:
         store.delete(name)
     store.sync()
@@ -219,4 +232,4 @@ def _remove_files(store: Store, files: Sequence[tuple[str, int]]) -> Removed:
         raise error
     store.remove_root()
     left = tuple(info.name for info in store.list())
-    return Removed("deleted", len(gone), sum(there[name] for name in gone), left)
+    return Removed("deleted", len(gone), sum(there[name].size_bytes for name in gone), left)

@@ -212,6 +212,26 @@ def test_a_purge_that_is_lost_is_finished(key: str, runs: KindRuns, tmp_path: Pa
     assert runs.row("main", key).state == "purged"
 
 
+@pytest.mark.parametrize("key", ["run/model-7.pt", "run/one-8.safetensors", "run/shards-9"])
+def test_an_export_of_the_same_size_stays(key: str, runs: KindRuns, tmp_path: Path) -> None:
+    """Written between the plan of a purge and its work, or its next attempt: other bytes, all else alike."""
+    number = delete(runs, key)
+    job_id = runs.submit("purge", checkpoint_id=number)
+    made = runs.claim()
+    assert made is not None and made.phase == "plan"
+    runs.complete(made, runs.carry_out(made))
+    path = tmp_path / "main" / key
+    files = {file: file.read_bytes() for file in (path.iterdir() if path.is_dir() else [path])}
+    time.sleep(0.05)
+    for file, data in files.items():
+        file.write_bytes(data)
+    runs.drain()
+    job = runs.job(job_id)
+    assert job.state == "succeeded" and job.result is not None and job.result["outcome"] == "replaced"
+    assert {file: file.read_bytes() for file in files} == files
+    assert runs.row("main", key).state == "vanished"  # until a scan finds the new one
+
+
 def test_a_root_that_is_only_read(runs: KindRuns) -> None:
     """Nothing of it is deleted, nor purged."""
     number = delete(runs, "run/step-5")
