@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from sqlalchemy import Connection
 
 from dcp.server.catalog import queries
 from dcp.server.catalog.details import get_checkpoint as find_checkpoint
 from dcp.server.dependencies import Caller, Db, ServiceDep, requires
-from dcp.server.scanning.registering import register
+from dcp.server.once import OnceDep
+from dcp.server.scanning.registering import observe
 from dcp.server.schemas.checkpoints import (
     CheckpointAnswer,
     CheckpointDetailAnswer,
@@ -46,21 +48,26 @@ def list_checkpoints(
 
 @router.post("", dependencies=[requires("write")], responses=_REGISTERED | problems(404, 409, 410))
 def register_checkpoint(
-    body: NewRegistration, service: ServiceDep, caller: Caller, request: Request, response: Response
+    body: NewRegistration,
+    service: ServiceDep,
+    caller: Caller,
+    once: OnceDep,
+    request: Request,
+    response: Response,
 ) -> RegisteredAnswer:
     """Look at a checkpoint now, instead of at the next scan. Saying it twice changes nothing."""
-    found = register(
-        service.database,
-        service.roots,
-        body.registration,
-        actor=caller.name,
-        visible=caller.roots,
-        clock=service.clock,
+    write = observe(
+        service.roots, body.registration, actor=caller.name, visible=caller.roots, clock=service.clock
     )
-    response.status_code = 201 if found.is_new else 200
-    if found.id is not None:
-        response.headers["Location"] = f"{request.url.path}/{found.id}"
-    return RegisteredAnswer.of(found)
+
+    def act(connection: Connection) -> RegisteredAnswer:
+        found = write(connection)
+        response.status_code = 201 if found.is_new else 200
+        if found.id is not None:
+            response.headers["Location"] = f"{request.url.path}/{found.id}"
+        return RegisteredAnswer.of(found)
+
+    return once(act)
 
 
 @router.get(

@@ -11,9 +11,12 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
+
+from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts
@@ -25,7 +28,7 @@ from dcp.server.scanning.reading import Reader
 from dcp.server.scanning.walk import Candidate, classify
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["Registered", "Registration", "look_at", "register", "resolve"]
+__all__ = ["Registered", "Registration", "look_at", "observe", "register", "resolve"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
@@ -70,28 +73,46 @@ def register(
     visible: frozenset[str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Registered:
-    """Read what is there, and write it to the catalog.
+    """Read what is there, and write it to the catalog: `observe`, and a transaction of its own."""
+    return database.transact(observe(roots, registration, actor=actor, visible=visible, clock=clock))
+
+
+def observe(
+    roots: Roots,
+    registration: Registration,
+    *,
+    actor: str,
+    visible: frozenset[str] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Callable[[Connection], Registered]:
+    """Read what is there; what is returned writes it to the catalog, in a writing transaction.
 
     Raises NotFoundError for a root that is not there (or not ``visible``) and where nothing is, ConflictError
     where nothing is committed (the trainer may ask again), UnprocessableError for a key that is not clean,
     UnavailableError where the storage does not answer, and the catalog's errors.
     """
     root, key = resolve(roots, registration, visible)
+    observed = clock()  # before the look: what appears while it looks must not count as gone
     facts = look_at(root, key, clock=clock)
     if registration.deleted and facts is None:
-        observed = clock()
-        database.transact(
-            lambda connection: mark_vanished(connection, root.name, [key], observed_seconds=observed)
-        )
-        return Registered(None, root.name, key, is_new=False, is_present=False)
+
+        def forget(connection: Connection) -> Registered:
+            mark_vanished(connection, root.name, [key], observed_seconds=observed)
+            return Registered(None, root.name, key, is_new=False, is_present=False)
+
+        return forget
     if facts is None:
         raise NotFoundError(f"there is no checkpoint in the storage of root {root.name} under that key")
     if facts.state == "incomplete" and not registration.deleted:
         raise ConflictError(f"nothing is committed in root {root.name} under that key, only data of a save")
     if facts.state == "committed" and not registration.deleted:
         facts = _labelled(facts, registration)
-    row = database.transact(lambda connection: upsert_checkpoint(connection, facts, actor=actor))
-    return Registered(row.id, root.name, key, row.is_new, facts.state == "committed", facts.save_id)
+    return partial(_write, facts=facts, actor=actor)
+
+
+def _write(connection: Connection, facts: CheckpointFacts, actor: str) -> Registered:
+    row = upsert_checkpoint(connection, facts, actor=actor)
+    return Registered(row.id, facts.root, facts.key, row.is_new, facts.state == "committed", facts.save_id)
 
 
 def _labelled(facts: CheckpointFacts, registration: Registration) -> CheckpointFacts:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 from dcp.server.database import tables
 from dcp.server.security.idempotency import TAKEN_SECONDS
 from tests.support.app import App, running_app
+from tests.support.catalog_roots import write_manifest
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.crashing import Instant, die_in_post
 from tests.support.databases import MakeDatabase
@@ -34,13 +35,16 @@ POSTS: dict[str, tuple[str, Any]] = {
     "test": ("/webhooks/1/test", None),
     "redeliver": ("/webhooks/1/deliveries/1/redeliver", None),
     "run": ("/retention/policies/1/run", None),
+    "register": ("/checkpoints", {"root": "main", "key": "trained/step-3"}),
 }
 
 
 @pytest.fixture
 def app(make_database: MakeDatabase, tmp_path: Path) -> Iterator[App]:
-    """With a checkpoint, a deleted one, a job, a cancelled one, a webhook with a delivery, and a policy."""
+    """With a checkpoint, a deleted one, one that nobody has told of, a job, a cancelled one, a webhook with a
+    delivery, and a policy."""
     with running_app(make_database(), tmp_path, auth="off") as running:
+        write_manifest(tmp_path / "main" / "trained" / "step-3")
         for number in (1, 2):
             add_checkpoint(running.service.database, f"run/step-{number}")
         post = running.base.post

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,27 @@ def test_a_deletion(database: Database, roots: Roots, tmp_path: Path) -> None:
     assert not gone.is_present
     assert rows(database)["run/step-1"]["state"] == "vanished"
     assert say(database, roots, "run/step-2", deleted=True).id is None
+
+
+def test_a_deletion_beside_a_new_save(database: Database, roots: Roots, tmp_path: Path) -> None:
+    """What is saved and registered anew while somebody looks, and finds nothing, is not marked as gone."""
+    folder = tmp_path / "main" / "run" / "step-1"
+    write_manifest(folder)
+    say(database, roots, "run/step-1")
+    shutil.rmtree(folder)
+    times = count(time.time() + 10.0)
+
+    def clock() -> float:
+        """Whenever the deletion asks for the time, the new save has just been told of."""
+        write_manifest(folder, save_id="0000beef")
+        register(database, roots, saved, actor="key:other", clock=lambda: next(times))
+        return next(times)
+
+    saved = Registration(root="main", key="run/step-1")
+    gone = Registration(root="main", key="run/step-1", deleted=True)
+    assert register(database, roots, gone, actor="key:trainer", clock=clock).is_present
+    row = rows(database)["run/step-1"]
+    assert (row["state"], row["save_id"]) == ("committed", "0000beef")
 
 
 def test_a_damaged_one_is_noted(database: Database, roots: Roots, tmp_path: Path) -> None:
