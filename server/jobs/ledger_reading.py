@@ -36,7 +36,8 @@ class JobFilter:
 
 
 def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
-    """The job; raises NotFoundError also where its root, or its checkpoint's, is not ``visible``."""
+    """The job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
+    ``visible``."""
     job = find_job(connection, job_id, visible)
     if job is None:
         raise NotFoundError(f"there is no job {job_id}")
@@ -107,7 +108,14 @@ def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
         return []
     names = sorted(visible)
     root_ids = select(roots.c.id).where(roots.c.name.in_(names)).scalar_subquery()
-    inside = select(checkpoints.c.id).where(
-        checkpoints.c.id == jobs.c.checkpoint_id, checkpoints.c.root_id.in_(root_ids)
-    )
-    return [and_(roots.c.name.in_(names), or_(jobs.c.checkpoint_id.is_(None), inside.exists()))]
+    inside = select(checkpoints.c.id).where(checkpoints.c.root_id.in_(root_ids))
+    subject = inside.where(checkpoints.c.id == jobs.c.checkpoint_id).exists()
+    # A difference tells of two checkpoints; the row names the second one only.
+    first = inside.where(checkpoints.c.id == jobs.c.params["a"].as_integer()).exists()
+    return [
+        and_(
+            roots.c.name.in_(names),
+            or_(jobs.c.checkpoint_id.is_(None), subject),
+            or_(jobs.c.kind != "diff", first),
+        )
+    ]

@@ -146,6 +146,22 @@ def test_a_key_sees_the_jobs_of_its_roots(app: App) -> None:
     assert len(app.client("read").get(JOBS).json()["items"]) == 4
 
 
+def test_a_difference_tells_of_both_checkpoints(app: App) -> None:
+    """Who may see one of them only does not see the job, whichever of the two it is."""
+    database = app.service.database
+    ours, theirs = (add_checkpoint(database, "run/step-1", root=root) for root in ("main", "other"))
+    more = add_checkpoint(database, "run/step-2")
+    submitter, both = app.client("read"), app.client("read", roots=["main", "other"])
+    made = []
+    for a, b in ((theirs, ours), (ours, theirs), (more, ours)):
+        body = {"kind": "diff", "params": {"a": a, "b": b}}
+        made.append(submitter.post(JOBS, json=body).json()["id"])
+    client = app.client("read", roots=["main"])
+    assert [job["id"] for job in client.get(JOBS).json()["items"]] == [made[2]]
+    assert [client.get(f"{JOBS}/{number}").status_code for number in made] == [404, 404, 200]
+    assert len(both.get(JOBS).json()["items"]) == len(submitter.get(JOBS).json()["items"]) == 3
+
+
 def test_lists_are_filtered_and_paged(app: App) -> None:
     """By state, kind, root, checkpoint and maker; each page goes on where the last one ended."""
     checkpoint_id = add_checkpoint(app.service.database, "run/step-1")
