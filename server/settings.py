@@ -31,6 +31,7 @@ _HOST_NAME: Final = re.compile(
 )
 
 Seconds = Annotated[float, Field(gt=0)]
+WebhookKey = Annotated[SecretStr, Field(min_length=32, max_length=1024)]
 
 
 class RootSettings(BaseModel):
@@ -97,6 +98,8 @@ class Settings(BaseSettings):
     # -- webhooks --
     webhook_seconds: Seconds = 10.0
     webhook_allow_private: tuple[str, ...] = ()  # networks such as 10.0.0.0/8, and hosts by name
+    webhook_key: WebhookKey | None = None  # seals their secrets in the database
+    webhook_key_before: WebhookKey | None = None  # opens those that are not sealed anew yet
 
     # -- logs --
     log_format: Literal["console", "json"] = "console"
@@ -130,6 +133,8 @@ class Settings(BaseSettings):
                 f"host {self.host} can be reached from elsewhere: set auth=keys (and make one with "
                 "`dcp keys create`), or listen on 127.0.0.1"
             )
+        if self.webhook_key_before is not None and self.webhook_key is None:
+            raise ValueError("webhook_key_before is for secrets that are to be sealed anew: set webhook_key")
         return self
 
     @classmethod

@@ -15,7 +15,7 @@ from dcp.server.automation.rules import list_rules
 from dcp.server.catalog.events import events_after, last_event_id, move_on, position
 from dcp.server.catalog.sql import insert_missing
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import checkpoints, consumers, jobs, schedules
+from dcp.server.database.tables import checkpoints, consumers, jobs, roots, schedules
 from dcp.server.jobs.kinds.purge import Purge, PurgeParams
 from dcp.server.jobs.kinds.retention import retention_spec
 from dcp.server.jobs.kinds.subjects import find_subject
@@ -70,11 +70,13 @@ def _consume(connection: Connection, settings: Settings, now: float) -> tuple[in
     return count, len(found) < _BATCH
 
 
-def is_anything_due(connection: Connection, now: float) -> bool:
+def is_anything_due(connection: Connection, now: float, settings: Settings) -> bool:
     """Whether `submit_due` has anything to do."""
-    if connection.execute(_due_purges(now).limit(1)).first() is not None:
+    writable = _writable(settings)
+    if connection.execute(_due_purges(writable, now).limit(1)).first() is not None:
         return True
-    names = [f"retention:{policy.id}" for policy in list_policies(connection, is_enabled=True)]
+    policies = list_policies(connection, is_enabled=True)
+    names = [f"retention:{policy.id}" for policy in policies if policy.root in writable]
     query = select(func.count()).where(schedules.c.name.in_(names), schedules.c.due_seconds > now)
     return bool(names) and connection.execute(query).scalar_one() < len(names)
 
@@ -86,6 +88,10 @@ def submit_due(database: Database, settings: Settings, now: float) -> int:
             _submit_retention(connection, settings, now) + _submit_purges(connection, settings, now)
         )
     )
+
+
+def _writable(settings: Settings) -> frozenset[str]:
+    return frozenset(name for name, root in settings.roots.items() if not root.readonly)
 
 
 def _is_due(connection: Connection, name: str, interval_seconds: float, now: float) -> bool:
@@ -101,17 +107,18 @@ def _is_due(connection: Connection, name: str, interval_seconds: float, now: flo
 
 def _submit_retention(connection: Connection, settings: Settings, now: float) -> int:
     count = 0
+    writable = _writable(settings)
     for policy in list_policies(connection, is_enabled=True):
-        root = settings.roots.get(policy.root)
-        if root is None or root.readonly:
+        if policy.root not in writable:
             continue
         if _is_due(connection, f"retention:{policy.id}", policy.interval_seconds, now):
             count += submit_or_join(connection, retention_spec(policy, created_by=SYSTEM.name), now)[1]
     return count
 
 
-def _due_purges(now: float) -> Select[Any]:
-    """Those whose grace is over; one whose purge has failed lately is left alone for a while."""
+def _due_purges(writable: frozenset[str], now: float) -> Select[Any]:
+    """Those whose grace is over, of roots that are written to: of the others many may wait for ever, and are
+    not to stand before these. One whose purge has failed lately is left alone for a while."""
     lately = exists().where(
         jobs.c.checkpoint_id == checkpoints.c.id,
         jobs.c.kind == Purge.name,
@@ -120,7 +127,13 @@ def _due_purges(now: float) -> Select[Any]:
     )
     return (
         select(checkpoints.c.id)
-        .where(checkpoints.c.state == "deleted", checkpoints.c.purge_after_seconds <= now, ~lately)
+        .join(roots, roots.c.id == checkpoints.c.root_id)
+        .where(
+            checkpoints.c.state == "deleted",
+            checkpoints.c.purge_after_seconds <= now,
+            roots.c.name.in_(sorted(writable)),
+            ~lately,
+        )
         .order_by(checkpoints.c.id)
         .limit(_MAX_PURGES)
     )
@@ -128,10 +141,8 @@ def _due_purges(now: float) -> Select[Any]:
 
 def _submit_purges(connection: Connection, settings: Settings, now: float) -> int:
     count = 0
-    for number in connection.execute(_due_purges(now)).scalars().all():
+    for number in connection.execute(_due_purges(_writable(settings), now)).scalars().all():
         subject = find_subject(connection, number, state="deleted")
-        root = settings.roots.get(subject.root)
-        if root is not None and not root.readonly:
-            spec = Purge().spec(subject, PurgeParams(checkpoint_id=number), SYSTEM)
-            count += submit_or_join(connection, spec, now)[1]
+        spec = Purge().spec(subject, PurgeParams(checkpoint_id=number), SYSTEM)
+        count += submit_or_join(connection, spec, now)[1]
     return count

@@ -20,7 +20,8 @@ from dcp.server.security.principal import SYSTEM
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due, forget_deliveries
 from dcp.server.webhooks import is_anything_due as is_any_delivery_due
-from dcp.server.webhooks.hooks import forget_previous_secrets
+from dcp.server.webhooks.hooks import forget_previous_secrets, reseal_secrets
+from dcp.server.webhooks.sealing import Sealer
 
 __all__ = ["built_in_schedules"]
 
@@ -44,7 +45,7 @@ def built_in_schedules(settings: Settings) -> Sequence[Schedule]:
         *scans,
         Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
         Schedule("automation", max(1.0, settings.poll_seconds), _consume, has_events),
-        Schedule("due", _DUE_SECONDS, _submit_due, is_anything_due),
+        Schedule("due", _DUE_SECONDS, _submit_due, partial(is_anything_due, settings=settings)),
         Schedule("clean-up", _CLEANING_SECONDS, _clean),
     ]
 
@@ -74,6 +75,9 @@ def _submit_due(context: ScheduleContext) -> None:
 
 def _clean(context: ScheduleContext) -> None:
     context.database.transact(partial(forget_previous_secrets, now=context.now))
+    sealer = Sealer.from_settings(context.settings)
+    if sealer.keys:
+        context.database.transact(partial(reseal_secrets, sealer=sealer))
     before = context.now - context.settings.keep_jobs_seconds
     until = time.monotonic() + _MOST_CLEANING_SECONDS
     brief = max(before, context.now - _KEEP_SCANS_SECONDS)

@@ -30,6 +30,7 @@ from dcp.server.webhooks import hooks, ledger
 from dcp.server.webhooks.addresses import Allowed, RefusedUrlError, parse_url
 from dcp.server.webhooks.hooks import Hook, HookChange, NewHook
 from dcp.server.webhooks.ledger import DeliveryState
+from dcp.server.webhooks.sealing import Sealer
 
 __all__ = ["router"]
 
@@ -59,9 +60,10 @@ def create_webhook(
         secret=body.secret,
     )
     now = author.now_seconds
+    sealer = Sealer.from_settings(service.settings)
 
     def act(connection: Connection) -> tuple[Hook, str]:
-        hook, secret = hooks.create_hook(connection, new, now)
+        hook, secret = hooks.create_hook(connection, new, now, sealer)
         _note(connection, author, "webhook.create", hook, {"events": list(hook.events)})
         return hook, secret
 
@@ -154,10 +156,18 @@ def rotate_webhook_secret(
     """Give it a new secret. Until the overlap has passed, deliveries carry signatures of both."""
     expected = match.version(f"w{webhook_id}")
     now = author.now_seconds
+    sealer = Sealer.from_settings(service.settings)
 
     def act(connection: Connection) -> tuple[Hook, str]:
         hook, secret = hooks.rotate_secret(
-            connection, webhook_id, body.secret, body.overlap_seconds, expected, author.principal.roots, now
+            connection,
+            webhook_id,
+            body.secret,
+            body.overlap_seconds,
+            expected,
+            author.principal.roots,
+            now,
+            sealer,
         )
         _note(connection, author, "webhook.rotate", hook, {"overlap_seconds": body.overlap_seconds})
         return hook, secret

@@ -32,6 +32,7 @@ from dcp.server.webhooks.ledger import (
     queue_events,
     record,
 )
+from dcp.server.webhooks.sealing import Sealer, SealError
 from dcp.server.webhooks.sending import SendError, post
 from dcp.server.webhooks.signing import headers_for
 from dcp.version import __version__
@@ -86,6 +87,7 @@ class Deliverer:
         self._allowed = Allowed.parse(settings.webhook_allow_private)
         self._resolve = resolve
         self._context = context or _trusted()
+        self._sealer = Sealer.from_settings(settings)
 
     def round(self, now: float) -> int:
         """Queue and deliver; see `deliver_due`."""
@@ -133,15 +135,17 @@ class Deliverer:
 
     def _attempt(self, claim: Claim, now: float) -> Outcome:
         message_id, body = f"evt_{claim.event_id}", payload(claim)
-        headers = headers_for(_signing(claim, now), message_id, now, body)
-        headers |= {"Content-Type": "application/json", "User-Agent": f"dcphub/{__version__}"}
         try:
+            headers = headers_for(self._signing(claim, now), message_id, now, body)
             target = parse_url(claim.hook.url, self._allowed)
             addresses = permitted_addresses(target, self._allowed, self._resolve)
         except RefusedUrlError as error:
             return Outcome(None, f"refused: {error}")
+        except SealError as error:
+            return Outcome(None, f"not signed: {error}")
         except (OSError, UnicodeError):
             return Outcome(None, "the name of the host is not resolved")
+        headers |= {"Content-Type": "application/json", "User-Agent": f"dcphub/{__version__}"}
         try:
             answer = post(
                 target,
@@ -158,6 +162,11 @@ class Deliverer:
         what = "redirects are not followed" if 300 <= answer.status < 400 else "not taken"
         return Outcome(answer.status, f"answered {answer.status}: {what}", answer.retry_after_seconds)
 
+    def _signing(self, claim: Claim, now: float) -> list[str]:
+        until = claim.hook.previous_until_seconds
+        stored = claim.hook.secrets if until is not None and now < until else claim.hook.secrets[:1]
+        return [self._sealer.open(one) for one in stored]
+
 
 def payload(claim: Claim) -> bytes:
     """The body: the same bytes in each attempt, for it says only what does not change any more."""
@@ -168,11 +177,6 @@ def payload(claim: Claim) -> bytes:
         "data": {"root": claim.root, "checkpoint": claim.checkpoint, "detail": claim.detail},
     }
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-
-
-def _signing(claim: Claim, now: float) -> tuple[str, ...]:
-    until = claim.hook.previous_until_seconds
-    return claim.hook.secrets if until is not None and now < until else claim.hook.secrets[:1]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from dcp.server.catalog.errors import ChangedError, MissingError
 from dcp.server.database.tables import deliveries, webhooks
+from dcp.server.webhooks.sealing import Sealer
 from dcp.server.webhooks.signing import new_secret
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "get_hook",
     "is_visible",
     "list_hooks",
+    "reseal_secrets",
     "rotate_secret",
     "update_hook",
 ]
@@ -41,10 +43,15 @@ ALL_EVENTS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 
 Visible = frozenset[str] | None
 
+_IN_CLEAR: Final = Sealer()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """One webhook. ``roots`` None is all of them. ``secrets`` sign: the current one first."""
+    """One webhook. ``roots`` None is all of them.
+
+    ``secrets`` sign, the current one first, once a `Sealer` has opened them: they are as they are stored.
+    """
 
     id: int
     url: str
@@ -106,14 +113,16 @@ def is_visible(hook: Hook, visible: Visible) -> bool:
     return visible is None or (hook.roots is not None and hook.roots <= visible)
 
 
-def create_hook(connection: Connection, new: NewHook, now: float) -> tuple[Hook, str]:
+def create_hook(
+    connection: Connection, new: NewHook, now: float, sealer: Sealer = _IN_CLEAR
+) -> tuple[Hook, str]:
     """The hook and its secret, which is not shown again."""
     secret = new.secret or new_secret()
     hook_id = connection.execute(
         insert(webhooks)
         .values(
             url=new.url,
-            secret=secret,
+            secret=sealer.seal(secret),
             description=new.description,
             events=sorted(new.events),
             roots=None if new.roots is None else sorted(new.roots),
@@ -168,13 +177,14 @@ def rotate_secret(
     expected_version: int | None,
     visible: Visible,
     now: float,
+    sealer: Sealer = _IN_CLEAR,
 ) -> tuple[Hook, str]:
     """Give it a new secret; the old one signs as well for ``overlap_seconds``."""
     hook = _locked(connection, hook_id, visible)
     _expect(hook, expected_version)
     new = secret or new_secret()
     values = {
-        "secret": new,
+        "secret": sealer.seal(new),
         "previous_secret": hook.secrets[0] if overlap_seconds > 0 else None,
         "previous_until_seconds": now + overlap_seconds if overlap_seconds > 0 else None,
     }
@@ -188,6 +198,27 @@ def forget_previous_secrets(connection: Connection, now: float) -> None:
         .where(webhooks.c.previous_until_seconds < now)
         .values(previous_secret=None, previous_until_seconds=None)
     )
+
+
+def reseal_secrets(connection: Connection, sealer: Sealer) -> int:
+    """Seal what is stored in clear text, or with the key before; how many secrets that were.
+
+    In a writing transaction. What a webhook says of itself stays, its version included.
+    """
+    rows = connection.execute(
+        select(webhooks.c.id, webhooks.c.secret, webhooks.c.previous_secret)
+        .order_by(webhooks.c.id)
+        .with_for_update()
+    ).all()
+    count = 0
+    for hook_id, *stored in rows:
+        columns = zip(("secret", "previous_secret"), stored, strict=True)
+        renewed = {name: sealer.renewed(text) for name, text in columns if text is not None}
+        values = {name: text for name, text in renewed.items() if text is not None}
+        if values:
+            connection.execute(update(webhooks).where(webhooks.c.id == hook_id).values(**values))
+            count += len(values)
+    return count
 
 
 def disable_hook(connection: Connection, hook_id: int, reason: str, now: float) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "SignatureError",
     "check_secret",
     "headers_for",
+    "key_of",
     "new_secret",
     "verify",
 ]
@@ -45,7 +46,7 @@ def new_secret() -> str:
 
 def check_secret(secret: str) -> None:
     """Raises ValueError for what is no secret of the standard's: ``whsec_`` and 24 to 64 bytes in base64."""
-    if not _SHORTEST_BYTES <= len(_key(secret)) <= _LONGEST_BYTES:
+    if not _SHORTEST_BYTES <= len(key_of(secret)) <= _LONGEST_BYTES:
         raise ValueError(f"a secret has {_SHORTEST_BYTES} to {_LONGEST_BYTES} bytes")
 
 
@@ -91,10 +92,11 @@ def verify(
 
 def _signature(secret: str, message_id: str, timestamp: str, body: bytes) -> str:
     signed = f"{message_id}.{timestamp}.".encode() + body
-    return "v1," + base64.b64encode(hmac.digest(_key(secret), signed, hashlib.sha256)).decode()
+    return "v1," + base64.b64encode(hmac.digest(key_of(secret), signed, hashlib.sha256)).decode()
 
 
-def _key(secret: str) -> bytes:
+def key_of(secret: str) -> bytes:
+    """The bytes that sign. Raises ValueError for what is no secret."""
     if not secret.startswith(SECRET_PREFIX):
         raise ValueError(f"a secret begins with {SECRET_PREFIX}")
     try:

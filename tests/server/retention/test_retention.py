@@ -10,12 +10,14 @@ import pytest
 from sqlalchemy import select, update
 
 from dcp.manager.retention import Retention
+from dcp.server.automation import upkeep
 from dcp.server.automation.upkeep import is_anything_due, submit_due
 from dcp.server.catalog.aliases import set_alias
 from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError, StateError
 from dcp.server.catalog.labels import Change, set_pinned
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, jobs
+from dcp.server.jobs.kinds.deletion import delete_softly
 from dcp.server.retention.planning import RunPlan, plan_run, runs_of
 from dcp.server.retention.policies import (
     NewPolicy,
@@ -174,7 +176,7 @@ def test_policies_are_due_by_the_clock(runs: KindRuns) -> None:
 
     def due(at: float) -> bool:
         with runs.database.read() as connection:
-            return is_anything_due(connection, at)
+            return is_anything_due(connection, at, runs.settings)
 
     assert due(now)
     assert [submit_due(runs.database, runs.settings, now) for _ in range(2)] == [1, 0]
@@ -201,6 +203,30 @@ def test_purges_are_due_when_grace_is_over(runs: KindRuns) -> None:
     purges = runs.all(select(jobs).where(jobs.c.kind == "purge"))
     assert {row.created_by for row in purges} == {"system"}
     assert submit_due(runs.database, runs.settings, now + 100) == 0
+
+
+def test_roots_that_are_only_read_hold_up_no_others(
+    runs: KindRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many purges wait there for ever, and policies: those of other roots are due as they were."""
+    monkeypatch.setattr(upkeep, "_MAX_PURGES", 2)
+    waiting = [add_checkpoint(runs.database, f"run/step-{step}") for step in (1, 2, 3)]
+    due = add_checkpoint(runs.database, "run/step-1", root="other")
+    policy(runs)
+    for number in (*waiting, due):
+        with runs.database.write() as connection:
+            delete_softly(connection, number, 0.0, actor="test", now=_NOW)
+    given = {
+        "main": {"url": str(tmp_path / "main"), "readonly": True},
+        "other": {"url": str(tmp_path / "other")},
+    }
+    frozen = KindRuns(runs.database, tmp_path / "work", given)
+    now = time.time()
+    assert submit_due(frozen.database, frozen.settings, now) == 1
+    assert [row.checkpoint_id for row in runs.all(select(jobs))] == [due]
+    with runs.database.read() as connection:
+        assert not is_anything_due(connection, now, frozen.settings)
+        assert is_anything_due(connection, now, runs.settings)
 
 
 def test_policies_as_rows(runs: KindRuns) -> None:
