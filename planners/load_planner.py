@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Mapping
+from itertools import filterfalse
 from typing import Any, Literal, get_args
 
 import torch
@@ -349,8 +350,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             return fqns, fqns if renamed is None else [renamed(fqn) for fqn in fqns]
 
         tensors, objects = index.position, index.objects.position
-        names = chosen(self.state_dict)[1]
-        if not self.flatten_state_dict or all(name in tensors or name in objects for name in names):
+        others = filterfalse(tensors.__contains__, chosen(self.state_dict)[1])
+        if not self.flatten_state_dict or all(name in objects for name in others):
             return
         current, mappings = self.state_dict, self.mappings
         legacy = self._flattened(self.original_state_dict, legacy=True)

@@ -6,13 +6,14 @@ import ctypes
 import heapq
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from dcp.storage.engine.clusters import Cluster
 from dcp.storage.engine.joining import NO_CHUNK, Piece, Request
 from dcp.storage.engine.memory import view
+from dcp.storage.engine.read_requests import Runs
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Passage:
         self._verify = worker.engine.verify != "none"
         self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
         self._findings: list[Callable[[], None]] = []
+        self._clusters: list[tuple[Runs, list[int]]] = []
 
     @property
     def follows(self) -> bool:
@@ -46,7 +48,7 @@ class Passage:
 
     def buffers(self) -> Iterator[memoryview]:
         """Memory for one attempt."""
-        self._findings = []
+        self._findings, self._clusters = [], []
         direct, worker = set(map(id, self._request.direct)), self._worker
         copied = max((piece.size_bytes for piece in self._request.copied), default=0)
         position = self._request.begin
@@ -62,7 +64,7 @@ class Passage:
 
     def read_whole(self, handle: ReadHandle) -> None:
         """Read all of it before anything is handed out."""
-        self._findings = []
+        self._findings, self._clusters = [], []
         data = self._worker.room(self.size_bytes)[: self.size_bytes]
         handle.preadv([data], self._request.begin)
         for piece in self._pieces:
@@ -73,6 +75,11 @@ class Passage:
         """Compare the checksums of what has come. Raises CorruptCheckpointError."""
         for compare in self._findings:
             compare()
+        if self._clusters:  # together, for there may be hundreds of them
+            runs, crcs = zip(*self._clusters, strict=True)
+            self._worker.engine.check_runs(
+                self._worker.stats, Runs.joined(runs), [*chain.from_iterable(crcs)]
+            )
 
     def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
         while size_bytes > 0:
@@ -98,11 +105,11 @@ class Passage:
             begin = end
 
     def _hand_out(self, piece: Piece, data: memoryview, address: int) -> None:
-        put, worker = piece.put, self._worker
+        put = piece.put
         if isinstance(put, Cluster):
             crcs = put.copy_out(address, data if self._verify else None)
             if self._verify:
-                self._findings.append(partial(worker.engine.check_runs, worker.stats, put.members.runs, crcs))
+                self._clusters.append((put.members.runs, crcs))
             return
         if self._verify and piece.chunk != NO_CHUNK:
             begin = 0

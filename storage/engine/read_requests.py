@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -27,6 +27,16 @@ class Runs:
     payload_positions: Int64
     sizes_bytes: Int64
     addresses: Int64
+
+    @classmethod
+    def joined(cls, several: Sequence[Runs]) -> Runs:
+        """All of ``several``, of which there is at least one."""
+        if len(several) == 1:
+            return several[0]
+        columns = zip(
+            *((r.chunks, r.payload_positions, r.sizes_bytes, r.addresses) for r in several), strict=True
+        )
+        return cls(*map(np.concatenate, columns))
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> Runs:
         """Those at ``rows``."""
