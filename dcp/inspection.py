@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,8 @@ __all__ = [
     "open_index",
     "tensor_rows",
 ]
+
+T = TypeVar("T")
 
 _Place: TypeAlias = tuple[int, int, int]
 
@@ -189,15 +191,21 @@ def list_checkpoints(
             return _unreadable(below.url, error)
         return _summarize(below, listing, quick=quick) or _summarize_weights(below, listing, quick=quick)
 
-    folders = root.listings().items()
-    if root.at_once > 1 and not quick:
-        with WorkerThreads(root.at_once) as pool:
-            found = list(pool.map(summary, folders))
-    else:
-        found = list(map(summary, folders))
-    summaries = [summary for summary in found if summary is not None]
-    summaries += _own_weights(store, files, quick=quick)
+    at_once = 1 if quick else root.at_once
+    summaries = _each(summary, root.listings().items(), at_once)
+    summaries += _own_weights(store, files, quick=quick, at_once=at_once)
     return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
+
+
+def _each(
+    summary: Callable[[T], CheckpointSummary | None], places: Iterable[T], at_once: int
+) -> list[CheckpointSummary]:
+    if at_once > 1:
+        with WorkerThreads(at_once) as pool:
+            found = list(pool.map(summary, places))
+    else:
+        found = list(map(summary, places))
+    return [summary for summary in found if summary is not None]
 
 
 def _name_and_step(url: str) -> tuple[str, int | None]:
@@ -244,16 +252,18 @@ def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) 
     return None if index is None else _summary_of(header_of(store, index, files), "complete")
 
 
-def _own_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> list[CheckpointSummary]:
+def _own_weights(
+    store: Store, files: Sequence[FileInfo], *, quick: bool, at_once: int
+) -> list[CheckpointSummary]:
     """The weights of a folder that is listed: as a whole, and the files beside them one by one."""
     whole = _summarize_weights(store, files, quick=quick)
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in folder_weights(files)] if is_readable else []
-    found = [
-        _summarize_file(store, file, quick=quick)
-        for file in single_files(files, known)
-        if quick or is_weight_file(store, file)
-    ]
+
+    def summary(file: FileInfo) -> CheckpointSummary | None:
+        return _summarize_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
+
+    found = _each(summary, single_files(files, known), at_once)
     return found if whole is None else [whole, *found]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from dcp.storage.errors import CheckpointNotFoundError
+from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.safetensors_folder import SAFETENSORS_SUFFIX
 from dcp.storage.formats.sources import FILE_SUFFIXES
 from dcp.storage.stores.base import FileInfo, Store
@@ -47,6 +47,6 @@ def is_weight_file(store: Store, file: FileInfo) -> bool:
         return True
     try:
         begin, _ = store.read_start(file.name, 9)
-    except CheckpointNotFoundError:  # it has gone meanwhile
-        return False
+    except CheckpointError:  # whoever opens it will tell
+        return True
     return begin.startswith((_ZIP, _LEGACY_PICKLE)) or begin[7:] == b"\0{"

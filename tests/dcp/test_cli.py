@@ -1,5 +1,6 @@
 """``dcp``, ``dcp ls`` and ``dcp show``: what is printed, as text and as JSON, and the exit status."""
 
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 import dcp
 from dcp.cli.common import describe_bytes, describe_time
 from dcp.inspection import list_checkpoints, module_tree, tensor_rows
+from dcp.storage.stores import open_store
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock
 
 
@@ -136,6 +138,19 @@ def test_ls_shows_files_of_several_models_one_by_one(tmp_path: Path) -> None:
         "epoch-1.safetensors": "complete",
         "epoch-2.safetensors": "complete",
     }
+
+
+def test_weights_behind_a_url_are_listed() -> None:
+    """Those that begin as weights do, and one alone by its own URL."""
+    store = open_store("memory://listing-of-weights")
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, buffer)
+    for step in range(3):
+        store.publish(f"model-{step}.pt", buffer.getvalue(), durable=False)
+    store.publish("tokens.bin", b"no weights", durable=False)
+    rows = list_checkpoints(store.url)
+    assert [(row.step, row.state, row.tensors) for row in rows] == [(n, "complete", 1) for n in range(3)]
+    assert list_checkpoints(f"{store.url}/model-1.pt") == rows[1:2]
 
 
 def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
