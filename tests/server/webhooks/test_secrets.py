@@ -1,4 +1,4 @@
-"""The secrets of webhooks: in the database in clear text, and nowhere else."""
+"""The secrets of webhooks: in the database (in clear text without a `webhook_key`), and nowhere else."""
 
 from __future__ import annotations
 
