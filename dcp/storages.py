@@ -25,7 +25,7 @@ def choose_reader(
 ) -> StorageReader:
     """``reader``, pointed at ``checkpoint_id`` if given; or the one of ours that can read the id."""
     if reader is not None:
-        _refuse_place(reader, "storage_reader")
+        _refuse_others(reader, "storage_reader", "read_metadata")
         _refuse_options(storage_options, reader, "storage_reader")
         if checkpoint_id is not None:
             reader.reset(checkpoint_id)
@@ -41,7 +41,7 @@ def choose_writer(
 ) -> StorageWriter:
     """``writer``, pointed at ``checkpoint_id`` if given; or the one of ours that can write the id."""
     if writer is not None:
-        _refuse_place(writer, "storage_writer")
+        _refuse_others(writer, "storage_writer", "write_data")
         _refuse_options(storage_options, writer, "storage_writer")
         if checkpoint_id is not None:
             writer.reset(checkpoint_id)
@@ -67,13 +67,17 @@ def refuse_user_metadata(writer: StorageWriter, user_metadata: Mapping[str, Any]
         )
 
 
-def _refuse_place(storage: object, argument: str) -> None:
+def _refuse_others(storage: object, argument: str, method: str) -> None:
     # The second positional argument is the storage, as it was before torch 2.2; a place is easily put there.
     if isinstance(storage, str | os.PathLike):
         raise CheckpointError(
             f"{os.fspath(storage)!r} was given as the {argument}; give a place by its name: "
             f"checkpoint_id={os.fspath(storage)!r}"
         )
+    if isinstance(storage, type):
+        raise CheckpointError(f"the {argument} is the class {storage.__name__}; make one of it")
+    if not hasattr(storage, method):
+        raise CheckpointError(f"a {type(storage).__name__} is no {argument}: it has no method {method}")
 
 
 def _refuse_options(options: Mapping[str, Any] | None, storage: object, argument: str) -> None:

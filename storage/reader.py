@@ -40,7 +40,7 @@ from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import finish_device_work
 from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import is_supported
+from dcp.storage.writer import NoFileSystem, is_supported
 
 __all__ = ["Destinations", "FileSystemReader", "ReadRequest", "uses_columns"]
 
@@ -54,7 +54,7 @@ _OBJECTS_BYTES = 64 << 20
 T = TypeVar("T")
 
 
-class FileSystemReader(StorageReader):
+class FileSystemReader(NoFileSystem, StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL), files of
     torch.save, safetensors files, and Hugging Face folders.
 

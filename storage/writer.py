@@ -41,7 +41,23 @@ _TWO_FILES_ABOVE_BYTES = 64 << 20
 fast."""
 
 
-class FileSystemWriter(StorageWriter, BlockingAsyncStager):
+class NoFileSystem:
+    """Refuses torch's ``fs``: who sets it, to encrypt perhaps, must not find that nothing goes through it."""
+
+    @property
+    def fs(self) -> Any:
+        """There is none."""
+        raise AttributeError(f"{type(self).__name__} has no fs; its store is .store, made by open_store")
+
+    @fs.setter
+    def fs(self, value: object) -> None:
+        raise PlanError(
+            f"{type(self).__name__} would go past the fs that it is given, a {type(value).__name__}: give a "
+            "store of your own by open_store=, or torch's own storage to dcp.save or dcp.load"
+        )
+
+
+class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     """Writes checkpoints to a local folder (or any other place `dcp.storage.stores.open_store` knows).
 
     The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files``

@@ -6,9 +6,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 import dcp
 
@@ -38,6 +40,31 @@ def test_a_path_is_no_storage(tmp_path: Path) -> None:
         dcp.load({"a": torch.ones(2)}, tmp_path)
     with pytest.raises(dcp.CheckpointError, match="as the storage_writer"):
         dcp.async_save({"a": torch.ones(2)}, storage_writer=str(tmp_path))  # type: ignore[arg-type]
+
+
+def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
+    """A writer to load by, or a class, is refused before anything is done."""
+    writer, reader = dcp.FileSystemWriter(tmp_path), dcp.FileSystemReader(tmp_path)
+    with pytest.raises(dcp.CheckpointError, match="a FileSystemWriter is no storage_reader"):
+        dcp.load({"a": torch.ones(2)}, storage_reader=writer, no_dist=True)
+    with pytest.raises(dcp.CheckpointError, match="a FileSystemReader is no storage_writer"):
+        dcp.save({"a": torch.ones(2)}, storage_writer=reader, no_dist=True)
+    with pytest.raises(dcp.CheckpointError, match="the class FileSystemWriter; make one"):
+        dcp.save({"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter, no_dist=True)
+
+
+@pytest.mark.parametrize("storage", [dcp.FileSystemWriter, dcp.FileSystemReader])
+def test_a_file_system_that_nothing_would_go_through_is_refused(storage: type[Any], tmp_path: Path) -> None:
+    """Subclasses of torch's storages set ``fs``; passing over one that encrypts would be silent."""
+
+    class Encrypting(storage):  # type: ignore[misc]
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            self.fs = FileSystem()
+
+    with pytest.raises(dcp.PlanError, match=r"past the fs.*open_store="):
+        Encrypting(tmp_path)
+    assert not hasattr(storage(tmp_path), "fs")
 
 
 def test_without_torch_the_extra_is_named() -> None:
