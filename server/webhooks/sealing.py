@@ -1,31 +1,26 @@
 """How secrets of webhooks lie in the database: sealed with the operator's key, or in clear text without one.
 
-A secret has 64 bytes at most. Sealed, it is masked with as many bytes of HMAC-SHA512 of a nonce that is used
-once, and nonce and masked bytes carry an HMAC-SHA256: encrypt, then authenticate, from one pseudorandom
-function, with a key of its own for each of the two. So whoever has the database, or a backup, and not the
-settings, can neither read a secret nor put another one in its place.
+By Fernet (AES-128 in CBC mode and HMAC-SHA256) of the package cryptography. Whoever has the database, or a
+backup, and not the settings, can neither read a secret nor put another one in its place.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-import hashlib
-import hmac
-import secrets
+import functools
 from dataclasses import dataclass, field
 from typing import Final, Self
 
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import SecretStr
 
 from dcp.server.settings import Settings
-from dcp.server.webhooks.signing import SECRET_PREFIX, key_of
 
 __all__ = ["SEALED_PREFIX", "SealError", "Sealer"]
 
 SEALED_PREFIX: Final = "sealed1:"
-_NONCE_BYTES: Final = 32
-_TAG_BYTES: Final = 32
 
 
 class SealError(ValueError):
@@ -48,10 +43,7 @@ class Sealer:
         """As the database is to have it."""
         if not self.keys:
             return secret
-        masking, authenticating = _subkeys(self.keys[0])
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = nonce + _masked(key_of(secret), masking, nonce)
-        return SEALED_PREFIX + base64.b64encode(sealed + _tag(authenticating, sealed)).decode()
+        return SEALED_PREFIX + _fernet(self.keys[0]).encrypt(secret.encode()).decode()
 
     def open(self, stored: str) -> str:
         """The secret; also of one that was stored before there was a key. Raises `SealError`."""
@@ -80,27 +72,12 @@ def _opened(stored: str, key: bytes) -> str | None:
     if not stored.startswith(SEALED_PREFIX):
         return None
     try:
-        data = base64.b64decode(stored.removeprefix(SEALED_PREFIX), validate=True)
-    except binascii.Error:
+        return _fernet(key).decrypt(stored.removeprefix(SEALED_PREFIX)).decode()
+    except InvalidToken:
         return None
-    sealed, tag = data[:-_TAG_BYTES], data[-_TAG_BYTES:]
-    masking, authenticating = _subkeys(key)
-    if not hmac.compare_digest(tag, _tag(authenticating, sealed)):
-        return None
-    secret = _masked(sealed[_NONCE_BYTES:], masking, sealed[:_NONCE_BYTES])
-    return SECRET_PREFIX + base64.b64encode(secret).decode()
 
 
-def _subkeys(key: bytes) -> tuple[bytes, bytes]:
-    masking = hmac.digest(key, b"dcphub webhook secrets: mask", hashlib.sha256)
-    return masking, hmac.digest(key, b"dcphub webhook secrets: tag", hashlib.sha256)
-
-
-def _masked(data: bytes, key: bytes, nonce: bytes) -> bytes:
-    # No longer than the mask: else its end would be lost, and it is 64 bytes, as the longest secret.
-    mask = hmac.digest(key, nonce, hashlib.sha512)
-    return bytes(one ^ other for one, other in zip(data, mask[: len(data)], strict=True))
-
-
-def _tag(key: bytes, sealed: bytes) -> bytes:
-    return hmac.digest(key, sealed, hashlib.sha256)
+@functools.lru_cache(maxsize=8)
+def _fernet(key: bytes) -> Fernet:
+    derived = HKDF(SHA256(), length=32, salt=None, info=b"dcphub webhook secrets").derive(key)
+    return Fernet(base64.urlsafe_b64encode(derived))

@@ -66,7 +66,7 @@ def test_only_the_key_opens(size_bytes: int) -> None:
     assert len(set(seals)) == 3
     for sealed in seals:
         assert sealed.startswith(SEALED_PREFIX) and secret.removeprefix("whsec_") not in sealed
-        assert key_of(secret)[:8] not in base64.b64decode(sealed.removeprefix(SEALED_PREFIX))
+        assert key_of(secret)[:8] not in base64.urlsafe_b64decode(sealed.removeprefix(SEALED_PREFIX))
         assert sealer.open(sealed) == secret
         for others in ((), (OTHER.encode(),)):
             with pytest.raises(SealError, match="webhook_key"):
@@ -79,11 +79,11 @@ def test_only_the_key_opens(size_bytes: int) -> None:
 def test_what_was_changed_is_not_opened() -> None:
     """Each byte counts, and so does the length."""
     sealer = Sealer((KEY.encode(),))
-    data = base64.b64decode(sealer.seal(new_secret()).removeprefix(SEALED_PREFIX))
+    data = base64.urlsafe_b64decode(sealer.seal(new_secret()).removeprefix(SEALED_PREFIX))
     changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
     for wrong in (*changed, data[:-1], data[1:], data + b"\0", b""):
         with pytest.raises(SealError):
-            sealer.open(SEALED_PREFIX + base64.b64encode(wrong).decode())
+            sealer.open(SEALED_PREFIX + base64.urlsafe_b64encode(wrong).decode())
     with pytest.raises(SealError):
         sealer.open(SEALED_PREFIX + "no base64")
 
