@@ -63,11 +63,21 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         """Call the save off; any rank may. Unless it has committed by then, it fails with SaveAbortedError on
         all ranks, and nothing of it remains."""
         self.abort_event.set()
-        if self._on_abort is not None:
-            self._on_abort()
+        callback = self._on_abort
+        if callback is not None:
+            callback()
 
     def when_aborted(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called by `abort`: for a writer that does not see ``abort_event``."""
+        """Have ``callback`` called by `abort`: for a writer that does not see ``abort_event``.
+
+        It is dropped when the save has ended: it holds the staged copy, and futures are kept for long.
+        """
         self._on_abort = callback
         if self.abort_event.is_set():
             callback()
+        self.add_done_callback(_drop_on_abort)
+
+
+def _drop_on_abort(future: Future[Metadata]) -> None:
+    if isinstance(future, SaveFuture):
+        future._on_abort = None

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
@@ -31,7 +31,16 @@ from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.tensors import byte_pieces
 from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["Parcel", "map_memory", "pack", "tensor_view", "unpack", "write_tensors"]
+__all__ = [
+    "Parcel",
+    "map_memory",
+    "pack",
+    "read_file",
+    "tensor_view",
+    "unpack",
+    "write_file",
+    "write_tensors",
+]
 
 _ALIGNMENT = 64
 _WAY_OUT = (
@@ -95,6 +104,25 @@ def write_tensors(parcel: Parcel) -> int:
         os.close(memory)
         raise
     return memory
+
+
+def write_file(fill: Callable[[BinaryIO], object]) -> int:
+    """A new memory file with what ``fill`` writes to it; the descriptor is the caller's."""
+    memory = os.memfd_create("dcp-values", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(memory, "wb", closefd=False) as file:
+            fill(file)
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def read_file(fd: int) -> BinaryIO:
+    """What `write_file` made, from its beginning; closing it leaves ``fd`` open."""
+    file = os.fdopen(fd, "rb", closefd=False)
+    file.seek(0)
+    return file
 
 
 class _Pickler(pickle.Pickler):

@@ -314,6 +314,8 @@ class ProcessWriter(Worker):
             with self._changed:
                 self._saves.popleft()
             save.payload.release()
+            if found.error is not None and self._sender is not None:
+                self._sender.forget()
             if restart:
                 self._replace_child()
             else:

@@ -33,6 +33,14 @@ def end_future(
             result = _metadata(order, found.save_id, metadata, rank)
         except WriterProcessError as unknown:
             error = unknown
+        except Exception as unknown:  # noqa: BLE001 - whatever it is, somebody waits for the future
+            error = WriterProcessError(
+                "the checkpoint is committed, but its metadata cannot be given: "
+                f"{type(unknown).__name__}: {unknown}",
+                committed=True,
+                rank=rank,
+            )
+            error.__cause__ = unknown
         else:
             future.outcome = outcome if outcome is not None else SaveOutcome(found.save_id)
             future.set_result(result)

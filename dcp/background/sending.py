@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import weakref
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Sender"]
 
+logger = logging.getLogger(__name__)
+
+_INLINE_BYTES = 1 << 20
+"""Values beyond it travel in a memory file, which may be larger than the 4 GiB that a message can hold."""
+
 
 class Sender:
     """Sends saves to one writer process, which keeps what does not change from one to the next: the mappings
@@ -36,6 +42,7 @@ class Sender:
         self._child = child
         self._arenas: dict[int, tuple[weakref.ref[HostArena], int]] = {}
         self._layouts: dict[int, int] = {}
+        self._gone: list[int] = []
         self._next_key = 0
         self._columns: tuple[SaveColumns, npt.NDArray[np.uint8]] | None = None
 
@@ -75,14 +82,26 @@ class Sender:
                 body["staging_error"] = plain_error(error)
         try:
             self._child.send(body, fds)
+        except Exception as error:
+            logger.exception("a save could not be sent to the writer process")
+            self.forget()
+            self._child.send(_refusal(body, error))
         finally:
             for fd in own_fds:
                 os.close(fd)
 
+    def forget(self) -> None:
+        """Send everything with the next save: a save has failed, and with it perhaps the taking in of what
+        it brought."""
+        self._gone += self._arenas
+        self._arenas.clear()
+        self._layouts.clear()
+        self._columns = None
+
     def _add_state(self, payload: Payload, body: dict[str, Any], fds: list[int], own_fds: list[int]) -> None:
         staged = payload.done.result()
         if isinstance(payload, StagedState):
-            self._add_columns(payload, body, fds)
+            self._add_columns(payload, body, fds, own_fds)
             return
         if not isinstance(staged, dict):
             raise CheckpointError(f"a {type(staged).__name__} is no staged state that can leave the process")
@@ -90,13 +109,29 @@ class Sender:
         if packed.size_bytes:
             own_fds.append(parcel.write_tensors(packed))
             fds.append(own_fds[0])
-        body["state"], body["state_bytes"] = packed.data, packed.size_bytes
+        body["state_bytes"] = packed.size_bytes
+        if len(packed.data) <= _INLINE_BYTES:
+            body["state"] = packed.data
+            return
+        own_fds.append(parcel.write_file(lambda file: file.write(packed.data)))
+        body["state_fd"] = len(fds)
+        fds.append(own_fds[-1])
 
-    def _add_columns(self, staged: StagedState, body: dict[str, Any], fds: list[int]) -> None:
+    def _add_columns(
+        self, staged: StagedState, body: dict[str, Any], fds: list[int], own_fds: list[int]
+    ) -> None:
         local = staged.local
-        body["objects"] = pickle.dumps(list(local.objects), pickle.HIGHEST_PROTOCOL)
         body["forget"] = self._forget_arenas()
         key = self._add_arena(staged.arena, body, fds)
+        objects = list(local.objects)
+        if sum(len(value.blob) for value in objects) <= _INLINE_BYTES:
+            body["objects"] = pickle.dumps(objects, pickle.HIGHEST_PROTOCOL)
+        else:
+            own_fds.append(
+                parcel.write_file(lambda file: pickle.dump(objects, file, pickle.HIGHEST_PROTOCOL))
+            )
+            body["objects_fd"] = len(fds)
+            fds.append(own_fds[-1])
         if self._layouts.get(key) != staged.layout:
             body["layout"] = _layout(staged, key)
         columns = (local.columns, local.replicated)
@@ -123,7 +158,7 @@ class Sender:
 
     def _forget_arenas(self) -> list[int]:
         """Mappings that the child need not keep any more: it would keep their memory from being freed."""
-        gone = []
+        gone, self._gone = self._gone, []
         for key, (known, generation) in list(self._arenas.items()):
             arena = known()
             if arena is None or arena.closed or arena.generation != generation:
@@ -131,6 +166,12 @@ class Sender:
                 del self._arenas[key]
                 self._layouts.pop(key, None)
         return gone
+
+
+def _refusal(body: dict[str, Any], error: Exception) -> dict[str, Any]:
+    """``body`` as the save's failure, without what is large or refers to descriptors."""
+    short = {key: value for key, value in body.items() if isinstance(value, int | float | str | list)}
+    return short | {"refused": plain_error(error)}
 
 
 def _same(mine: object, others: object) -> bool:

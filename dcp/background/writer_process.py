@@ -1,8 +1,9 @@
 """The process that writes in the background: ``python -m dcp.background.writer_process FD PID NICE``.
 
 A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
-finishes the saves which it was given, and ends. SIGTERM does the same; SIGINT and SIGHUP, which are meant for
-the training, are ignored. Nothing here imports torch before the process has lowered its priority.
+finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored: they are meant for
+the training, which on a SIGTERM to all processes may have its last save still to give. Nothing here imports
+torch before the process has lowered its priority.
 """
 
 from __future__ import annotations

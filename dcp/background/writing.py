@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -74,9 +74,8 @@ class WriterLoop:
         self._cache = PlanCache()
 
     def run(self) -> None:
-        """Serve until the trainer closes, ends, or SIGTERM comes; what was received by then is finished."""
+        """Serve until the trainer closes or ends; what it has sent by then is finished."""
         torch.set_num_threads(1)
-        signal.signal(signal.SIGTERM, lambda *_: self._tasks.put(None))
         threading.Thread(target=self._receive, name="dcp-writer-receive", daemon=True).start()
         while (task := self._tasks.get()) is not None:
             task()
@@ -143,11 +142,12 @@ class WriterLoop:
         body = save.body
         payload: Callable[[], LocalState | dict[str, Any]]
         try:
+            # first: the saves to come build on it, whatever becomes of this one
+            payload = self._memory.payload(body, save.fds)
             if "refused" in body:
                 raise error_from_wire(body["refused"])
             os.chdir(body["cwd"])
             order: SaveOrder = parcel.unpack(body["order"])
-            payload = self._memory.payload(body, save.fds)
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
             refusal = _Refusal(error)
             order, payload = refusal.order(body), refusal.payload
@@ -312,7 +312,20 @@ class _Memory:
         self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], LocalState | dict[str, Any]]:
-        """What gives the staged state of a save; arenas and layouts that came with it are taken in now."""
+        """What gives the staged state of a save; arenas and layouts that came with it are taken in now.
+
+        Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
+        """
+        try:
+            self._take_in(body, fds)
+        except BaseException:
+            self._arenas.clear()
+            self._layouts.clear()
+            self._columns = None
+            raise
+        return lambda: self._state(body, fds)
+
+    def _take_in(self, body: dict[str, Any], fds: list[int]) -> None:
         for arena in body.get("forget", ()):
             self._arenas.pop(arena, None)
             self._layouts.pop(arena, None)
@@ -322,7 +335,6 @@ class _Memory:
             self._lay_out(body["layout"])
         if "columns" in body:
             self._columns = pickle.loads(body["columns"])
-        return lambda: self._state(body, fds)
 
     def _lay_out(self, layout: dict[str, Any]) -> None:
         memory = self._arenas[layout["arena"]]
@@ -340,12 +352,25 @@ class _Memory:
     def _state(self, body: dict[str, Any], fds: list[int]) -> LocalState | dict[str, Any]:
         if "staging_error" in body:
             raise error_from_wire(body["staging_error"])
-        if "state" in body:
-            memory = parcel.map_memory(fds[0], body["state_bytes"]) if fds else None
-            state: dict[str, Any] = parcel.unpack(body["state"], memory)
+        if "state_bytes" in body:
+            size_bytes = body["state_bytes"]
+            memory = parcel.map_memory(fds[0], size_bytes) if size_bytes else None
+            with _sent(body, "state", fds) as file:
+                packed = file.read()
+            state: dict[str, Any] = parcel.unpack(packed, memory)
             return state
-        if self._columns is None:
-            raise WriterProcessError("a save came without its columns")
+        sources = self._layouts.get(body["source_arena"], {}).get(body["source_layout"])
+        if self._columns is None or sources is None:
+            raise WriterProcessError(
+                "what this save builds on was lost with the one before it; the next save brings all of it"
+            )
         columns, replicated = self._columns
-        sources = self._layouts[body["source_arena"]][body["source_layout"]]
-        return LocalState(columns, sources, pickle.loads(body["objects"]), replicated)
+        with _sent(body, "objects", fds) as file:
+            objects = pickle.load(file)
+        return LocalState(columns, sources, objects, replicated)
+
+
+def _sent(body: dict[str, Any], name: str, fds: list[int]) -> BinaryIO:
+    """The bytes called ``name``: of the message, or of the memory file that came with it."""
+    place = body.get(f"{name}_fd")
+    return io.BytesIO(body[name]) if place is None else parcel.read_file(fds[place])

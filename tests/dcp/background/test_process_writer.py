@@ -370,21 +370,3 @@ def test_two_ranks(tmp_path: Path) -> None:
             assert ranks == [1], (rank, name, message)
         assert found["gone"]
         assert found["left"] == {}
-
-
-def test_the_process_ends_by_itself_when_told_to(tmp_path: Path) -> None:
-    """SIGTERM lets the save under way commit; the next one says that the process has ended."""
-    session = AsyncSession(no_dist=True, kind=PROCESS, timeout_seconds=TIMEOUT_SECONDS)
-    save(session, tmp_path / "0", 1).result(TIMEOUT_SECONDS)
-    gate = FileGate(tmp_path / "gate")
-    held = dcp.FileSystemWriter(tmp_path / "1", open_store=partial(open_gated, gate=gate))
-    future = save(session, tmp_path / "1", 1, writer=held)
-    gate.wait_until_reached()
-    os.kill(pid_of(session), signal.SIGTERM)
-    gate.open()
-    future.result(TIMEOUT_SECONDS)
-    assert seen_by_dcp(tmp_path / "1", large=LARGE) == 1
-    assert becomes_true(lambda: is_gone(pid_of(session)))
-    with pytest.raises(WriterProcessError, match="exit status 0"):
-        save(session, tmp_path / "2", 2).result(TIMEOUT_SECONDS)
-    session.close(240)

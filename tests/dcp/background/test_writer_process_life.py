@@ -1,0 +1,179 @@
+"""The writer process through what befalls it: signals, trainers that go, saves that it cannot take in."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.background.failure_wire import Verdict
+from dcp.background.future import SaveFuture
+from dcp.background.order import SaveOrder
+from dcp.background.process_writer import ProcessWriter
+from dcp.background.results import end_future
+from dcp.background.session import AsyncSession
+from dcp.storage.errors import WriterProcessError
+from dcp.storage.stores import PosixStore
+from tests.support.gates import FileGate, open_gated
+from tests.support.processes import mapped_files
+from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
+
+TIMEOUT_SECONDS = 240.0
+PROCESS = dcp.AsyncCheckpointerType.PROCESS
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[AsyncSession]:
+    """One writer process for many tests: starting one costs seconds."""
+    made = AsyncSession(no_dist=True, kind=PROCESS, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
+    yield made
+    made.close(240)
+
+
+def pid_of(session: AsyncSession) -> int:
+    """The writer process."""
+    worker = session._worker
+    assert isinstance(worker, ProcessWriter)
+    return worker.pid
+
+
+def becomes_true(condition: Callable[[], bool]) -> bool:
+    """Whether something is so within two minutes."""
+    deadline = time.monotonic() + 120.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_sigterm_to_all_processes_costs_no_save(session: AsyncSession, tmp_path: Path) -> None:
+    """Not the one under way, nor the last one, which training gives after it."""
+    gate = FileGate(tmp_path / "gate")
+    held = dcp.FileSystemWriter(tmp_path / "1", open_store=partial(open_gated, gate=gate))
+    under_way = session.save({"w": torch.ones(3)}, storage_writer=held)
+    gate.wait_until_reached()
+    pid = pid_of(session)
+    os.kill(pid, signal.SIGTERM)
+    gate.open()
+    under_way.result(TIMEOUT_SECONDS)
+    for number in (2, 3):
+        os.kill(pid, signal.SIGTERM)
+        writer = dcp.FileSystemWriter(tmp_path / str(number))
+        session.save({"w": torch.full((3,), number)}, storage_writer=writer).result(TIMEOUT_SECONDS)
+    assert pid_of(session) == pid
+    got = {"w": torch.zeros(3, dtype=torch.int64)}
+    dcp.load(got, checkpoint_id=tmp_path / "3", no_dist=True)
+    assert got["w"].tolist() == [3, 3, 3]
+
+
+_DYING = """
+import os, signal, sys, torch, dcp
+from dcp.background.session import AsyncSession
+session = AsyncSession(no_dist=True, kind=dcp.AsyncCheckpointerType.PROCESS, timeout_seconds=240.0)
+first = session.save({"w": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(sys.argv[1] + "/1"))
+first.result(240)
+pid = session._worker.pid
+os.kill(pid, signal.SIGSTOP)
+session.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(sys.argv[1] + "/2"))
+os.kill(pid, signal.SIGTERM)
+open(sys.argv[1] + "/pid", "w").write(str(pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_save_still_in_the_socket_outlives_sigterm_and_its_trainer(tmp_path: Path) -> None:
+    """A launcher ends all processes while the writer has not yet read what it was given last."""
+    # no pipes: the stopped writer would hold them open
+    dying = subprocess.run([sys.executable, "-c", _DYING, str(tmp_path)], timeout=240, check=False)
+    pid = int((tmp_path / "pid").read_text())
+    assert dying.returncode == -signal.SIGKILL
+    os.kill(pid, signal.SIGCONT)
+    assert becomes_true(lambda: not Path(f"/proc/{pid}").exists())
+    got = {"w": torch.zeros(3)}
+    dcp.load(got, checkpoint_id=tmp_path / "2", no_dist=True)
+    assert got["w"].tolist() == [1, 1, 1]
+
+
+def _only_in(pid: int) -> OnlyHere:
+    if os.getpid() != pid:
+        raise OSError("this is no place to work")
+    return OnlyHere()
+
+
+class OnlyHere:
+    """Opens folders, and cannot be rebuilt in another process."""
+
+    def __call__(self, path: str | os.PathLike[str]) -> PosixStore:
+        """Its folder."""
+        return PosixStore(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _only_in, (os.getpid(),)
+
+
+def test_a_save_that_the_process_cannot_rebuild_does_not_spoil_the_next(
+    session: AsyncSession, tmp_path: Path
+) -> None:
+    """What came with it counts: else the next save of that state would be stored under the names before."""
+    session.save({"old": torch.ones(5)}, storage_writer=dcp.FileSystemWriter(tmp_path / "1")).result(240)
+    state = {"new": torch.full((5,), 2.0)}
+    bad = dcp.FileSystemWriter(tmp_path / "2", open_store=OnlyHere())
+    with pytest.raises(WriterProcessError, match="no place to work"):
+        session.save(state, storage_writer=bad).result(TIMEOUT_SECONDS)
+    session.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "3")).result(TIMEOUT_SECONDS)
+    got = {"new": torch.zeros(5)}
+    dcp.load(got, checkpoint_id=tmp_path / "3", no_dist=True)
+    assert got["new"].tolist() == [2.0] * 5
+
+
+def test_large_values_reach_the_process(session: AsyncSession, tmp_path: Path) -> None:
+    """Beside tensors, on both roads, and with another attempt."""
+    value = os.urandom(3 << 20)
+    state = {"w": torch.arange(6.0), "vocabulary": value}
+    session.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "ours")).result(TIMEOUT_SECONDS)
+    got = {"w": torch.zeros(6), "vocabulary": b""}
+    dcp.load(got, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert got["vocabulary"] == value and got["w"].tolist() == state["w"].tolist()  # type: ignore[attr-defined]
+    theirs = ItemWriter(tmp_path / "theirs")
+    session.save(state, storage_writer=theirs, planner=PlainSavePlanner()).result(TIMEOUT_SECONDS)
+    got = {"w": torch.zeros(6), "vocabulary": b""}
+    dcp.load(got, storage_reader=ItemReader(tmp_path / "theirs"), planner=PlainLoadPlanner(), no_dist=True)
+    assert got["vocabulary"] == value
+
+
+def test_a_future_that_is_kept_keeps_no_staged_copy(tmp_path: Path) -> None:
+    """After close the host memory is free, whoever still looks at how the save ended."""
+
+    def mapped() -> int:
+        gc.collect()
+        return sum("memfd:dcp-staging" in line for line in mapped_files())
+
+    before = mapped()
+    own = AsyncSession(no_dist=True, kind=PROCESS, timeout_seconds=TIMEOUT_SECONDS)
+    future = own.save({"w": torch.ones(1 << 20)}, storage_writer=dcp.FileSystemWriter(tmp_path / "1"))
+    future.result(TIMEOUT_SECONDS)
+    assert mapped() == before + 1
+    own.close(240)
+    assert mapped() <= before
+    assert future.done()
+
+
+@pytest.mark.parametrize("sent", [b"no pickle", pickle.dumps(OnlyHere())[:-5]])
+def test_metadata_that_cannot_be_read_ends_the_future(tmp_path: Path, sent: bytes) -> None:
+    """Nobody waits for ever, and the error says that the checkpoint is there."""
+    future = SaveFuture("x")
+    end_future(future, SaveOrder(1, ItemWriter(tmp_path)), Verdict(None, "id", False), None, sent, 0)
+    with pytest.raises(WriterProcessError, match="is committed") as caught:
+        future.result(0)
+    assert caught.value.facts["committed"]
