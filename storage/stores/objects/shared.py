@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
+from dcp.storage.errors import StorageError
 from dcp.storage.stores.buffers import BufferPool
 from dcp.storage.stores.objects.client import ObjectClient
 from dcp.storage.stores.objects.options import ObjectOptions
 
-__all__ = ["Shared", "all_of", "lock_of", "shared"]
+__all__ = ["Shared", "all_of", "lock_of", "locked", "shared"]
 
 T = TypeVar("T")
 
@@ -81,6 +83,23 @@ def lock_of(url: str) -> threading.RLock:
     """The lock of a place between the threads of this process, for as long as anybody has it."""
     with _guard:
         return _LOCKS.setdefault((os.getpid(), url), threading.RLock())
+
+
+@contextmanager
+def locked(url: str, timeout_seconds: float) -> Iterator[None]:
+    """Hold `lock_of`. Raises `StorageError` if another thread holds it for ``timeout_seconds``."""
+    lock = lock_of(url)
+    if not lock.acquire(timeout=max(0.0, timeout_seconds)):
+        raise StorageError(
+            f"{url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
+            path=url,
+            op="lock",
+            timeout_seconds=timeout_seconds,
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def all_of(

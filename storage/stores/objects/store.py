@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
-
-import fsspec
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -25,7 +22,6 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import (
     ANY,
-    LOCK_NAME,
     Expected,
     FileInfo,
     ReadHandle,
@@ -35,6 +31,7 @@ from dcp.storage.stores.base import (
     WriteHandle,
     check_name,
 )
+from dcp.storage.stores.objects import listing
 from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,
@@ -48,9 +45,10 @@ from dcp.storage.stores.objects.client import (
 )
 from dcp.storage.stores.objects.conditions import require_conditional_writes
 from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.places import bucket_and_prefix, client_for
 from dcp.storage.stores.objects.reading import REQUEST_BYTES, ObjectReadHandle
 from dcp.storage.stores.objects.requests import Requests, ServiceError
-from dcp.storage.stores.objects.shared import Shared, lock_of, shared
+from dcp.storage.stores.objects.shared import Shared, locked, shared
 from dcp.storage.stores.objects.writing import PartsWriteHandle, StreamWriteHandle
 
 __all__ = ["FsspecStore"]
@@ -59,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_S3_URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
 _WHOLE_PUT_BYTES: Final = 64 << 20
 """A publish above this goes in parts, as data files do."""
 
@@ -85,25 +82,13 @@ class FsspecStore(Store):
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        if "::" in url:
-            raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
-        scheme = url.partition("://")[0]
-        if scheme not in fsspec.available_protocols() and scheme not in fsspec.registry:
-            raise StorageError(
-                f"no store is known for {url!r}: neither dcp nor fsspec knows the scheme; use a path, "
-                "file://, memory://, s3:// or another one of fsspec's",
-                path=url,
-                op="open",
-            )
-        s3 = _S3_URL.fullmatch(url.rstrip("/"))
-        if s3 is None and scheme in ("s3", "s3a"):
-            raise StorageError(f"{url!r} names no bucket; use s3://bucket/prefix", path=url, op="open")
+        s3 = bucket_and_prefix(url)
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self._options, self._filesystem_options = ObjectOptions.split(self._given)
-        self._bucket = s3[1] if s3 else None
-        self._prefix = f"{s3[2]}/" if s3 and s3[2] else "" if s3 else None
-        self._requests = Requests(self.url, self._bucket or scheme, self._options)
+        self._bucket = s3[0] if s3 else None
+        self._prefix = s3[1] if s3 else None
+        self._requests = Requests(self.url, self._bucket or url.partition("://")[0], self._options)
         self._found: tuple[int, Shared | None] = 0, None
         self.read_profile = ReadProfile(
             threads=self._options.concurrency,
@@ -135,54 +120,23 @@ class FsspecStore(Store):
 
     def list(self) -> list[FileInfo]:
         """One request for each thousand files, on S3."""
-        found = []
-        for page in self._pages(shallow=True):
-            for info in page.objects:
-                if (name := self._name_of(info.key)) is not None:
-                    found.append(_file_info(name, info))
-        return sorted(found, key=lambda info: info.name)
+        return listing.files_of(self._pages(shallow=True), self._key(""))
 
     def walk(self) -> Iterator[tuple[str, FileInfo]]:
         """The files of all folders directly below this one: (folder, file), by one listing of everything."""
-        start = len(self._key(""))
-        for page in self._pages(shallow=False):
-            for info in page.objects:
-                folder, separator, name = info.key[start:].partition("/")
-                if separator and _is_allowed(folder) and _is_allowed(name):
-                    yield folder, _file_info(name, info)
+        return listing.deep_files(self._pages(shallow=False), self._key(""))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
         """All files below, however deep: (folder relative to this one, "" is itself; file), a folder's files
         in order. One listing of everything on S3, else one for each folder."""
-        if not isinstance(self._client, PartsClient):
-            yield from self._tree(self._key(""), "")
-            return
-        start = len(self._key(""))
-        for page in self._pages(shallow=False):
-            for info in page.objects:
-                folder, _, name = info.key[start:].rpartition("/")
-                if _is_allowed(name) and (not folder or all(map(_is_allowed, folder.split("/")))):
-                    yield folder, _file_info(name, info)
-
-    def _tree(self, prefix: str, folder: str) -> Iterator[tuple[str, FileInfo]]:
-        client = self._client
-        page = self._run("list", prefix, partial(client.list_page, prefix, shallow=True, after=None))
-        for info in page.objects:
-            name = info.key[len(prefix) :]
-            if _is_allowed(name):
-                yield folder, _file_info(name, info)
-        for deeper in page.prefixes:
-            name = deeper[len(prefix) :].removesuffix("/")
-            if _is_allowed(name):
-                yield from self._tree(deeper, f"{folder}/{name}".removeprefix("/"))
+        client, prefix = self._client, self._key("")
+        if isinstance(client, PartsClient):
+            return listing.key_tree(self._pages(shallow=False), prefix)
+        return listing.folder_tree(lambda below: self._page(client, below, shallow=True, after=None), prefix)
 
     def folders(self) -> Sequence[str]:
         """Names of the folders directly below this one, sorted."""
-        start = len(self._key(""))
-        found = set()
-        for page in self._pages(shallow=True):
-            found |= {prefix[start:].removesuffix("/") for prefix in page.prefixes}
-        return sorted(filter(_is_allowed, found))
+        return listing.folders_of(self._pages(shallow=True), self._key(""))
 
     def exists(self) -> bool:
         """Whether the folder itself is there; where prefixes are all there is, it always is."""
@@ -194,7 +148,7 @@ class FsspecStore(Store):
         """One request."""
         key = self._file_key(name)
         info = self._unless_missing("head", key, lambda: self._client.head(key))
-        return None if info is None else _file_info(name, info)
+        return None if info is None else listing.file_info(name, info)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """One request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
@@ -305,7 +259,8 @@ class FsspecStore(Store):
         except StorageError as error:
             logger.debug("%s: unfinished uploads cannot be listed: %s", self.url, error)
             return 0
-        ours = [upload for upload in found if (name := self._name_of(upload.key)) and belongs(name)]
+        prefix = self._key("")
+        ours = [upload for upload in found if (name := listing.name_of(upload.key, prefix)) and belongs(name)]
         for upload in ours:
             try:
                 self._run("abort_upload", upload.key, partial(client.abort_upload, upload))
@@ -339,16 +294,7 @@ class FsspecStore(Store):
         if isinstance(client, PartsClient):
             # Not tried out: save ids make names unique, and a thousand ranks would all have to.
             condition = None if self._options.conditional_writes == "off" else ABSENT
-            return PartsWriteHandle(
-                name,
-                path,
-                key,
-                self._requests,
-                self._shared(),
-                client,
-                condition=condition,
-                expected_bytes=expected_bytes,
-            )
+            return self._parts(name, client, condition, expected_bytes)
         if self.stat(name) is not None:
             raise StorageError(
                 f"{path} exists already: data files are never overwritten", path=path, op="create"
@@ -360,18 +306,8 @@ class FsspecStore(Store):
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
         """Between the threads of this process only: `publish` compares for all others."""
-        lock = lock_of(self.url)
-        if not lock.acquire(timeout=max(0.0, timeout_seconds)):
-            raise StorageError(
-                f"{self.url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
-                path=self.url,
-                op="lock",
-                timeout_seconds=timeout_seconds,
-            )
-        try:
+        with locked(self.url, timeout_seconds):
             yield
-        finally:
-            lock.release()
 
     # -- within ----------------------------------------------------------------------------------------------
 
@@ -390,13 +326,7 @@ class FsspecStore(Store):
         return place_of(self.url)
 
     def _make_client(self) -> ObjectClient:
-        if self._bucket is not None:
-            from dcp.storage.stores.objects.s3 import S3Client
-
-            return S3Client(self._bucket, self._filesystem_options, self._options)
-        from dcp.storage.stores.objects.generic import FsspecClient, open_filesystem
-
-        return FsspecClient(open_filesystem(self.url, self._filesystem_options), self._options)
+        return client_for(self.url, self._bucket, self._filesystem_options, self._options)
 
     @property
     def _client(self) -> ObjectClient:
@@ -415,20 +345,18 @@ class FsspecStore(Store):
     def _file_key(self, name: str) -> str:
         return self._key(check_name(name))
 
-    def _name_of(self, key: str) -> str | None:
-        """The file's name, None for what lies deeper or cannot be a file of a checkpoint."""
-        name = key[len(self._key("")) :]
-        return name if _is_allowed(name) else None
-
     def _pages(self, *, shallow: bool) -> Iterator[Page]:
         prefix, client = self._key(""), self._client
         after: str | None = None
         while True:
-            page = self._run("list", prefix, partial(client.list_page, prefix, shallow=shallow, after=after))
+            page = self._page(client, prefix, shallow=shallow, after=after)
             yield page
             if page.next is None:
                 return
             after = page.next
+
+    def _page(self, client: ObjectClient, prefix: str, *, shallow: bool, after: str | None) -> Page:
+        return self._run("list", prefix, partial(client.list_page, prefix, shallow=shallow, after=after))
 
     def _handle(self, name: str, info: ObjectInfo) -> ObjectReadHandle:
         return ObjectReadHandle(
@@ -441,19 +369,24 @@ class FsspecStore(Store):
             self._requests,
         )
 
+    def _parts(
+        self, name: str, client: PartsClient, condition: Condition, expected_bytes: int | None
+    ) -> PartsWriteHandle:
+        return PartsWriteHandle(
+            name,
+            self.path_of(name),
+            self._file_key(name),
+            self._requests,
+            self._shared(),
+            client,
+            condition=condition,
+            expected_bytes=expected_bytes,
+        )
+
     def _put(self, name: str, data: bytes, condition: Condition) -> str:
         key, client = self._file_key(name), self._client
         if isinstance(client, PartsClient) and len(data) > _WHOLE_PUT_BYTES:
-            handle = PartsWriteHandle(
-                name,
-                self.path_of(name),
-                key,
-                self._requests,
-                self._shared(),
-                client,
-                condition=condition,
-                expected_bytes=len(data),
-            )
+            handle = self._parts(name, client, condition, len(data))
             try:
                 handle.write(data)
                 return handle.finish_as()
@@ -506,23 +439,9 @@ class FsspecStore(Store):
             raise StorageError(f"{op} of {key!r}: {error}", path=self.url, op=op, key=key) from error
 
 
-def _file_info(name: str, info: ObjectInfo) -> FileInfo:
-    return FileInfo(name, info.size_bytes, info.modified_seconds)
-
-
 def _version(tag: str) -> Version:
     return Version(f"etag:{tag}")
 
 
 def _tag(version: Version) -> str:
     return version.token.removeprefix("etag:") if version.token.startswith("etag:") else ""
-
-
-def _is_allowed(name: str) -> bool:
-    if name == LOCK_NAME:
-        return False
-    try:
-        check_name(name)
-    except CheckpointFormatError:
-        return False
-    return True
