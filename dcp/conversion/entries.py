@@ -50,6 +50,7 @@ class Entries:
     """What is converted, in the order of the source's state dict. ``source_names`` gives the names there.
 
     ``refused`` are values that the source has and that nobody may decode, by new name, with what they need.
+    ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
     """
 
     index: CheckpointIndex
@@ -57,6 +58,7 @@ class Entries:
     values: Sequence[Value]
     source_names: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    empty: frozenset[Path] = frozenset()
 
     def shape(self, entry: Entry) -> tuple[int, ...]:
         """Shape of an entry's tensor."""
@@ -117,7 +119,33 @@ def choose_entries(
     ]
     cast.check_used()
     refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
-    return Entries(index, tensors, values, {new: old for old, new in new_names.items()}, refused)
+    empty = frozenset(
+        path
+        for path in _empty_containers(index)
+        if (selection is None or selection.selects(_name(path)))
+        and (renaming is None or renaming(_name(path)) == _name(path))
+    )
+    return Entries(index, tensors, values, {new: old for old, new in new_names.items()}, refused, empty)
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _empty_containers(index: CheckpointIndex) -> list[Path]:
+    """Their paths, from notes that may come from a stranger."""
+    structure = index.provenance.get("structure")
+    containers = structure.get("containers") if isinstance(structure, dict) else None
+    if not isinstance(containers, list) or not _has_paths(index.planner_data):
+        return []
+    parents = {path[:depth] for path in index.planner_data.values() for depth in range(len(path))}
+    noted = [note.get("path") for note in containers if isinstance(note, dict)]
+    paths = [tuple(path) for path in noted if isinstance(path, list)]
+    return [
+        path
+        for path in paths
+        if path and all(type(part) in (str, int) for part in path) and path not in parents
+    ]
 
 
 def _check_patterns(selection: Selection, names: Sequence[str]) -> None:

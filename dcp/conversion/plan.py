@@ -211,8 +211,11 @@ def _own_structure(entries: Entries) -> dict[str, Any] | None:
             children.setdefault(path[:depth], set()).add(str(path[depth]))
     containers = []
     for note in structure["containers"]:
-        path = tuple(note.get("path", ())) if isinstance(note, dict) else ()
-        names = children.get(path)
+        noted = note.get("path") if isinstance(note, dict) else None
+        if not isinstance(noted, list) or not all(type(part) in (str, int) for part in noted):
+            continue  # of a stranger's
+        path = tuple(noted)
+        names = children.get(path, set() if path in entries.empty else None)
         if names is None or note.get("kind") in ("tensor", "value"):
             continue
         note = {key: value for key, value in note.items() if key != "metadata"}

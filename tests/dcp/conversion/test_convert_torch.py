@@ -190,6 +190,24 @@ def test_values_that_need_a_class_are_listed_or_dropped(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), {"w": torch.ones(3)})
 
 
+def test_empty_containers_stay_where_others_are_left_out_or_renamed(tmp_path: Path) -> None:
+    """An optimizer that has no state yet is still one; a container that is not chosen goes with its name."""
+    state = {
+        "module.w": torch.ones(2),
+        "ema": {"w": torch.ones(3), "extra": {}},
+        "optimizer": {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
+    torch.save(state, tmp_path / "a.pt")
+    target = tmp_path / "b.pt"
+    convert(
+        tmp_path / "a.pt", target, to="torch", exclude="ema", rename={r"^module\.": ""}, executor="inline"
+    )
+    found = torch.load(target, weights_only=True)
+    assert found.pop("w").tolist() == [1, 1]
+    assert found == {"optimizer": state["optimizer"]}
+    assert list(found["optimizer"]) == ["state", "param_groups"]
+
+
 def test_twenty_thousand_keys(tmp_path: Path) -> None:
     """Many small tensors, and back."""
     state = {f"layer.{number}.weight": torch.full((3,), float(number)) for number in range(20_000)}
