@@ -34,6 +34,8 @@ _group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.We
 
 _group_life: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
+_group_given_up: weakref.WeakKeyDictionary[Any, tuple[list[int], str]] = weakref.WeakKeyDictionary()
+
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -84,6 +86,20 @@ class Channel:
     @life.setter
     def life(self, word: str) -> None:
         _group_life[self.group] = word
+
+    @property
+    def given_up(self) -> tuple[list[int], str] | None:
+        """(ranks that were lost, what happened) when this rank first left an operation before its end.
+
+        The ranks have not begun equally many collectives since, and so would take each other's messages for
+        those of another step.
+        """
+        return _group_given_up.get(self.group)
+
+    def give_up(self, ranks: list[int], what: str) -> None:
+        """Note `given_up`, unless it is already. One rank alone is always in step."""
+        if self.world_size > 1:
+            _group_given_up.setdefault(self.group, (ranks, what))
 
     # -- exchanges -------------------------------------------------------------------------------------------
 

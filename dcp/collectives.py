@@ -17,7 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgpack
 import torch.distributed as dist
@@ -56,12 +56,12 @@ _OK, _FAILED, _LONGER = b"\x00", b"\x01", b"\x02"
 
 
 class _LostRanksError(Exception):
-    """Internal: a collective broke; `ranks` gave no sign of life."""
+    """Internal: a collective broke, as `what` says; `ranks` gave no sign of life."""
 
-    def __init__(self, ranks: list[int], reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, ranks: list[int], what: str) -> None:
+        super().__init__(what)
         self.ranks = ranks
-        self.reason = reason
+        self.what = what
 
 
 def works_alone(process_group: ProcessGroup | None, *, no_dist: bool) -> bool:
@@ -133,10 +133,14 @@ class Ranks:
         self._store = channel.store
         if channel.life is None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._key = f"dcp/meet-{restarts}/{channel.next_serial()}"
+            self._serial = channel.next_serial()
+            self._key = f"dcp/meet-{restarts}/{self._serial}"
+            self._group_key = f"{self._key}/given-up"
             word = uuid.uuid4().hex.encode() if self.rank == 0 else None
             channel.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
-        self._key = f"dcp/{channel.life}/{self.operation}/{channel.next_serial()}"
+        self._serial = channel.next_serial()
+        self._group_key = f"dcp/{channel.life}/given-up"
+        self._key = f"dcp/{channel.life}/{self.operation}/{self._serial}"
 
     @property
     def store(self) -> Any:
@@ -316,30 +320,44 @@ class Ranks:
     def _guard(self, step: str, exchange: Callable[[], T]) -> T:
         """Run one exchange; turn a broken or late one into an error that names the missing ranks."""
         try:
+            self._check_in_step()
             return exchange()
         except _LostRanksError as lost:
-            count = self.world_size
-            who = f"rank {', '.join(map(str, lost.ranks))} of {count} died or did not answer"
-            if not lost.ranks:
-                who = f"all {count} ranks are alive, but not in one step: an earlier one was given up"
+            self._note_given_up(lost.ranks, lost.what)
             error = CollectiveTimeoutError(
-                f"{self.operation} failed in step {step!r}: {who} ({lost.reason}). Restart the job and "
+                f"{self.operation} failed in step {step!r}: {lost.what}. Restart the job and "
                 "resume from the last committed checkpoint.",
                 step=step,
                 ranks=lost.ranks,
                 reporting_rank=self.rank,
             )
             failures = dict.fromkeys(lost.ranks or range(self.world_size), error)
-        except BaseException:  # an interrupt, or no memory for the others' messages: of this rank alone
-            self._give_up()
+        except BaseException as error:
+            # An interrupt, or no memory for the others' messages: of this rank alone.
+            self._note_given_up([], f"rank {self.rank} left step {step!r} by {type(error).__name__}")
+            with contextlib.suppress(RuntimeError):
+                self._tell_given_up()
             raise
         raise failure_of(step, failures, self.rank, None)
 
-    def _give_up(self) -> None:
+    def _check_in_step(self) -> None:
+        """Fail at once where an operation before this one was left before its end, on any rank."""
+        earlier = None if self._channel is None else self._channel.given_up
+        if earlier is not None:
+            with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
+                self._store.set(f"{self._key}/alive/{self.rank}", "1")
+            raise _LostRanksError(*earlier)
+
+    def _note_given_up(self, ranks: list[int], what: str, operation: str | None = None) -> None:
+        if self._channel is not None:
+            earlier = f"since an earlier {operation or self.operation} failed: {what}"
+            self._channel.give_up(ranks, f"the ranks of the process group are not in one step {earlier}")
+
+    def _tell_given_up(self) -> None:
         """Tell the others, who would else learn of it by their timeout."""
         if self._channel is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._key}/abort", "1")
+            self._store.set(f"{self._key}/abort", "1")
+            self._store.set(self._group_key, f"{self._serial} {self.operation}")
 
     def _wait(self, work: Any) -> None:
         self._poll(work)
@@ -358,8 +376,7 @@ class Ranks:
                 self._lost(f"no answer within {self.timeout_seconds:g} s")
             if now >= next_look:
                 next_look = now + _POLL_STORE_SECONDS
-                if self._store_says_aborted():
-                    self._lost("another rank gave up, or reported a broken connection")
+                self._look_for_aborts()
             if self._blocks:
                 # Asking again and again would keep the core from the rank that is waited for.
                 with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then
@@ -368,28 +385,39 @@ class Ranks:
             time.sleep(pause)
             pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str) -> NoReturn:
         raise self._lost_error(reason)
 
     def _lost_error(self, reason: str) -> _LostRanksError:
         """Post a sign of life, wait for the others' and return who stayed silent."""
         missing = list(range(self.world_size))
         try:
-            self._store.set(f"{self._key}/abort", "1")
+            self._tell_given_up()
             self._store.set(f"{self._key}/alive/{self.rank}", "1")
             deadline = time.monotonic() + _GRACE_SECONDS
             while missing and time.monotonic() < deadline:
                 missing = [r for r in missing if not self._store.check([f"{self._key}/alive/{r}"])]
                 time.sleep(0.05)
         except RuntimeError as error:  # the store's own host is gone, and with it the others' answers
-            return _LostRanksError([0], f"{reason}; the rendezvous store is gone too ({error})"[:500])
-        return _LostRanksError(missing, reason)
+            missing, reason = [0], f"{reason}; the rendezvous store is gone too ({error})"[:500]
+        who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
+        if not missing:
+            who = f"all {self.world_size} ranks are alive, but not in one step: an earlier one was given up"
+        return _LostRanksError(missing, f"{who} ({reason})")
 
-    def _store_says_aborted(self) -> bool:
+    def _look_for_aborts(self) -> None:
+        reason = "another rank gave up, or reported a broken connection"
         try:
-            return bool(self._store.check([f"{self._key}/abort"]))
+            if self._store.check([f"{self._key}/abort"]):
+                self._lost(reason)
+            told = self._store.get(self._group_key) if self._store.check([self._group_key]) else b""
         except RuntimeError:
-            return True
+            self._lost(reason)
+        serial, _, operation = told.decode().partition(" ")
+        if operation and int(serial) < self._serial and self._channel is not None:
+            # given up by ranks that this one had no need of any more
+            self._note_given_up([], "other ranks left it before its end", operation)
+            self._check_in_step()
 
 
 def _pack_failure(error: BaseException) -> bytes:

@@ -15,8 +15,9 @@ import dcp
 from dcp.channel import SHORT_BYTES
 from dcp.collectives import Ranks
 from dcp.failures import RankFailedError
-from dcp.storage.errors import CorruptCheckpointError
+from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
 from tests.support.ranks import RankDied, RankRaised, run_ranks
+from tests.support.ranks import Ranks as RankPool
 
 STEPS = ("reduce_scatter", "reduce_broadcast", "all_gather", "broadcast")
 
@@ -279,6 +280,16 @@ def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
         assert result.seconds < 100
 
 
+def run_and_leave(world_size: int, function: Any) -> list[Any]:
+    """As `run_ranks`, in processes of its own: a gloo group with collectives that never end would keep the
+    next test waiting until they time out."""
+    pool = RankPool()
+    try:
+        return pool.run(world_size, function, (), timeout_seconds=240)
+    finally:
+        pool.close()
+
+
 def out_of_step(rank: int, world_size: int) -> None:
     """Rank 0 takes another kind of step than the others."""
     ranks = Ranks(use_dist=True, timeout_seconds=3)
@@ -287,11 +298,56 @@ def out_of_step(rank: int, world_size: int) -> None:
 
 def test_ranks_that_are_out_of_step_are_not_called_dead() -> None:
     """Where all give a sign of life the error says so, and blames none."""
-    for result in run_ranks(3, out_of_step, failures=True):
+    for result in run_and_leave(3, out_of_step):
         assert isinstance(result, RankRaised), result
         assert "CollectiveTimeoutError" in result.class_names
         assert "all 3 ranks are alive, but not in one step" in result.message
         assert result.facts["ranks"] == []
+
+
+def two_operations(rank: int, world_size: int) -> None:
+    """Rank 2 takes no part in the first operation, and knows nothing of its end when the second begins."""
+    first = Ranks(use_dist=True, timeout_seconds=1, operation="first")
+    if rank < 2:
+        with pytest.raises(CollectiveTimeoutError, match="rank 2 of 3 died or did not answer"):
+            first.all_gather("probe", lambda: b"")
+    say_done(rank)
+    wait_for_others(rank, world_size)
+    second = Ranks(use_dist=True, timeout_seconds=600, operation="second")
+    try:
+        second.all_gather("probe", lambda: b"x")
+    finally:  # who ends takes its connections along, by which the others would learn of it
+        default_store().set(f"second/{rank}", "1")
+        default_store().wait([f"second/{r}" for r in range(world_size)], timedelta(seconds=120))
+
+
+def test_a_group_that_is_out_of_step_says_so_at_once() -> None:
+    """After an operation that some ranks left, the next one fails on all ranks without waiting for anybody,
+    instead of taking one step's messages for those of another."""
+    for rank, result in enumerate(run_and_leave(3, two_operations)):
+        assert isinstance(result, RankRaised), result
+        assert "CollectiveTimeoutError" in result.class_names
+        assert "second failed in step 'probe': the ranks of the process group are not in" in result.message
+        assert "since an earlier first failed" in result.message
+        assert ("rank 2 of 3 died or did not answer" in result.message) == (rank < 2)
+        assert result.seconds < 100
+
+
+def operation_after_an_interrupt(rank: int, world_size: int) -> list[bytes]:
+    """The first operation of a rank that is alone is left within an exchange."""
+    first = Ranks(use_dist=True, timeout_seconds=60)
+
+    def interrupted() -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first._guard("probe", interrupted)
+    return Ranks(use_dist=True, timeout_seconds=60).all_gather("probe", lambda: b"x")
+
+
+def test_one_rank_is_always_in_step_with_itself() -> None:
+    """A group of one, which an interrupt has ended an operation of, serves on."""
+    assert run_ranks(1, operation_after_an_interrupt) == [[b"x"]]
 
 
 def long_message_of_the_coordinator(rank: int, world_size: int) -> tuple[int, bytes, int]:
