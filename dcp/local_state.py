@@ -19,7 +19,7 @@ from dcp.planners.trust import foreign_values
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["EncodedObject", "LocalState", "PlanOptions"]
+__all__ = ["EncodedObject", "LocalState", "PlanOptions", "warn_of_foreign"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class LocalState:
         """
         columns, sources, objects = planner.create_local_columns(digests=digests)
         if planner.is_coordinator:
-            _warn_of_foreign(columns.objects.fqns, objects)
+            warn_of_foreign(columns.objects.fqns, objects)
         return cls(columns, sources, objects, planner.item_replicated, digested=digests)
 
     def encoded(self) -> LocalState:
@@ -104,7 +104,8 @@ class LocalState:
         return SaveObjects(fqns, digests, sizes)
 
 
-def _warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
+def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
+    """Log a warning of values that only a trusted checkpoint gives back."""
     found = foreign_values(fqns, values)
     if found:
         told = [f"{fqn!r} ({kind})" for fqn, kind in list(found.items())[:_MAX_TOLD]]

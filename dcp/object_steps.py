@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp import plan_transport
+from dcp.local_state import warn_of_foreign
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.report import LoadReport
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
@@ -44,9 +46,10 @@ def save(
     made: list[Metadata] = []
 
     def local_plan() -> SavePlan:
+        given = state()
         _call_with_optional(
             planner.set_up_planner,
-            (state(),),
+            (given,),
             {"storage_meta": writer.storage_meta(), "is_coordinator": ranks.is_coordinator},
         )
         _call_with_optional(
@@ -54,7 +57,10 @@ def save(
             (ranks.is_coordinator,),
             {"rank": ranks.rank, "use_collectives": use_collectives},
         )
-        return writer.prepare_local_plan(planner.create_local_plan())
+        plan = planner.create_local_plan()
+        if ranks.is_coordinator:
+            _warn_of_foreign(plan, planner.state_dict if hasattr(planner, "state_dict") else given)
+        return writer.prepare_local_plan(plan)
 
     def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
         plans, metadata = planner.create_global_plan(plans)
@@ -152,6 +158,13 @@ def load(
         if reader.index is not None:
             report.note_source(reader.index)
         report.note_reading(reader.stats)
+
+
+def _warn_of_foreign(plan: SavePlan, values: Mapping[str, Any]) -> None:
+    """As a save on columns does, by what the planner was given; what it makes of that is its own."""
+    names = (item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
+    named = {name: values[name] for name in names if name in values}
+    warn_of_foreign([*named], [*named.values()])
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

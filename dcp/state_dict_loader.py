@@ -29,7 +29,7 @@ from dcp.stateful_values import check_top_level, is_stateful
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
-from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
@@ -385,14 +385,7 @@ class _ColumnarLoad:
         return b""
 
     def _compare(self) -> bytes:
-        """Checksums tell of bytes that are not those committed; where there is no commit, files have to."""
-        reader = self._reader
-        if reader.has_changed():
-            raise CorruptCheckpointError(
-                f"{reader.store.url}: files were replaced while they were read, so what was loaded may be of "
-                "two checkpoints; load again when nobody writes there",
-                path=reader.store.url,
-            )
+        self._reader.check_unchanged()
         return b""
 
     def _store_values(self) -> bytes:

@@ -90,7 +90,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self._traffic_before: dict[str, float] = {}
         self._index: CheckpointIndex | None = None
         self._read_as: tuple[int | None, int | None] = None, None
-        self._listed: frozenset[FileInfo] = frozenset()
+        self._listed: frozenset[FileInfo] | None = None
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         if checkpoint_id:
             self.path = checkpoint_id
         self._place = None
-        self._index = None
+        self._index = self._listed = None
         self.stats = ReadStats()
         self.load_id = str(uuid.uuid4())
 
@@ -144,9 +144,21 @@ class FileSystemReader(NoFileSystem, StorageReader):
         """Whether the files of this load may be replaced one by one, so that data of two could be read."""
         return self._index is not None and self._index.format in LOOSE_FORMATS and self.place.file is None
 
-    def has_changed(self) -> bool:
-        """Whether files that `may_be_mixed` are others than when the index was read here."""
-        return self._files() != self._listed
+    def check_unchanged(self) -> None:
+        """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index.
+
+        Checksums tell of bytes that are not those committed; where there is no commit, files have to.
+        """
+        if self._has_changed():
+            raise CorruptCheckpointError(
+                f"{self.store.url}: files were replaced while they were read, so what was loaded may be of "
+                "two checkpoints; load again when nobody writes there",
+                path=self.store.url,
+            )
+
+    def _has_changed(self) -> bool:
+        """False where the index was not read here."""
+        return self._listed is not None and self._files() != self._listed
 
     def _files(self) -> frozenset[FileInfo]:
         if self._index is None or not self.may_be_mixed:
@@ -159,7 +171,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         if self._index is None:
             return False
         rank, own_rank = self._read_as
-        if self.has_changed():
+        if self._has_changed():
             return True
         try:
             current = index_at(self.place, rank=rank, own_rank=own_rank)
@@ -174,7 +186,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata, read anew: a load begins here. Objects are built when they are looked
         at."""
-        self._index, self.stats = None, ReadStats()
+        self._index, self._listed, self.stats = None, None, ReadStats()
         self._traffic_before = self.store.traffic()
         index = self.read_index(kwargs.get("rank"))
         return LazyMetadata.of(lambda: index, StorageMeta(checkpoint_id=self.path, load_id=self.load_id))
@@ -195,7 +207,11 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items into what the planner resolves them to."""
+        """Read the plan's items into what the planner resolves them to.
+
+        Each rank reads the index by itself and checks this by itself: the ranks plan together in between, so
+        that files which are replaced at any time are not those that some rank saw.
+        """
         index = self.read_index()
         chunk_rows = _ChunkRows(index)
         with self.engine(index) as engine:
@@ -218,6 +234,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
                 )
                 for item, target in zip(batch, targets, strict=True):
                     planner.commit_tensor(item, target)
+        self.check_unchanged()
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 import dcp
 from dcp.planners.trust import foreign_values
@@ -92,3 +94,22 @@ def test_a_class_that_torch_was_told_of_is_not_named() -> None:
     with torch.serialization.safe_globals([Settings]):
         assert foreign_values(["x"], [[Settings()]]) == {}
     assert list(foreign_values(["x"], [[Settings()]])) == ["x"]
+
+
+class _ByItems(dcp.DefaultSavePlanner):
+    """A planner that is asked item by item, as it overrides one of the steps."""
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        return super().transform_object(write_item, value)
+
+
+@pytest.mark.parametrize("planner", [_ByItems, stock.DefaultSavePlanner])
+def test_a_save_by_another_planner_warns(
+    planner: type[SavePlanner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planners of torch's or of the user's own: the same warning of the same values."""
+    state = {"w": torch.ones(2), "mode": {"now": Mode.FAST}, "a": np.ones(2)}
+    with caplog.at_level(logging.WARNING):
+        dcp.save(state, checkpoint_id=str(tmp_path / "c"), planner=planner())
+    (said,) = warnings_of(caplog)
+    assert "'mode.now'" in said and "'a'" not in said and "1 of the saved values" in said

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -242,8 +243,18 @@ def _write_sharded(folder: Path, number: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
+class _ByItems(dcp.DefaultLoadPlanner):
+    """A planner that is asked item by item, as it overrides one of the steps."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, _ByItems])
 @pytest.mark.parametrize("kind", ["safetensors", "torch_dcp"])
-def test_files_that_are_replaced_one_by_one_are_noticed(tmp_path: Path, kind: str) -> None:
+def test_files_that_are_replaced_one_by_one_are_noticed(
+    tmp_path: Path, kind: str, planner: type[dcp.DefaultLoadPlanner]
+) -> None:
     """Nothing in such a folder tells that data is of two checkpoints: it is read anew once, then refused."""
     if kind == "safetensors":
         _write_sharded(tmp_path / "current", 0)
@@ -265,7 +276,7 @@ def test_files_that_are_replaced_one_by_one_are_noticed(tmp_path: Path, kind: st
     rename = {"^n$": "m.a"}
     if kind == "safetensors":  # one file with each attempt
         with pytest.raises(CorruptCheckpointError, match="replaced while they were read"):
-            dcp.load(wanted, checkpoint_id=tmp_path / "current", rename=rename)
-    report = dcp.load(wanted, checkpoint_id=tmp_path / "current", rename=rename)
+            dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)
+    report = dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)
     assert report.attempts == (1 if kind == "safetensors" else 2)
     assert module.state["b"].eq(1).all() and other.eq(1).all()
