@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -13,6 +15,7 @@ from dcp.storage.stores.base import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.s3 import S3Client
+from dcp.storage.stores.objects.s3_direct import SignedUrl
 from tests.support.fault_plan import Fault, Kind
 from tests.support.fault_proxy import FaultProxy
 
@@ -58,6 +61,28 @@ def test_ranges_go_by_one_signed_url(s3_proxy: FaultProxy, s3_root: str) -> None
     assert client.get(key, 5, Views([memoryview(bytearray(9))])) == client.head(key)
     assert _signed(s3_proxy) == [True, True, True]
     assert len({get.query["X-Amz-Signature"] for get in s3_proxy.requests("GetObject")}) == 1
+
+
+def test_threads_that_begin_an_object_together_sign_once(s3_server: S3Server, s3_root: str) -> None:
+    """Signing costs as much processor time as several requests; objects have each their own URL."""
+    client, keys = _client(s3_server), [f"{_prefix(s3_root)}/{name}" for name in "ab"]
+    for key in keys:
+        client.put(key, _content(key))
+    signed, sign, begin = [], client._signed_url, threading.Barrier(8)
+
+    def counted(key: str) -> SignedUrl | None:
+        signed.append(key)
+        return sign(key)
+
+    client._signed_url = counted  # type: ignore[method-assign]
+
+    def read(number: int) -> bool:
+        begin.wait(60)
+        return _read(client, keys[number % 2]) == _content(keys[number % 2])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(8)))
+    assert sorted(signed) == keys
 
 
 def test_a_refused_url_is_asked_for_the_ordinary_way(s3_proxy: FaultProxy, s3_root: str) -> None:

@@ -99,6 +99,7 @@ class DirectReads:
     def __init__(self, place: str) -> None:
         self._place = place
         self._lock = threading.Lock()
+        self._signing = threading.Lock()
         self._urls: dict[str, _Kept] = {}
         self._refusals = 0
 
@@ -155,14 +156,22 @@ class DirectReads:
             del self._urls[key]
 
     def _url(self, key: str, make_url: Callable[[str], SignedUrl | None]) -> _Kept | None:
+        kept = self._fresh(key)
+        if kept is None:
+            with self._signing:  # threads that begin an object together wait for one signature
+                kept = self._fresh(key) or self._sign(key, make_url)
+        return kept
+
+    def _fresh(self, key: str) -> _Kept | None:
         with self._lock:
-            kept = self._urls.get(key)
+            kept = self._urls.get(key) if self._refusals < _REFUSALS else None
+        return kept if kept is not None and time.monotonic() - kept.made_seconds < _USED_SECONDS else None
+
+    def _sign(self, key: str, make_url: Callable[[str], SignedUrl | None]) -> _Kept | None:
+        with self._lock:
             if self._refusals >= _REFUSALS:
                 return None
-        now = time.monotonic()
-        if kept is not None and now - kept.made_seconds < _USED_SECONDS:
-            return kept
-        signed = make_url(key)
+        now, signed = time.monotonic(), make_url(key)
         with self._lock:
             if signed is None:
                 self._refusals = _REFUSALS
