@@ -169,7 +169,7 @@ def test_a_future_that_is_kept_keeps_no_staged_copy(tmp_path: Path) -> None:
     assert future.done()
 
 
-@pytest.mark.parametrize("sent", [b"no pickle", pickle.dumps(OnlyHere())[:-5]])
+@pytest.mark.parametrize("sent", [b"no pickle", pickle.dumps(OnlyHere())[:-5]], ids=["none", "cut"])
 def test_metadata_that_cannot_be_read_ends_the_future(tmp_path: Path, sent: bytes) -> None:
     """Nobody waits for ever, and the error says that the checkpoint is there."""
     future = SaveFuture("x")
