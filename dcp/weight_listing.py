@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 
 from dcp.storage.errors import CheckpointError
@@ -15,7 +14,6 @@ from dcp.storage.stores.base import FileInfo, Store
 __all__ = ["folder_weights", "is_weight_file", "single_files"]
 
 _BIN_NAMES = ("pytorch_model.bin", ".bin.index.json")
-_BIN_SHARD = re.compile(r"pytorch_model.*\.bin")
 _ZIP, _LEGACY_PICKLE = b"PK\x03\x04", b"\x80"
 
 

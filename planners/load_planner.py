@@ -13,10 +13,10 @@ from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from dcp.planners.collection import collection_paused
 from dcp.planners.columns import LoadColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load_choice import Choice, choose, per_rank_path
 from dcp.planners.load_object import load_object
 from dcp.planners.load_plan import LoadFindings, WantedColumns, plan_load
@@ -126,7 +126,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     ) -> None:
         """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
         self.original_state_dict = state_dict
-        with collection_paused():
+        with garbage_collection_paused():
             self.state_dict = self._flattened(state_dict, legacy=False)
         if self._materialise():
             self.state_dict = self._flattened(state_dict, legacy=False)
@@ -164,7 +164,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         The tensors are the state dict's own and may require grad. Raises one error with everything that does
         not fit (see `dcp.planners.load_plan.plan_load`).
         """
-        with collection_paused():
+        with garbage_collection_paused():
             columns, _, local = self._plan(index)
             return columns, local.destinations()
 

@@ -167,15 +167,16 @@ def _read_pair(
         with _located(store.path_of(manifest_name)):
             return manifest, decode_manifest(manifest)
 
-    def start() -> _Start | None:
-        found = _unless_missing(lambda: store.read_start(metadata_name, _START_BYTES))
-        return None if found is None else _Start(*found)
-
     if not store.read_profile.scatter:
-        return *decoded(), start()
+        return *decoded(), _start_of(store, metadata_name)
     with WorkerThreads(1) as pool:
-        beside = pool.submit(start)
+        beside = pool.submit(_start_of, store, metadata_name)
         return *decoded(), beside.result()
+
+
+def _start_of(store: Store, name: str) -> _Start | None:
+    found = _unless_missing(lambda: store.read_start(name, _START_BYTES))
+    return None if found is None else _Start(*found)
 
 
 def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
@@ -202,15 +203,10 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     Where it is small one request for all of it is cheaper than this.
     """
-    save_id = index.provenance.get("save_id")
-    if index.chunk_count < _LARGE_CHUNKS or index.torch_metadata_crc is None or not isinstance(save_id, str):
+    if index.chunk_count < _LARGE_CHUNKS:
         return False
-    try:
-        with store.open_read(name) as handle:
-            head = torch_metadata_head(save_id, handle.size_bytes)
-            return handle.size_bytes >= len(head) and handle.pread(len(head), 0) == head
-    except (CheckpointNotFoundError, CorruptCheckpointError):  # deleted or replaced just now
-        return False
+    start = _start_of(store, name)
+    return start is not None and _is_long_start_of(index, start)
 
 
 def _belongs(index: CheckpointIndex, metadata: bytes) -> bool:

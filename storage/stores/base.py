@@ -78,7 +78,8 @@ class ReadProfile:
 
     - ``threads``: reads at a time; None goes by the machine's cores.
     - ``request_bytes``: how much one request should fetch; larger pieces are split.
-    - ``join_below_bytes``: pieces up to this size are read together with their neighbours.
+    - ``join_below_bytes``: pieces up to this size are read together with their neighbours; with ``scatter``
+      how large a request may be that has to be in memory as a whole before it is handed out.
     - ``gap_bytes``: bytes that may be read for nothing to join two pieces.
     - ``scatter``: joined pieces go straight to their destinations by one `ReadHandle.preadv`, because a
       request costs far more than a buffer.

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
 from dcp.background.future import SaveFuture
-from dcp.background.process_writer import ProcessWriter
 from dcp.background.session import AsyncSession
 from dcp.progress import Progress
 from dcp.storage.errors import SaveAbortedError, WriterProcessError
@@ -31,25 +30,10 @@ from tests.support.ranks import run_ranks
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
 from tests.support.values import leaves
 from tests.support.versions import ABSENT, listing, seen_by_dcp, seen_by_stock, version_state
+from tests.support.writer_process import TIMEOUT_SECONDS, pid_of
 
 LARGE = 1 << 18
-TIMEOUT_SECONDS = 240.0
 PROCESS = dcp.AsyncCheckpointerType.PROCESS
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[AsyncSession]:
-    """One writer process for many tests: starting one costs seconds."""
-    made = AsyncSession(no_dist=True, kind=PROCESS, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
-    yield made
-    made.close(240)
-
-
-def pid_of(session: AsyncSession) -> int:
-    """The writer process of this rank."""
-    worker = session._worker
-    assert isinstance(worker, ProcessWriter)
-    return worker.pid
 
 
 def overwrite(state: Any) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import dcp
 from dcp.background.failure_wire import Verdict
 from dcp.background.future import SaveFuture
 from dcp.background.order import SaveOrder
-from dcp.background.process_writer import ProcessWriter
 from dcp.background.results import end_future
 from dcp.background.session import AsyncSession
 from dcp.storage.errors import WriterProcessError
@@ -29,24 +28,9 @@ from dcp.storage.stores import PosixStore
 from tests.support.gates import FileGate, open_gated
 from tests.support.processes import mapped_files
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
+from tests.support.writer_process import TIMEOUT_SECONDS, pid_of
 
-TIMEOUT_SECONDS = 240.0
 PROCESS = dcp.AsyncCheckpointerType.PROCESS
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[AsyncSession]:
-    """One writer process for many tests: starting one costs seconds."""
-    made = AsyncSession(no_dist=True, kind=PROCESS, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
-    yield made
-    made.close(240)
-
-
-def pid_of(session: AsyncSession) -> int:
-    """The writer process."""
-    worker = session._worker
-    assert isinstance(worker, ProcessWriter)
-    return worker.pid
 
 
 def becomes_true(condition: Callable[[], bool]) -> bool:

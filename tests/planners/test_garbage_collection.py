@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.planners.collection import collection_paused
+from dcp.planners.garbage_collection import garbage_collection_paused
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,10 @@ def collector() -> Iterator[None]:
 
 def test_it_is_off_within_the_block_and_on_after_it() -> None:
     """However the block ends."""
-    with collection_paused():
+    with garbage_collection_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ValueError, match="wrong"), collection_paused():
+    with pytest.raises(ValueError, match="wrong"), garbage_collection_paused():
         raise ValueError("wrong")
     assert gc.isenabled()
 
@@ -35,7 +35,7 @@ def test_it_is_off_within_the_block_and_on_after_it() -> None:
 def test_one_that_is_off_stays_off() -> None:
     """Who has switched it off wants it so."""
     gc.disable()
-    with collection_paused():
+    with garbage_collection_paused():
         assert not gc.isenabled()
     assert not gc.isenabled()
 

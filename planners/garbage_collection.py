@@ -6,11 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collection_paused"]
+__all__ = ["garbage_collection_paused"]
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """The interpreter's cyclic collection waits for the end of the block, unless it was off before.
 
     It is that of all threads, so the block is to take tenths of a second at most.
