@@ -2,11 +2,12 @@
 
 A step is kept if any rule keeps it. Whatever the rules, pinned steps, steps whose verification is pending,
 and the newest good step are kept. Only good steps count for a rule: a damaged one must not push a good one
-out. Pure: no I/O, no clock, no torch.
+out. A rule that cannot be judged deletes nothing: it keeps all. Pure: no I/O, no clock, no torch.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,9 @@ class StepState:
 class Best:
     """Keep the ``count`` best steps by ``metric``.
 
-    "min": the lowest are the best. Steps without the metric, or with NaN, are never among them. Of equal ones
-    the newer is the better.
+    "min": the lowest are the best. Of equal ones the newer is the better. Steps without the metric, or where
+    it is NaN or infinite, are never among them; but as long as no step has a finite one, all steps are kept:
+    the metric may be misspelt, or come later.
     """
 
     metric: str
@@ -54,7 +56,7 @@ class Best:
         """The best of ``steps``, the best one first."""
         sign = 1.0 if self.mode == "min" else -1.0
         known = [(state, state.metrics.get(self.metric, math.nan)) for state in steps]
-        ranked = sorted((sign * value, -state.step) for state, value in known if not math.isnan(value))
+        ranked = sorted((sign * value, -state.step) for state, value in known if math.isfinite(value))
         return [-negative for _, negative in ranked[: self.count]]
 
 
@@ -64,7 +66,7 @@ class Retention:
 
     - ``last``: the newest n.
     - ``every_steps``: steps that are multiples of it, for ever.
-    - ``best``: by one metric or several; a tuple once constructed.
+    - ``best``: by one metric or several; a tuple once constructed. All steps, until one has the metric.
     - ``younger_than_seconds``: by the time of the commit; one that is not known counts as young.
 
     Raises ValueError, which names the field.
@@ -124,10 +126,14 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is kept, by step and with all reasons, and what is to be deleted, oldest first."""
+    """What is kept, by step and with all reasons, and what is to be deleted, oldest first.
+
+    ``unjudged``: by metric, a sentence on the rules that could not be judged, where they alone keep steps.
+    """
 
     keep: Mapping[int, tuple[str, ...]]
     delete: tuple[int, ...]
+    unjudged: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
@@ -148,11 +154,13 @@ def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: f
             reasons[state.step].append("pending")
         if retention is None:
             reasons[state.step].append("no retention")
+    unjudged: dict[str, str] = {}
     if retention is not None:
         _apply(retention, good, now_seconds, reasons)
+        unjudged = _spare_unjudged(retention, good, reasons)
         _spare_damaged(retention, states, reasons)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
-    return Plan(keep, tuple(step for step, why in reasons.items() if not why))
+    return Plan(keep, tuple(step for step, why in reasons.items() if not why), unjudged)
 
 
 def _apply(
@@ -168,9 +176,42 @@ def _apply(
     for state in good:
         if every is not None and state.step % every == 0:
             reasons[state.step].append(f"every {every} steps")
-        committed = state.committed_seconds
-        if young is not None and (committed is None or now_seconds - committed < young):
+        if young is not None and _is_young(state.committed_seconds, now_seconds - young):
             reasons[state.step].append(f"younger than {young:g} s")
+
+
+def _is_young(committed: float | None, since_seconds: float) -> bool:
+    # Storages that know no time say 0.
+    return committed is None or not 0 < committed <= since_seconds
+
+
+def _spare_unjudged(
+    retention: Retention, good: Sequence[StepState], reasons: dict[int, list[str]]
+) -> dict[str, str]:
+    """Keep ``good`` where a rule has nothing to go by; a sentence on each metric that has spared one."""
+    told = {}
+    spared = [state.step for state in good if not reasons[state.step]]
+    for rule in retention.bests:
+        if rule.pick(good):
+            continue
+        for state in good:
+            reasons[state.step].append(f"best {rule.metric} ({rule.mode}), which cannot be judged")
+        if spared:
+            told[rule.metric] = _unjudged(rule, good)
+    return told
+
+
+def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
+    names = sorted({name for state in good for name in state.metrics})
+    near = difflib.get_close_matches(rule.metric, names, 1)
+    if rule.metric in names:
+        why = f"the metric {rule.metric!r} is NaN or infinite in every step"
+    elif near:
+        why = f"no step has the metric {rule.metric!r}; did you mean {near[0]!r}?"
+    else:
+        known = f"; they have {', '.join(map(repr, names[:8]))}" if names else ""
+        why = f"no step has the metric {rule.metric!r}{known}"
+    return f"what is best cannot be judged, so all steps are kept: {why}"
 
 
 def _spare_damaged(retention: Retention, states: Sequence[StepState], reasons: dict[int, list[str]]) -> None:

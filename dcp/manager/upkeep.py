@@ -93,6 +93,8 @@ class Upkeep:
         self._begun = False
         self._half_deleted: set[int] = set()
         """Steps whose deletion has failed for good."""
+        self._warned: set[str] = set()
+        """Metrics of rules that could not be judged."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._unsettled: Counter[int] = Counter()
@@ -322,7 +324,11 @@ class Upkeep:
         # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push
         # out what is to stay.
         states = self._folders.survey(self._unsettled_now() | set(self._deleter.pending()))
-        for step in retention.plan(self._keep, states, time.time()).delete:
+        plan = retention.plan(self._keep, states, time.time())
+        for metric in plan.unjudged.keys() - self._warned:
+            self._warned.add(metric)
+            logger.warning("%s: %s", self._folders.root.url, plan.unjudged[metric])
+        for step in plan.delete:
             if step != saved:
                 self._delete_settled(step)
                 continue

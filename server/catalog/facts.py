@@ -97,9 +97,9 @@ class CheckpointFacts:
 
 def _shown(seconds: float | None) -> float | None:
     # Times of files may be anything; those that no calendar has would spoil every list they are in.
-    if seconds is None or not math.isfinite(seconds):
+    if seconds is None or not 0 < seconds < math.inf:
         return None
-    return max(0.0, min(_END_OF_TIME, seconds))
+    return min(_END_OF_TIME, seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,10 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPreview:
-    """What would become of a run's checkpoints; ``checkpoints``: up to 1,000, those that go first."""
+    """What would become of a run's checkpoints; ``checkpoints``: up to 1,000, those that go first.
+
+    ``unjudged``: a sentence on each rule by a metric that nothing has, which therefore keeps all.
+    """
 
     run_id: int
     run: str
@@ -140,3 +143,4 @@ class RetentionPreview:
     deleted: int
     deleted_bytes: int
     checkpoints: tuple[RetentionDecision, ...]
+    unjudged: tuple[str, ...] = ()

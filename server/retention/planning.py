@@ -35,11 +35,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All committed and unreadable checkpoints of a run, with what is decided."""
+    """All committed and unreadable checkpoints of a run, with what is decided.
+
+    ``unjudged``: a sentence on each rule by a metric that nothing has, where it alone keeps checkpoints.
+    """
 
     run_id: int
     run: str
     decisions: tuple[Decision, ...]
+    unjudged: tuple[str, ...] = ()
 
     @property
     def deleted(self) -> list[Decision]:
@@ -82,6 +86,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
     rows = _rows(connection, run_id)
     numbers = [row.id for row in rows]
     found: dict[int, tuple[str, ...]] = {}
+    unjudged: dict[str, None] = {}
     named = _names(connection, numbers)
     measured = _metrics(connection, numbers)
     by_format: defaultdict[str, list[_Row]] = defaultdict(list)
@@ -91,10 +96,11 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
         else:
             by_format[row.format].append(row)
     for group in by_format.values():
-        found |= _plan_group(group, keep, now, named, measured)
-    return RunPlan(
-        run_id, run, tuple(Decision(row.id, row.key, row.step, row.bytes, found[row.id]) for row in rows)
-    )
+        reasons, sentences = _plan_group(group, keep, now, named, measured)
+        found |= reasons
+        unjudged |= dict.fromkeys(sentences)
+    decisions = tuple(Decision(row.id, row.key, row.step, row.bytes, found[row.id]) for row in rows)
+    return RunPlan(run_id, run, decisions, tuple(unjudged))
 
 
 def _plan_group(
@@ -103,8 +109,11 @@ def _plan_group(
     now: float,
     named: dict[int, list[str]],
     measured: dict[int, dict[str, float]],
-) -> dict[int, tuple[str, ...]]:
-    """Of several with one step the newest good one counts; the others share its fate, if nothing else."""
+) -> tuple[dict[int, tuple[str, ...]], Iterable[str]]:
+    """Reasons by checkpoint, and what could not be judged.
+
+    Of several with one step the newest good one counts; the others share its fate, if nothing else.
+    """
     by_step: defaultdict[int, list[_Row]] = defaultdict(list)
     for row in rows:
         by_step[row.step or 0].append(row)
@@ -120,7 +129,8 @@ def _plan_group(
                 any(row.is_pinned or row.id in named for row in same),
             )
         )
-    kept = plan(keep, states, now).keep
+    planned = plan(keep, states, now)
+    kept = planned.keep
     found = {}
     for step, same in by_step.items():
         for row in same:
@@ -131,7 +141,7 @@ def _plan_group(
             if not reasons and step in kept:
                 reasons = ["another of this step is kept"]
             found[row.id] = tuple(reasons)
-    return found
+    return found, planned.unjudged.values()
 
 
 def _is_good(row: _Row) -> bool:

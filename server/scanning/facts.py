@@ -232,11 +232,12 @@ def _metrics(noted: Any) -> dict[str, float]:
     return found
 
 
-def _time(value: Any, otherwise: float) -> float:
-    """``value`` if it is a time, else ``otherwise``: one that can be shown as a date in any case."""
-    if type(value) is float and 0 <= value < _END_OF_TIME:
+def _time(value: Any, otherwise: float) -> float | None:
+    """``value`` if it is a time, else ``otherwise``; None where that is none either, so that what is found
+    today on a storage without times does not count as fifty years old."""
+    if type(value) is float and 0 < value < _END_OF_TIME:
         return value
-    return min(max(otherwise, 0.0), _END_OF_TIME)
+    return min(otherwise, _END_OF_TIME) if otherwise > 0 else None
 
 
 def _guessed_format(files: Sequence[FileInfo]) -> Format:

@@ -166,6 +166,7 @@ class RunPreview(Answer):
     deleted: int
     deleted_bytes: int
     checkpoints: list[DecisionAnswer] = Field(description="Up to 1,000; those that go come first.")
+    unjudged: list[str] = Field(description="On each rule by a metric that nothing has: it keeps all.")
 
     @classmethod
     def of(cls, plan: RunPlan) -> Self:
@@ -188,6 +189,7 @@ class RunPreview(Answer):
                 )
                 for one in ordered[:1000]
             ],
+            unjudged=list(plan.unjudged),
         )
 
 

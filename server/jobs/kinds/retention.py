@@ -75,14 +75,14 @@ class Retention(Kind[RetentionParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        totals: dict[str, Any] = {"runs": 0, "kept": 0, "deleted": 0, "bytes": 0, "keys": []}
+        totals: dict[str, Any] = {"runs": 0, "kept": 0, "deleted": 0, "bytes": 0, "keys": [], "unjudged": []}
         with open_database(context) as database:
             for run_id, run in payload["runs"]:
                 if payload["dry_run"]:
                     with database.read() as connection:
-                        kept, gone = _apply(connection, payload, run_id, run)
+                        kept, gone, unjudged = _apply(connection, payload, run_id, run)
                 else:
-                    kept, gone = database.transact(
+                    kept, gone, unjudged = database.transact(
                         lambda connection, run_id=run_id, run=run: _apply(  # type: ignore[misc]
                             connection, payload, run_id, run
                         )
@@ -92,13 +92,17 @@ class Retention(Kind[RetentionParams]):
                 totals["deleted"] += len(gone)
                 totals["bytes"] += sum(size for _, size in gone)
                 totals["keys"] = (totals["keys"] + [key for key, _ in gone])[:_MAX_LISTED]
+                totals["unjudged"] = (totals["unjudged"] + unjudged)[:_MAX_LISTED]
         return totals
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         sums = {name: sum(one[name] for one in results) for name in ("runs", "kept", "deleted", "bytes")}
-        keys = [key for one in results for key in one["keys"]][:_MAX_LISTED]
-        return {"policy_id": plan_data["policy_id"], "dry_run": plan_data["dry_run"], **sums, "keys": keys}
+        lists = {
+            name: [each for one in results for each in one.get(name, ())][:_MAX_LISTED]
+            for name in ("keys", "unjudged")
+        }
+        return {"policy_id": plan_data["policy_id"], "dry_run": plan_data["dry_run"], **sums, **lists}
 
 
 def _batches(found: Sequence[tuple[int, str]]) -> list[list[tuple[int, str]]]:
@@ -115,8 +119,10 @@ def _policy(connection: Connection, policy_id: int) -> Policy:
     return policy
 
 
-def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> tuple[int, list[tuple[str, int]]]:
-    """(how many stay, (key, bytes) of those that go)."""
+def _apply(
+    connection: Connection, payload: Json, run_id: int, run: str
+) -> tuple[int, list[tuple[str, int]], list[str]]:
+    """(how many stay, (key, bytes) of those that go, what could not be judged)."""
     policy, now = _policy(connection, payload["policy_id"]), time.time()
     if policy.version != payload["version"]:
         raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
@@ -131,4 +137,4 @@ def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> tupl
             kept += 1
             continue
         gone.append((one.key, one.bytes))
-    return kept, gone
+    return kept, gone, [f"{run or 'the root'}: {sentence}" for sentence in found.unjudged]

@@ -138,6 +138,21 @@ def test_seconds_save_by_the_clock(tmp_path: Path) -> None:
 # -- what is kept --------------------------------------------------------------------------------------------
 
 
+def test_a_misspelt_metric_deletes_nothing_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All steps stay as long as no step has what `Best` goes by; the log says so, with the near name."""
+    keep = dcp.Retention(last=1, best=dcp.Best("val_loss"))
+    with manager_of(tmp_path, mode="sync", keep=keep) as manager:
+        for step in range(1, 6):
+            manager.save(step, state_at(step), metrics={"valloss": 1.0 / step})
+        assert manager.wait(240)
+        assert manager.all_steps() == [1, 2, 3, 4, 5]
+    told = [record.getMessage() for record in caplog.records if "val_loss" in record.getMessage()]
+    assert len(told) == 1
+    assert "did you mean 'valloss'" in told[0] and "all steps are kept" in told[0]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_retention_keeps_the_last_the_best_and_the_pinned(tmp_path: Path, mode: Any) -> None:
     """Rules are combined; NaN is never the best; pinned steps stay until they are unpinned."""

@@ -64,13 +64,45 @@ def test_younger_than() -> None:
     assert kept(Retention(younger_than_seconds=60), states) == [2, 3, 4, 6]
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("min", [2, 4, 9]), ("max", [1, 6, 9])])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none_counts_as_unknown(seconds: float) -> None:
+    """A storage without times of files says 0, and a step there is not decades old."""
+    assert kept(Retention(younger_than_seconds=60), [StepState(1, seconds), *good(2)]) == [1, 2]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", [2, 5, 9]), ("max", [1, 5, 9])])
 def test_best(mode: Any, expected: list[int]) -> None:
-    """The lowest or highest; NaN and missing are never among the best, infinity is a number."""
+    """The lowest or highest; what is missing, NaN or infinite is never among the best."""
     values = {1: 9.0, 2: 1.0, 3: math.nan, 4: -math.inf, 5: 5.0, 6: math.inf}
     states = [StepState(step, NOW, {"loss": value}) for step, value in values.items()]
     states += [StepState(7, NOW, {"accuracy": 0.0}), StepState(8, NOW), StepState(9, NOW)]
     assert kept(Retention(best=Best("loss", 2, mode)), states) == expected
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_a_rule_that_cannot_be_judged_deletes_nothing(mode: Any, value: float | None) -> None:
+    """Of a metric that no step has, or has as a number: all steps stay, until the first that has it."""
+    metrics = {} if value is None else {"val_loss": value}
+    states = [StepState(step, NOW, {"valloss": float(step), **metrics}) for step in range(1, 6)]
+    retention = Retention(last=1, best=Best("val_loss", 1, mode))
+    found = plan(retention, states, NOW)
+    assert (list(found.keep), found.delete) == ([1, 2, 3, 4, 5], ())
+    assert "best val_loss" in found.keep[1][0]
+    assert "'val_loss'" in found.unjudged["val_loss"]
+    assert ("did you mean 'valloss'" in found.unjudged["val_loss"]) == (value is None)
+    judged = plan(retention, [*states, StepState(6, NOW, {"val_loss": 1.0})], NOW)
+    assert (list(judged.keep), judged.unjudged) == ([6], {})
+
+
+def test_it_is_told_only_where_it_spares_something() -> None:
+    """Not at the first steps of a run, nor where other rules keep all anyway."""
+    assert plan(Retention(best=Best("loss")), good(1), NOW).unjudged == {}
+    assert plan(Retention(last=3, best=Best("loss")), good(1, 2, 3), NOW).unjudged == {}
+    rules = [Best("loss"), Best("acc", mode="max"), Best("loss", 2)]
+    told = plan(Retention(last=1, best=rules), good(1, 2, f1=0.5), NOW).unjudged
+    assert sorted(told) == ["acc", "loss"]
+    assert "they have 'f1'" in told["acc"]
 
 
 def test_of_equal_metrics_the_newer_is_better() -> None:

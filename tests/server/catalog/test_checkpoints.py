@@ -299,12 +299,12 @@ def test_hostile_names_and_values_are_stored_all_the_same(catalog: Database) -> 
 
 @pytest.mark.parametrize(
     ("seconds", "kept"),
-    [(1e12, 253_402_300_799.0), (-5.0, 0.0), (float("nan"), 100.0), (float("inf"), 100.0)],
+    [(1e12, 253_402_300_799.0), (-5.0, 100.0), (0.0, 100.0), (float("nan"), 100.0), (float("inf"), 100.0)],
 )
 def test_times_that_no_calendar_has_are_brought_into_one(
     catalog: Database, seconds: float, kept: float
 ) -> None:
-    """A file may say any time; a list that shows it must still be shown."""
+    """A file may say any time; a list that shows it must still be shown. None is the time of the look."""
     with catalog.write() as connection:
         done = upsert_checkpoint(connection, facts(committed_seconds=seconds))
         assert get_checkpoint(connection, done.id).committed_seconds == kept

@@ -105,6 +105,26 @@ def test_what_is_kept_in_any_case(runs: KindRuns) -> None:
     }
 
 
+def test_a_rule_that_cannot_be_judged_deletes_nothing(runs: KindRuns) -> None:
+    """By a metric that no checkpoint of a run has; the plan and the job say so."""
+    fill(runs)
+    plan = planned(runs, Retention.from_dict({"last": 1, "best": {"metric": "los"}}))
+    assert plan.deleted == []
+    assert len(plan.unjudged) == 1 and "did you mean 'loss'" in plan.unjudged[0]
+    made = policy(runs, keep={"last": 1, "best": [{"metric": "accuracy"}]})
+    job = runs.do("retention", policy_id=made.id)
+    assert job.result is not None and (job.result["kept"], job.result["deleted"]) == (6, 0)
+    assert len(job.result["unjudged"]) == 1 and job.result["unjudged"][0].startswith("run: ")
+
+
+def test_what_has_no_time_is_not_old(runs: KindRuns) -> None:
+    """A storage that says 0 for the time of a file: it counts from when it was found."""
+    for step in (1, 2, 3):
+        add_checkpoint(runs.database, f"run/step-{step}", committed_seconds=0.0, observed_seconds=_NOW - 5.0)
+    plan = planned(runs, Retention(younger_than_seconds=100.0))
+    assert plan.deleted == []
+
+
 def test_formats_are_counted_apart(runs: KindRuns) -> None:
     """Weights that were converted into the same folder do not push training checkpoints out."""
     fill(runs)
