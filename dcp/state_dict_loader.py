@@ -274,18 +274,23 @@ def _load_once(
     progress: bool | ProgressCallback | None,
 ) -> LoadReport:
     report = LoadReport()
-    if isinstance(planner, DefaultLoadPlanner):
-        planner.begin_load(ranks.rank, ranks.world_size)
-    if (
-        isinstance(reader, FileSystemReader)
-        and columnar.uses_columns(reader)
-        and isinstance(planner, DefaultLoadPlanner)
-        and load_planner.uses_columns(planner)
-    ):
-        with _set_for_now(planner, {"stores_later": True}):
-            _ColumnarLoad(state, reader, ranks, planner, report, progress).run()
-    else:
-        object_steps.load(state, reader, ranks, planner, report)
+    ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    if ours is not None:
+        ours.begin_load(ranks.rank, ranks.world_size)
+    try:
+        if (
+            isinstance(reader, FileSystemReader)
+            and columnar.uses_columns(reader)
+            and ours is not None
+            and load_planner.uses_columns(ours)
+        ):
+            with _set_for_now(ours, {"stores_later": True}):
+                _ColumnarLoad(state, reader, ranks, ours, report, progress).run()
+        else:
+            object_steps.load(state, reader, ranks, planner, report)
+    finally:
+        if ours is not None:
+            ours.tell_autograd()
     if isinstance(reader, FileSystemReader):
         report.storage = reader.traffic
     return report

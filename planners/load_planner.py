@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -239,6 +240,12 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             return self._touched
         choice, untouched = self._planned
         return self._touched | (choice.values.keys() - untouched)
+
+    def tell_autograd(self) -> None:
+        """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
+        what changes their local tensors does not change the versions of their own."""
+        values = (self.state_dict.get(fqn) for fqn in self.touched_keys)
+        increment_version([value for value in values if isinstance(value, torch.Tensor)])
 
     def check_chosen(self) -> None:
         """Raise PlanError where a subclass has planned without heeding which entries to load."""

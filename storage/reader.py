@@ -305,7 +305,11 @@ class FileSystemReader(NoFileSystem, StorageReader):
         runs, regions, units, boxes = classify(engine, request)
         if units or boxes:
             finish_device_work(request.destinations.tensors)
-        engine.run(runs, regions, units, boxes)
+        try:
+            engine.run(runs, regions, units, boxes)
+        finally:
+            # The engine writes to memory, which autograd would not notice between a forward and its backward.
+            torch.autograd.graph.increment_version(request.destinations.tensors)
         after = engine.stats
         self.stats.add(
             ReadStats(
