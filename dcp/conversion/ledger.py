@@ -1,14 +1,19 @@
 """What of a conversion is done: a file of small entries, so that a killed one goes on where it was.
 
 The first entry says of which conversion (fingerprint) and under which save id; each other one is the result
-of a task whose bytes were durable before. An entry counts if its checksum fits; a torn one at the end is cut
-off.
+of a task whose bytes were durable before. An entry counts if its checksum fits, and none after one that does
+not: that is how far the file was written.
+
+Entries must never be believed of bytes that another conversion has written since, whichever of both a power
+cut has left. So they are bound to these: by a folder that has the save id in its name, or by the versions of
+the objects.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import struct
 from abc import ABC, abstractmethod
@@ -18,20 +23,21 @@ from typing import Any, Final
 import msgpack
 
 from dcp.conversion.sinks import announce
-from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.posix import NO_LOCKS
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["LEDGER_NAME", "OUTPUT_NAME", "Ledger", "LocalLedger", "StoredLedger"]
+__all__ = ["LEDGER_NAME", "Ledger", "LocalLedger", "StoredLedger"]
 
 LEDGER_NAME: Final = "ledger"
-OUTPUT_NAME: Final = "output"
-"""The folder beside the ledger in which the files are built."""
 
 _HEAD: Final = struct.Struct("<II")
-_VERSION: Final = 1
+_VERSION: Final = 2
+_SAVE_ID: Final = re.compile("[0-9a-f]{8}")
+_UNIQUE_ENDING: Final = ".distcp"
+"""Of files that have the save id in their names."""
 _MAX_BYTES: Final = 1 << 30
 
 
@@ -45,11 +51,19 @@ def _entries(data: bytes) -> tuple[list[bytes], int]:
     while position + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, position)
         entry = data[position + _HEAD.size : position + _HEAD.size + size]
-        if len(entry) != size or crc32(entry) != crc:
+        if not size or len(entry) != size or crc32(entry) != crc:  # zeros are what a power cut leaves
             break
         found.append(entry)
         position += _HEAD.size + size
     return found, position
+
+
+def _unpacked(data: bytes) -> Any:
+    """None for what is no msgpack."""
+    try:
+        return msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException):
+        return None
 
 
 class Ledger(ABC):
@@ -68,8 +82,8 @@ class Ledger(ABC):
         """
 
     @abstractmethod
-    def append(self, result: bytes) -> None:
-        """Note that a task is done."""
+    def append(self, result: bytes, file: str) -> None:
+        """Note that a task is done, which has written ``file`` or a part of it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,10 +95,15 @@ class Ledger(ABC):
 
     def _take(self, entries: list[bytes], fingerprint: str) -> bool:
         """Whether ``entries`` are of this conversion."""
-        head: Any = msgpack.unpackb(entries[0]) if entries else None
-        if head is None or head.get("version") != _VERSION or head.get("fingerprint") != fingerprint:
+        head = _unpacked(entries[0]) if entries else None
+        if not isinstance(head, dict) or head.get("version") != _VERSION:
             return False
-        self.save_id, self.done = head["save_id"], entries[1:]
+        save_id = head.get("save_id")
+        if not isinstance(save_id, str) or not _SAVE_ID.fullmatch(save_id):  # it becomes a file name
+            return False
+        if head.get("fingerprint") != fingerprint:
+            return False
+        self.save_id, self.done = save_id, entries[1:]
         return True
 
     @staticmethod
@@ -93,19 +112,28 @@ class Ledger(ABC):
 
 
 class LocalLedger(Ledger):
-    """A file in the folder where the output is built, locked while a process is at it."""
+    """A file in the folder where the output is built, locked while a process is at it.
 
-    def __init__(self, folder: Path) -> None:
+    ``save_id`` is for whoever needs `output` and does not `open` it, beside the one who has.
+    """
+
+    def __init__(self, folder: Path, save_id: str = "") -> None:
         super().__init__()
+        self.save_id = save_id
         self._folder = folder
         self._path = folder / LEDGER_NAME
         self._descriptor = -1
 
+    @property
+    def output(self) -> Path:
+        """The folder beside the ledger in which the files are built: of no other conversion, ever."""
+        return self._folder / f"output-{self.save_id}"
+
     def open(self, fingerprint: str, save_id: str) -> bool:
-        """The folder is made if it is not there; of another conversion, all that is in it goes."""
+        """The folders are made if they are not there; of another conversion, all that is there goes."""
         announce("mkdir", self._folder)
         try:
-            (self._folder / OUTPUT_NAME).mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
             )
@@ -113,20 +141,29 @@ class LocalLedger(Ledger):
             data = os.pread(self._descriptor, min(os.fstat(self._descriptor).st_size, _MAX_BYTES), 0)
             entries, end = _entries(data)
             resumed = self._take(entries, fingerprint)
-            if not resumed:
-                self._clear_folder()
-                self.save_id, end = save_id, 0
-            os.ftruncate(self._descriptor, end)
-            os.lseek(self._descriptor, end, os.SEEK_SET)
-            if not resumed:
-                self._write(self._header(fingerprint, save_id))
+            if resumed:
+                os.ftruncate(self._descriptor, end)
+                os.lseek(self._descriptor, end, os.SEEK_SET)
+            else:
+                self._begin(fingerprint, save_id)
+            self.output.mkdir(exist_ok=True)
         except OSError as error:
-            if isinstance(error, CheckpointConflictError):
+            if isinstance(error, CheckpointError):
                 raise
             raise storage_error(error, "open", self._path) from error
         return resumed
 
-    def append(self, result: bytes) -> None:
+    def _begin(self, fingerprint: str, save_id: str) -> None:
+        self.forget()
+        self.save_id, self.done = save_id, []
+        for entry in self._folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry != self._path:
+                entry.unlink()
+        self._write(self._header(fingerprint, save_id))
+
+    def append(self, result: bytes, file: str) -> None:
         """Not durable on its own: losing entries costs work, not correctness."""
         announce("ledger", self._path)
         try:
@@ -140,6 +177,7 @@ class LocalLedger(Ledger):
         try:
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
         except OSError as error:
             raise storage_error(error, "truncate", self._path) from error
 
@@ -170,10 +208,6 @@ class LocalLedger(Ledger):
             if error.errno not in NO_LOCKS:  # then two conversions to one target are not told apart
                 raise
 
-    def _clear_folder(self) -> None:
-        for file in (self._folder / OUTPUT_NAME).iterdir():
-            file.unlink()
-
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
@@ -198,13 +232,34 @@ class StoredLedger(Ledger):
         entries, end = _entries(data)
         if self._take(entries, fingerprint):
             self._data = data[:end]
+            self.done = [result for entry in self.done if (result := self._still_done(entry)) is not None]
             return True
-        self.save_id, self._data = save_id, self._header(fingerprint, save_id)
+        self.save_id, self.done, self._data = save_id, [], self._header(fingerprint, save_id)
+        self._publish()  # before a file is written: one of another conversion's would be taken for its own
         return False
 
-    def append(self, result: bytes) -> None:
-        """One request; an object store has no appending."""
-        self._data += _framed(result)
+    def append(self, result: bytes, file: str) -> None:
+        """One request, or two: an object store has no appending."""
+        self._data += _framed(msgpack.packb([result, file, self._version(file)]))
+        self._publish()
+
+    def _still_done(self, entry: bytes) -> bytes | None:
+        """The result of a task, if what it wrote is what is there."""
+        noted = _unpacked(entry)
+        if not isinstance(noted, list) or len(noted) != 3:
+            return None
+        result, file, version = noted
+        if not isinstance(result, bytes) or not isinstance(file, str):
+            return None
+        return result if self._store.stat(file) is not None and self._version(file) == version else None
+
+    def _version(self, file: str) -> str:
+        if file.endswith(_UNIQUE_ENDING):
+            return ""
+        version = self._store.version(file)
+        return "" if version is None else version.token
+
+    def _publish(self) -> None:
         self._store.publish(self._name, self._data, durable=True)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from dcp.conversion.checks import TargetChecksums
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.ledger import OUTPUT_NAME, Ledger, LocalLedger, StoredLedger
+from dcp.conversion.ledger import Ledger, LocalLedger, StoredLedger
 from dcp.conversion.sinks import announce
 from dcp.conversion.targets.places import Place
 from dcp.storage import commit
@@ -60,7 +60,7 @@ class Publisher(ABC):
     @property
     @abstractmethod
     def folder(self) -> str:
-        """Where tasks write the files."""
+        """Where tasks write the files; known once the ledger is open."""
 
     @abstractmethod
     def prepare(self, layout: TargetLayout, *, resumed: bool) -> bool:
@@ -96,18 +96,23 @@ def final_index(layout: TargetLayout, checksums: TargetChecksums) -> CheckpointI
 
 
 class LocalPublisher(Publisher):
-    """A file or folder of this machine, or of a file system that it has mounted."""
+    """A file or folder of this machine, or of a file system that it has mounted.
 
-    def __init__(self, place: Place, *, overwrite: bool) -> None:
+    ``save_id`` as for `LocalLedger`.
+    """
+
+    def __init__(self, place: Place, *, overwrite: bool, save_id: str = "") -> None:
         super().__init__(place, overwrite=overwrite)
-        self._work = place.work_folder
-        self._output = self._work / OUTPUT_NAME
-        self._ledger = self.ledger = LocalLedger(self._work)
+        self._ledger = self.ledger = LocalLedger(place.work_folder, save_id)
 
     @property
     def folder(self) -> str:
-        """A folder beside the target."""
+        """A folder beside the target; known once the ledger is open."""
         return str(self._output)
+
+    @property
+    def _output(self) -> Path:
+        return self._ledger.output
 
     def prepare(self, layout: TargetLayout, *, resumed: bool) -> bool:
         """Every file with its size, so that tasks write to any place of it."""
@@ -252,16 +257,15 @@ class LocalPublisher(Publisher):
                     "and put the folders together yourself",
                     path=str(entry),
                 )
-            kept = self._output / entry.name
-            kept.unlink(missing_ok=True)  # of a run that was killed here
-            try:
-                os.link(entry, kept)
-            except OSError:
-                shutil.copy2(entry, kept)
+            _keep(entry, self._output / entry.name)
+        PosixStore(self._output).sync()  # what is kept is there before its only other name goes
         self._ledger.forget()  # a run that went on from here would take the old files for its own
-        _exchange(self._output, target)
+        aside = self._output.with_name("replacement")  # a name that no ledger goes by
+        self._output.rename(aside)
+        _exchange(aside, target)
         announce("exchanged", target)
-        shutil.rmtree(self._output, ignore_errors=True)
+        PosixStore(target.parent).sync()  # before the old files go
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 class StoredPublisher(Publisher):
@@ -318,6 +322,17 @@ class StoredPublisher(Publisher):
     def discard(self) -> None:
         """Whole files stay; without the ledger they are written anew, or refused as existing."""
         self.ledger.remove()
+
+
+def _keep(entry: Path, kept: Path) -> None:
+    """The same file under another name; where there are no hard links, a copy that is durable."""
+    kept.unlink(missing_ok=True)  # of a run that was killed here
+    try:
+        os.link(entry, kept)
+    except OSError:
+        shutil.copy2(entry, kept)
+        with kept.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _allocate(path: Path, size: int) -> None:

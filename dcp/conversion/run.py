@@ -33,7 +33,7 @@ from dcp.planners.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
-from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import Source, open_source
 from dcp.storage.stores.memory import MemoryStore
@@ -110,21 +110,21 @@ def convert(
         planned.layout.check()
         publisher = publisher_of(place, overwrite=overwrite)
         work = _Work(engine, place, planned.layout, save_id, to, publisher, found.name)
-        job = Job(
-            source_url=store.url,
-            open_source=opened,
-            target_folder=work.publisher.folder,
-            open_target=OpenWith(target_options),
-            is_local=place.path is not None,
-            verify=verify != "none",
-            replace=overwrite,
-        )
         if isinstance(store, MemoryStore) or isinstance(place.store, MemoryStore):
             executor = "inline"  # such a store is in this process alone
         try:
             with work.clearing_up(resume=resume):
                 work.begin(resume=resume, overwrite=overwrite)
                 work.plan(copy_sources(engine, work.layout))
+                job = Job(
+                    source_url=store.url,
+                    open_source=opened,
+                    target_folder=publisher.folder,
+                    open_target=OpenWith(target_options),
+                    is_local=place.path is not None,
+                    verify=verify != "none",
+                    replace=overwrite,
+                )
                 work.run(job, executor, workers, progress)
             work.finish()
         finally:
@@ -132,6 +132,14 @@ def convert(
             close_all()
     work.seconds["total"] = time.perf_counter() - begun
     return work.report(planned.dropped)
+
+
+def _results(entries: list[bytes]) -> list[TaskResult] | None:
+    """What a ledger has noted; None if that is not to be read."""
+    try:
+        return [TaskResult.decode(entry) for entry in entries]
+    except CheckpointFormatError:
+        return None
 
 
 def _refuse_itself(source: Source, place: Place) -> None:
@@ -187,13 +195,14 @@ class _Work:
         if not resumed and not overwrite:
             self.place.refuse_existing()
         layout = with_save_id(self.layout, self.save_id, ledger.save_id)
-        if not self.publisher.prepare(layout, resumed=resumed):
+        done = _results(ledger.done)
+        if done is None or not self.publisher.prepare(layout, resumed=resumed):
             ledger.remove()
             ledger.open(mark, self.save_id)
-            ledger.done, layout = [], self.layout
+            done, layout = [], self.layout
             self.publisher.prepare(layout, resumed=False)
         self.layout = layout
-        self._done = {result.number: result for result in map(TaskResult.decode, ledger.done)}
+        self._done = {result.number: result for result in done}
         self._has_progress = bool(self._done)
 
     def _fingerprint(self) -> str:
@@ -240,7 +249,7 @@ class _Work:
                     done, _ = wait(pending, return_when=FIRST_COMPLETED)
                     for future in done:
                         task = pending.pop(future)
-                        self._take(future.result())
+                        self._take(future.result(), task.name)
                         if on_bytes is not None:
                             on_bytes(task.end - task.begin)
             except BaseException:
@@ -249,7 +258,7 @@ class _Work:
                 raise
         self.seconds["copy"] = time.perf_counter() - begun
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes, file: str) -> None:
         result = TaskResult.decode(data)
         try:
             self._checks.add(result.sources)
@@ -257,7 +266,7 @@ class _Work:
             # Whatever was read wrong, and when: nothing of it may be believed the next time.
             self._discard()
             raise
-        self.publisher.ledger.append(data)
+        self.publisher.ledger.append(data, file)
         self._has_progress = True
         self._checksums.add(result.targets)
         self._bytes_read += result.bytes_read

@@ -21,7 +21,7 @@ from dcp.storage.stores.posix_files import storage_error
 __all__ = ["ComparingSink", "FileSink", "Sink", "StreamSink", "announce", "observers"]
 
 observers: Final[list[Callable[[str, str], None]]] = []
-"""Called with (step, file name) before everything that changes local storage: crash tests kill there."""
+"""Called with (step, file name) before everything that changes storage: crash tests kill there."""
 
 _DIRECT_ABOVE_BYTES: Final = 1 << 20
 _IN_FLIGHT: Final = 1
@@ -202,6 +202,7 @@ class StreamSink(Sink):
         announce("finish", self._name)
         self._handle.finish()
         self._store.sync()
+        announce("finished", self._name)
 
     def abort(self) -> None:
         """Nothing of it stays."""

@@ -116,7 +116,7 @@ class _Local(StagedTarget):
 
     def __init__(self, place: Place, attempt: str) -> None:
         super().__init__(place, attempt)
-        self._publisher = LocalPublisher(self.place, overwrite=False)
+        self._publisher = LocalPublisher(self.place, overwrite=False, save_id=save_id_of(attempt))
 
     @property
     def _path(self) -> Path:

@@ -23,7 +23,7 @@ from dcp.conversion.layout import Hole, TargetLayout
 from dcp.conversion.pieces import SourceBox
 from dcp.conversion.sinks import FileSink, Sink, StreamSink
 from dcp.storage.engine.boxes import c_strides
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
@@ -111,12 +111,15 @@ class TaskResult:
 
     @classmethod
     def decode(cls, data: bytes) -> TaskResult:
-        """The inverse of `encode`."""
-        number, bytes_read, bytes_written, *columns = msgpack.unpackb(data)
-        sources, targets = (
-            [Fragment(*row) for row in np.frombuffer(column, "<i8").reshape(-1, 4).tolist()]
-            for column in columns
-        )
+        """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        try:
+            number, bytes_read, bytes_written, *columns = msgpack.unpackb(data)
+            sources, targets = (
+                [Fragment(*row) for row in np.frombuffer(column, "<i8").reshape(-1, 4).tolist()]
+                for column in columns
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
         return cls(number, bytes_read, bytes_written, sources, targets)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 import dcp
 from dcp.conversion.run import convert
+from dcp.conversion.sinks import observers
 from dcp.demo.s3_server import S3Server
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
 from dcp.storage.stores.opening import OpenWith
@@ -95,6 +97,53 @@ def test_files_that_are_there_are_not_made_again(
         assert sorted(raw.list(url)) == sorted(local.files)
         for name in local.files:
             assert raw.read(f"{url}/{name}") == (tmp_path / "model" / name).read_bytes()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_shards_of_another_source_are_not_taken_for_its_own(
+    to: Any, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """a to m is stopped behind its first shard; b to m, killed as soon as a shard of the same name and size
+    is there, has noted nothing: a to m, called again, has no value of b."""
+    options, url = s3_server.storage_options, f"{s3_root}/m"
+    for value in (1, 2):
+        state = {f"t{n}": torch.full((100,), value, dtype=torch.int32) for n in range(3)}
+        dcp.save(state, checkpoint_id=tmp_path / str(value), no_dist=True)
+
+    def stopped_at(step: str, source: int) -> None:
+        def observe(op: str, name: str) -> None:
+            if op == step:
+                raise KeyboardInterrupt
+
+        def noted(progress: object) -> None:
+            observe("noted", "")
+
+        observers.append(observe)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                run(source, progress=noted)
+        finally:
+            observers.remove(observe)
+
+    def run(source: int, progress: Any = None) -> None:
+        convert(
+            tmp_path / str(source),
+            url,
+            to=to,
+            shard_bytes=500 if to == "safetensors" else None,
+            files=3,
+            overwrite=True,
+            executor="inline",
+            target_options=options,
+            progress=progress,
+        )
+
+    stopped_at("noted", 1)
+    stopped_at("finished", 2)
+    run(1)
+    loaded = {f"t{n}": torch.zeros(100, dtype=torch.int32) for n in range(3)}
+    dcp.load(loaded, checkpoint_id=url, storage_options=options, no_dist=True)
+    assert {value for tensor in loaded.values() for value in tensor.tolist()} == {1}
 
 
 def test_damage_on_s3_is_found(source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:

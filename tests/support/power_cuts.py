@@ -1,0 +1,213 @@
+"""What a power cut may leave of a folder: every write, and every change of a name, that was not synced is
+there or is not, each for itself.
+
+A `Recording` notes what happens below a folder, in order, with what each fsync made durable. Its `images` are
+states that a file system may come back with, at any instant: at each, all of what was not synced is there,
+nothing of it is, one of it is missing, or one of it alone is there. What a rename changes is changed together.
+
+That is less than file systems promise, which keep much more in order. So what holds here holds on them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+__all__ = ["Recording"]
+
+_CALLS: Final = (
+    "open",
+    "write",
+    "pwrite",
+    "pwritev",
+    "ftruncate",
+    "posix_fallocate",
+    "rename",
+    "replace",
+    "link",
+    "unlink",
+    "mkdir",
+    "rmdir",
+)
+_SYNCS: Final = ("fsync", "fdatasync")
+
+_Entries = dict[tuple[int, str], int]
+"""What is where: (folder, name) -> file or folder; the recorded folder is 0."""
+
+
+@dataclass
+class _Change:
+    """What one call has changed: names (None: gone), or the content of a file."""
+
+    call: str
+    names: dict[tuple[int, str], int | None] = field(default_factory=dict)
+    file: int | None = None
+    content: bytes = b""
+
+    @property
+    def objects(self) -> set[int]:
+        """Whose fsync makes it durable: of one of them, where a rename is within two folders."""
+        return {self.file} if self.file is not None else {folder for folder, _ in self.names}
+
+
+class Recording:
+    """Of what this process changes below ``root``, while it is entered. What is there before is durable."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._log: list[_Change | int] = []  # a number: this file or folder was synced
+        self._numbers: dict[int, int] = {}
+        self._next = 1
+        self._folders: set[int] = {0}
+        self._entries: _Entries = {}
+        self._contents: dict[int, bytes] = {}
+        self._before: list[Callable[[], None]] = []
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        self._look("before")
+        self._log.clear()
+        self._first_entries, self._first_contents = dict(self._entries), dict(self._contents)
+        for name in (*_CALLS, *_SYNCS):
+            self._before.append(self._patch(name))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for undo in self._before:
+            undo()
+        self._look("after")
+
+    def _patch(self, name: str) -> Callable[[], None]:
+        real = getattr(os, name)
+
+        def patched(*args: Any, **options: Any) -> Any:
+            with self._lock:
+                if name in _SYNCS:
+                    self._look("unseen")  # what came about otherwise, such as by an extension
+                result = real(*args, **options)
+                if name in _SYNCS:
+                    number = self._numbers.get(os.fstat(args[0]).st_ino)
+                    if number is not None:
+                        self._log.append(number)
+                else:
+                    self._look(name)
+            return result
+
+        setattr(os, name, patched)
+        return lambda: setattr(os, name, real)
+
+    def _look(self, call: str) -> None:
+        """Note what has changed since the last look."""
+        entries: _Entries = {}
+        paths: dict[int, Path] = {}
+        self._walk(self._root, 0, entries, paths)
+        self._numbers = {ino: number for ino, number in self._numbers.items() if number in paths}
+        keys = {*entries, *self._entries}
+        names = {key: entries.get(key) for key in keys if entries.get(key) != self._entries.get(key)}
+        if names:
+            self._log.append(_Change(call, names))
+        for number, path in paths.items():
+            if number in self._folders:
+                continue
+            content = path.read_bytes()
+            if content != self._contents.get(number, b""):
+                self._log.append(_Change(call, file=number, content=content))
+            self._contents[number] = content
+        self._entries = entries
+
+    def _walk(self, folder: Path, number: int, entries: _Entries, paths: dict[int, Path]) -> None:
+        self._numbers[folder.stat().st_ino] = number
+        paths[number] = folder
+        for entry in os.scandir(folder):
+            inode = entry.inode()
+            if inode not in self._numbers:  # numbers of files are not given out again, inodes are
+                self._numbers[inode] = self._next
+                self._next += 1
+            own = self._numbers[inode]
+            entries[number, entry.name] = own
+            paths[own] = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                self._folders.add(own)
+                self._walk(Path(entry.path), own, entries, paths)
+
+    # -- what may be left ------------------------------------------------------------------------------------
+
+    def images(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        """(what it is, a function that makes it in a folder that is not there yet); each state once."""
+        seen = set()
+        for end in range(len(self._log) + 1):
+            changes, loose = self._until(end)
+            for what, lost in _losses(loose):
+                image = self._image(changes, lost)
+                if (key := hash(image)) not in seen:
+                    seen.add(key)
+                    last = changes[-1].call if changes else "nothing"
+                    yield f"cut {end} after {last}: {what}", _maker(image)
+
+    def _until(self, end: int) -> tuple[list[_Change], list[int]]:
+        """The changes before the cut, and which of them no sync has made durable."""
+        changes: list[_Change] = []
+        loose: list[int] = []
+        for noted in self._log[:end]:
+            if isinstance(noted, int):
+                loose = [place for place in loose if noted not in changes[place].objects]
+            else:
+                loose.append(len(changes))
+                changes.append(noted)
+        return changes, loose
+
+    def _image(self, changes: list[_Change], lost: frozenset[int]) -> tuple[tuple[str, bytes | None], ...]:
+        """(path, content; None for a folder), in order."""
+        entries, contents = dict(self._first_entries), dict(self._first_contents)
+        for place, change in enumerate(changes):
+            if place in lost:
+                continue
+            if change.file is not None:
+                contents[change.file] = change.content
+            for key, number in change.names.items():
+                if number is None:
+                    entries.pop(key, None)
+                else:
+                    entries[key] = number
+        found: list[tuple[str, bytes | None]] = []
+
+        def walk(folder: int, path: str) -> None:
+            for (owner, name), number in sorted(entries.items()):
+                if owner == folder:
+                    is_folder = number in self._folders
+                    found.append((path + name, None if is_folder else contents.get(number, b"")))
+                    if is_folder:
+                        walk(number, f"{path}{name}/")
+
+        walk(0, "")
+        return tuple(found)
+
+
+def _losses(loose: list[int]) -> Iterator[tuple[str, frozenset[int]]]:
+    everything = frozenset(loose)
+    yield "nothing is lost", frozenset()
+    yield "all that was not synced is lost", everything
+    for one in loose:
+        yield f"change {one} is lost", frozenset({one})
+        yield f"of what was not synced, change {one} alone is there", everything - {one}
+
+
+def _maker(image: tuple[tuple[str, bytes | None], ...]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, content in image:
+            if content is None:
+                (folder / name).mkdir()
+            else:
+                (folder / name).write_bytes(content)
+
+    return make
