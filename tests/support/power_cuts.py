@@ -2,8 +2,8 @@
 there or is not, each for itself.
 
 A `Recording` notes what happens below a folder, in order, with what each fsync made durable. Its `images` are
-states that a file system may come back with, at any instant: at each, all of what was not synced is there,
-nothing of it is, one of it is missing, or one of it alone is there. What a rename changes is changed together.
+states that a file system may come back with, at any instant: all of what was not synced is there, nothing of
+it is, one of it is missing, or one of it alone is there. What a rename changes is changed together.
 
 That is less than file systems promise, which keep much more in order. So what holds here holds on them.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_a_new_target_is_whole_or_not_there(to: str, tmp_path: Path) -> None:
         assert _values(target) == {1}, what
 
 
-_RUBBISH = {
+_RUBBISH: dict[str, Callable[[bytes], bytes]] = {
     "zeros": lambda data: bytes(len(data)),
     "empty": lambda data: b"",
     "a torn header": lambda data: data[:20],
