@@ -7,7 +7,6 @@ answer comes in time although what is looked at hangs, and says so.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import threading
 import time
@@ -20,9 +19,11 @@ from typing import Final
 import structlog
 from sqlalchemy import inspect, text
 
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.roots import has_living, root_row, sync_roots
 from dcp.server.context import Service
 from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root
 
 __all__ = ["OK", "Readiness", "needed_revision", "prepare_database"]
@@ -46,7 +47,7 @@ class Readiness:
         patience_seconds = min(_PATIENCE_SECONDS, service.settings.request_seconds / 2)
         looks: dict[str, Callable[[], str]] = {"database": self._look_at_database}
         for root in service.roots:
-            looks[f"root {root.name}"] = partial(_look_at_root, root)
+            looks[f"root {root.name}"] = partial(_look_at_root, root, service.database)
         self._probes = {name: _Probe(name, look, patience_seconds) for name, look in looks.items()}
 
     async def check(self) -> dict[str, str]:
@@ -111,17 +112,22 @@ def _revision(database: Database) -> str | None:
         return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
-def _look_at_root(root: Root) -> str:
+def _look_at_root(root: Root, database: Database) -> str:
     try:
+        root.check_there()
         if root.path is None:
             root.store("").stat(_NAME)
-        else:
-            # A folder that is not there yet is one without checkpoints.
-            with suppress(FileNotFoundError), os.scandir(root.path) as entries:
-                next(entries, None)
+        is_empty = root.is_empty()
+    except UnavailableError as error:
+        return error.detail
     except Exception as error:  # noqa: BLE001 - whatever a storage raises, it is not ready
         _log.warning("root unavailable", root=root.name, error=repr(error))
         return "unavailable"
+    with suppress(DatabaseUnavailableError, MissingError), database.read() as connection:
+        if root_row(connection, root.name).is_other_place:
+            return "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
+        if is_empty and has_living(connection, root.name):
+            return "it is empty, and the catalog knows checkpoints in it: is its disk mounted?"
     return OK
 
 

@@ -135,6 +135,22 @@ class Root:
         """Whether it is a folder of this machine, or of a file system that it has mounted."""
         return self.path is not None
 
+    def check_there(self) -> None:
+        """Raises UnavailableError where the folder of a local root is not there.
+
+        Its disk may be away, or its name mistyped: then nothing is known about what is in it, which is not
+        the same as that nothing is. A root is never made here either, since that would hide both.
+        """
+        if self.path is not None and not self.path.is_dir():
+            raise UnavailableError(f"the folder of root {self.name} is not there")
+
+    def is_empty(self) -> bool:
+        """Whether a local root has nothing in it, as a mount point whose disk is away. Raises OSError."""
+        if self.path is None:
+            return False
+        with os.scandir(self.path) as entries:
+            return next(entries, None) is None
+
     def check_key(self, key: str) -> str:
         """As `dcp.server.roots.check_key`."""
         return check_key(key)
@@ -144,10 +160,11 @@ class Root:
 
         Links are resolved, so that what is returned is in the root; it stays so unless somebody exchanges
         folders of it for links at that very time, who must be able to write there. Raises UnprocessableError
-        for a key that is not clean, or that leads out of the root.
+        for a key that is not clean, or that leads out of the root, and as `check_there`.
         """
         if key:
             check_key(key)
+        self.check_there()
         if self.path is None:
             return f"{self.url}/{key}" if key else self.url
         # That the root itself is behind links is the operator's choice; nothing below may lead out of it.

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -38,6 +39,9 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
     ``flags`` are those of the settings that came from the command line, for the processes that are started.
     """
     configure_logs(settings)
+    if "roots" not in settings.model_fields_set:  # nobody has named it, so it is nobody's mistake
+        for root in settings.roots.values():
+            Path(root.url).mkdir(exist_ok=True)
     # For before uvicorn listens to signals and after: it sends itself again what has ended it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import cat, convert, db, demo, diff, gc, keys, ls, rm, serve, show, stats, verify, worker
+from dcp.cli import cat, convert, db, demo, diff, gc, keys, ls, rm, roots, serve, show, stats, verify, worker
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -33,6 +33,7 @@ app.command("serve")(serve.command)
 app.command("worker")(worker.command)
 app.add_typer(db.app, name="db")
 app.add_typer(keys.app, name="keys")
+app.add_typer(roots.app, name="roots")
 app.command("demo")(demo.command)
 
 

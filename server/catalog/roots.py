@@ -5,15 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Connection, false, select, true, update
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.sql import insert_missing
-from dcp.server.database.tables import roots
+from dcp.server.database.tables import checkpoints, roots
 
-__all__ = ["RootRow", "list_roots", "root_id", "root_row", "set_scanned", "sync_roots"]
+__all__ = [
+    "LIVING",
+    "RootRow",
+    "has_living",
+    "list_roots",
+    "root_id",
+    "root_row",
+    "set_scanned",
+    "sync_roots",
+]
+
+LIVING: Final = ("committed", "unreadable", "incomplete")
+"""States of checkpoints that are there, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,27 @@ class RootRow:
     scanned_seconds: float | None
     scan_error: str | None
     created_seconds: float
+
+    @property
+    def lost(self) -> int:
+        """How many checkpoints the last scan did not find and did not believe to be gone."""
+        found = self._noted("lost")
+        return found if type(found) is int else 0
+
+    @property
+    def doubted_runs(self) -> frozenset[str]:
+        """Runs that they are of."""
+        found = self._noted("doubted_runs")
+        return frozenset(found) if isinstance(found, list) else frozenset()
+
+    @property
+    def is_other_place(self) -> bool:
+        """Whether nothing was found of what the catalog knew."""
+        return self._noted("is_other_place") is True
+
+    def _noted(self, name: str) -> Any:
+        # Written by the version that scanned last, which may be another one.
+        return self.scan_state.get(name) if isinstance(self.scan_state, dict) else None
 
 
 def sync_roots(connection: Connection, urls: Mapping[str, str], *, now: float | None = None) -> None:
@@ -65,6 +98,17 @@ def root_row(connection: Connection, name: str) -> RootRow:
     if row is None:
         raise MissingError("root", name)
     return RootRow(**row._mapping)
+
+
+def has_living(connection: Connection, name: str) -> bool:
+    """Whether the catalog knows checkpoints in the root that are there, as far as is known."""
+    query = (
+        select(checkpoints.c.id)
+        .join(roots, roots.c.id == checkpoints.c.root_id)
+        .where(roots.c.name == name, checkpoints.c.state.in_(LIVING))
+        .limit(1)
+    )
+    return connection.execute(query).first() is not None
 
 
 def list_roots(connection: Connection, visible: frozenset[str] | None = None) -> list[RootRow]:

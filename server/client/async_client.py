@@ -276,9 +276,12 @@ class AsyncClient(AsyncAdministration):
         parameters of the kind. If an unfinished job does the same already, that one."""
         return await self._send(calls.submit(kind, params, priority))
 
-    async def scan(self, root: str, *, below: str = "") -> Job:
-        """Have a root, or a folder in it, looked through now, by a job."""
-        return await self._send(calls.submit("scan", {"root": root, "below": below}, 0))
+    async def scan(self, root: str, *, below: str = "", accept_lost: int = 0) -> Job:
+        """Have a root, or a folder in it, looked through now, by a job.
+
+        ``accept_lost``: up to so many checkpoints that are not found are gone for good (`Root.lost`).
+        """
+        return await self._send(calls.scan(root, below, accept_lost))
 
     def jobs(
         self,

@@ -314,6 +314,11 @@ def submit(kind: str, job_params: Mapping[str, Any], priority: int) -> Call[mode
     return Call("POST", "/jobs", _JOB, body={"kind": kind, "params": dict(job_params), "priority": priority})
 
 
+def scan(root: str, below: str, accept_lost: int) -> Call[models.Job]:
+    accepted = {"accept_lost": accept_lost} if accept_lost else {}  # which an older service does not know
+    return submit("scan", {"root": root, "below": below, **accepted}, 0)
+
+
 def jobs(query: Mapping[str, Any]) -> PagedCall[models.Job]:
     return PagedCall("/jobs", _JOB, params(**query))
 

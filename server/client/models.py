@@ -43,7 +43,11 @@ FINAL_STATES: Final = frozenset({"succeeded", "failed", "cancelled"})
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A place where the service finds checkpoints; ``url`` is shown to admins only."""
+    """A place where the service finds checkpoints; ``url`` is shown to admins only.
+
+    ``lost`` checkpoints were not found by the last scan, and are kept as they were, because they are too many
+    at once; ``last_scan`` is its report.
+    """
 
     name: str
     description: str = ""
@@ -53,6 +57,8 @@ class Root:
     scan_every_seconds: float | None = None
     scanned_at: datetime | None = None
     scan_error: str | None = None
+    lost: int = 0
+    last_scan: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,4 +49,6 @@ def _answer(row: RootRow, service: Service, caller: Principal) -> RootAnswer:
         scan_every_seconds=(settings.scan_seconds or None) if settings is not None else None,
         scanned_at=optional_rfc3339(row.scanned_seconds),
         scan_error=None if row.scan_error is None else redact(row.scan_error),
+        lost=row.lost,
+        last_scan=row.scan_state,
     )

@@ -3,13 +3,15 @@
 What has not changed, by names, sizes and times, is not opened. What is found is written in batches, each in a
 transaction of its own, so that a scan that is killed has only not finished, and several may run at once. A
 checkpoint counts as vanished once the folder that held it has been listed without it, and only if nobody has
-written its row since. Nothing vanishes from a folder or a root that cannot be listed.
+written its row since. Nothing vanishes from a folder or a root that cannot be listed, and not much at once
+without a person's word (`dcp.server.scanning.losses`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -17,22 +19,26 @@ from typing import Any, Final
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoints
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.roots import root_row, set_scanned, sync_roots
+from dcp.server.catalog.roots import LIVING, RootRow, root_row, set_scanned, sync_roots
 from dcp.server.catalog.scans import Known, known_of_run, run_keys
 from dcp.server.database.engine import Database
+from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root, Roots
+from dcp.server.scanning.losses import Doubt, Losses, Missing, judge
 from dcp.server.scanning.reading import Reader, StructureMemo
 from dcp.server.scanning.walk import Candidate, walk
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.errors import CheckpointError
 
 __all__ = ["ScanReport", "ScanStoppedError", "Scanner"]
 
 _BATCH: Final = 256
 _AT_ONCE: Final = 16
+_NOTED_TROUBLE: Final = 10
+_NOTED_RUNS: Final = 1000
 _MAX_TROUBLE: Final = 20
 """So many checkpoints that the storage does not give: it is away, and asking for the others is no use."""
 _SETTLED: Final = frozenset({"committed", "unreadable", "incomplete", "deleted"})
-_LIVING: Final = frozenset({"committed", "unreadable", "incomplete"})
+_BY_ORDER: Final = frozenset({"deleted", "purged"})
 
 
 class ScanStoppedError(Exception):
@@ -42,7 +48,8 @@ class ScanStoppedError(Exception):
 @dataclass(slots=True)
 class ScanReport:
     """What a scan has done. ``opened`` of the ``found`` ones had changed; ``trouble`` is what could not be
-    looked at, of which nothing is known."""
+    looked at, of which nothing is known. Of ``known`` checkpoints ``lost`` were not found, and are kept as
+    they were, because they are too many at once; ``vanished`` are those that are gone."""
 
     root: str
     found: int = 0
@@ -53,6 +60,8 @@ class ScanReport:
     incomplete: int = 0
     unreadable: int = 0
     vanished: int = 0
+    known: int = 0
+    lost: int = 0
     seconds: float = 0.0
     trouble: list[str] = field(default_factory=list)
 
@@ -86,48 +95,50 @@ class Scanner:
         root: str,
         *,
         below: str = "",
+        accepted: int = 0,
         stopped: Callable[[], bool] | None = None,
         on_progress: Callable[[ScanReport], None] | None = None,
     ) -> ScanReport:
-        """Scan ``root``, or what of it is below the folder ``below``.
+        """Scan ``root``, or what of it is below the folder ``below``, which is not noted with the root.
 
-        Raises NotFoundError for a root that is not configured, `ScanStoppedError`, the storage's errors
-        (OSError) where it cannot be listed, which are noted with the root, and `DatabaseUnavailableError`.
+        A person has said that up to ``accepted`` checkpoints are gone: more are not believed then either.
+
+        Raises NotFoundError for a root that is not configured, `ScanStoppedError`, UnavailableError and the
+        storage's errors (OSError) where it is not there or cannot be listed, which are noted with the root,
+        and `DatabaseUnavailableError`.
         """
         place = self._roots.get(root)
-        self._ensure_root(root)
+        row = self._ensured(root)
         begun = time.monotonic()
-        scan = _Scan(self._database, place, self._memo, self._clock, self._batch, below)
         try:
-            for _ in scan.steps():
+            place.check_there()
+            scan = _Scan(self._database, place, self._memo, self._clock, self._batch, below)
+            for _ in scan.steps(accepted, Doubt(row.doubted_runs, row.is_other_place)):
                 scan.report.seconds = time.monotonic() - begun
                 if on_progress is not None:
                     on_progress(scan.report)
                 if stopped is not None and stopped():
                     raise ScanStoppedError(f"the scan of {root} was stopped")
-        except (CheckpointError, OSError) as error:
-            away = isinstance(error, CheckpointNotFoundError)
-            self._note(root, scan.report, "its folder is not there" if away else place.problem(error).detail)
+        except (UnavailableError, CheckpointError, OSError) as error:
+            if not below:
+                self._note(root, row.scan_state, place.problem(error).detail)
             raise
         scan.report.seconds = time.monotonic() - begun
-        self._note(root, scan.report, scan.report.trouble[0] if scan.report.trouble else None)
+        if not below:
+            self._note(root, scan.noted(), scan.problem)
         return scan.report
 
-    def _ensure_root(self, root: str) -> None:
-        def known(name: str) -> bool:
-            try:
-                with self._database.read() as connection:
-                    root_row(connection, name)
-            except MissingError:
-                return False
-            return True
-
-        if not known(root):
+    def _ensured(self, root: str) -> RootRow:
+        try:
+            with self._database.read() as connection:
+                return root_row(connection, root)
+        except MissingError:
             urls = {each.name: each.url for each in self._roots}
             self._database.transact(lambda connection: sync_roots(connection, urls))
+            with self._database.read() as connection:
+                return root_row(connection, root)
 
-    def _note(self, root: str, report: ScanReport, problem: str | None) -> None:
-        state = report.document() | {"trouble": report.trouble[:10]}
+    def _note(self, root: str, state: Any, problem: str | None) -> None:
         self._database.transact(
             lambda connection: set_scanned(connection, root, state=state, error=problem, now=self._clock())
         )
@@ -154,13 +165,28 @@ class _Scan:
         self.report = ScanReport(root.name)
         self._known: dict[str, dict[str, Known]] = {}
         """By run, those that have not been found yet; a run is here from its first candidate to its last."""
+        self._living: dict[str, int] = {}
+        """By run, how many of those that are known were there."""
         self._done: set[str] = set()
         self._closed: list[str] = []
         """Folders that could not be listed: of what is in them nothing is known."""
         self._waiting: list[Candidate] = []
+        self._found: Counter[str] = Counter()
+        self._missing: list[Missing] = []
+        self.problem: str | None = None
+        """What an operator should know of it first, None if all is well."""
+        self._doubted: Losses | None = None
 
-    def steps(self) -> Iterator[None]:
-        """Scan, and come up for air after each batch."""
+    def noted(self) -> dict[str, Any]:
+        """What is kept with the root: the report, and what the next scan has to know of this one."""
+        state = self.report.document() | {"trouble": self.report.trouble[:_NOTED_TROUBLE]}
+        if self._doubted is not None:
+            runs = [each.run for each in self._doubted.doubted[:_NOTED_RUNS]]
+            state |= {"doubted_runs": runs, "is_other_place": self._doubted.is_other_place}
+        return state
+
+    def steps(self, accepted: int, before: Doubt) -> Iterator[None]:
+        """Scan, and come up for air after each batch; the arguments are those of `losses.judge`."""
         self._begun = self._clock()
         for found in walk(self._root, self._below):
             if isinstance(found, Candidate):
@@ -176,11 +202,20 @@ class _Scan:
         self._write()
         yield
         yield from self._forgotten_runs()
+        losses = judge(self._missing, self.report.known, accepted=accepted, before=before)
+        for run in losses.gone:
+            self._vanish(run.keys)
+            yield
+        self._doubt(losses)
+        if self.report.trouble:
+            self.problem = self.report.trouble[0]
 
     def _consider(self, candidate: Candidate) -> None:
         self.report.found += 1
         run, _, name = candidate.key.rpartition("/")
         known = self._known_of(run).pop(name, None)
+        if known is None or known.state not in _BY_ORDER:
+            self._found[run] += 1
         if known is None or not self._is_as_known(candidate, known):
             self._waiting.append(candidate)
 
@@ -193,16 +228,19 @@ class _Scan:
         if run not in self._known:
             with self._database.read() as connection:
                 self._known[run] = known_of_run(connection, self._root.name, run)
+            self._living[run] = sum(known.state in LIVING for known in self._known[run].values())
         return self._known[run]
 
     def _leave(self, run: str) -> None:
-        """All of a run has been listed: what is known of it and was not found is gone."""
+        """All of a run has been listed: what is known of it and was not found is missing."""
         self._done.add(run)
-        left = self._known.pop(run, None)
-        if left is None:  # nothing was found in it
-            left = self._known_of(run)
-            del self._known[run]
-        self._vanish(run, left)
+        left = self._known_of(run)
+        known, found = self._living.pop(run), self._found.pop(run, 0)
+        del self._known[run]
+        self.report.known += known
+        names = tuple(name for name, each in left.items() if each.state in LIVING)
+        if names:
+            self._missing.append(Missing(run, names, known, found))
 
     def _forgotten_runs(self) -> Iterator[None]:
         """Runs whose folders are not there at all."""
@@ -212,14 +250,10 @@ class _Scan:
             if run in self._done or not _is_in(run, self._below):
                 continue
             if not any(_is_in(run, folder) for folder in self._closed):
-                with self._database.read() as connection:
-                    left = known_of_run(connection, self._root.name, run)
-                self._vanish(run, left)
+                self._leave(run)
                 yield
 
-    def _vanish(self, run: str, left: dict[str, Known]) -> None:
-        names = [name for name, known in left.items() if known.state in _LIVING]
-        keys = [f"{run}/{name}" if run else name for name in names]
+    def _vanish(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), self._batch):
             some = keys[start : start + self._batch]
             self.report.vanished += self._database.transact(
@@ -230,6 +264,18 @@ class _Scan:
                     observed_seconds=self._begun,
                     now=self._clock(),
                 )
+            )
+
+    def _doubt(self, losses: Losses) -> None:
+        self.report.lost = losses.count
+        if losses.doubted:
+            self._doubted = losses
+            name = self._root.name
+            self.report.trouble.insert(
+                0,
+                f"{losses.count} of {self.report.known} checkpoints were not found, such as "
+                f"{losses.doubted[0].keys[0][:200]}, and are kept as they were: too many at once to believe "
+                f"it. Is the right storage there? If they are gone for good: dcp roots accept {name}",
             )
 
     # -- reading and writing ---------------------------------------------------------------------------------

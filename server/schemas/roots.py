@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from dcp.server.schemas.common import Answer
@@ -20,6 +22,15 @@ class RootAnswer(Answer):
     scan_every_seconds: float | None = Field(description="None: only when it is asked for.")
     scanned_at: str | None
     scan_error: str | None
+    lost: int = Field(
+        default=0,
+        description="Checkpoints that the last scan did not find and kept as they were, because they are too "
+        "many at once. If they are gone for good: a job scan with accept_lost.",
+    )
+    last_scan: Any = Field(
+        default=None,
+        description="What the last scan did that came to its end: found, opened, new, vanished, trouble, ...",
+    )
 
 
 class RootList(Answer):

@@ -326,7 +326,7 @@ def test_not_ready_with_a_root_that_cannot_be_used(tmp_path: Path) -> None:
     roots = {"main": {"url": str(tmp_path / "file")}}
     (tmp_path / "file").write_text("no folder")
     with running_app(url, tmp_path, auth="off", roots=roots) as app:
-        assert app.base.get("/readyz").json()["checks"]["root main"] == "unavailable"
+        assert app.base.get("/readyz").json()["checks"]["root main"] == "the folder of root main is not there"
         (tmp_path / "file").unlink()
         (tmp_path / "file").mkdir()
         give_up = time.monotonic() + 60

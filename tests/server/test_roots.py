@@ -65,7 +65,8 @@ def test_walk_local(tmp_path: Path) -> None:
     assert list(folders["run/step-1"].files) == ["a.bin"]
     assert folders["run/step-1"].files["a.bin"].size_bytes == 2
     assert [folder.key for folder in _root(str(tmp_path)).walk("run")] == ["run", "run/step-1"]
-    assert list(_root(str(tmp_path / "none")).walk()) == []
+    with pytest.raises(UnavailableError, match="the folder of root prod is not there"):
+        list(_root(str(tmp_path / "none")).walk())
 
 
 def test_walk_s3(s3_server: S3Server, s3_root: str) -> None:

@@ -20,7 +20,7 @@ from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, R
 from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
 from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
 from dcp.server.jobs.states import Job, JobSpec, Json
-from dcp.server.problems import ForbiddenError
+from dcp.server.problems import ForbiddenError, UnavailableError
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
@@ -107,6 +107,8 @@ class Purge(Kind[PurgeParams]):
         subject = Subject(**context.prepared)
         root, place = open_place(context, subject)
         with storage_errors(root):
+            if root.is_empty():  # and what is on its disk would come back, as purged, once that is mounted
+                raise UnavailableError(f"root {root.name} is empty: is its disk mounted?")
             weights = _weights(place, subject)
         shared = {"subject": subject.to_json(), "weights": weights}
         return JobPlan(

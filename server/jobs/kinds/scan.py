@@ -13,9 +13,10 @@ from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, Task
 from dcp.server.jobs.kinds.parameters import Parameters
 from dcp.server.jobs.kinds.subjects import open_database, storage_errors
 from dcp.server.jobs.states import JobSpec, Json
-from dcp.server.problems import NotFoundError
+from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.roots import check_key
 from dcp.server.scanning.scanner import Scanner
+from dcp.server.schemas.common import MAX_ID
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
@@ -23,18 +24,26 @@ __all__ = ["Scan", "ScanParams", "scan_spec"]
 
 
 class ScanParams(Parameters):
-    """The root, and the folder ``below`` which is looked through; "" is all of it."""
+    """The root, and the folder ``below`` which is looked through; "" is all of it.
+
+    ``accept_lost``: up to so many checkpoints that are not found are gone, however large a part of the root
+    they are; somebody has looked. That needs the scope delete.
+    """
 
     root: Annotated[str, Field(min_length=1, max_length=63)]
     below: Annotated[str, Field(max_length=1024)] = ""
+    accept_lost: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
 
 
-def scan_spec(root: str, below: str = "", *, created_by: str, priority: int = 0) -> JobSpec:
+def scan_spec(
+    root: str, below: str = "", *, created_by: str, priority: int = 0, accept_lost: int = 0
+) -> JobSpec:
     """A scan; there is one of a place at a time, however many ask for it."""
-    digest = hashlib.sha256(f"{root}/{below}".encode()).hexdigest()[:40]
+    place = f"{root}/{below}\0{accept_lost}" if accept_lost else f"{root}/{below}"
+    digest = hashlib.sha256(place.encode()).hexdigest()[:40]
     return JobSpec(
         kind="scan",
-        params={"root": root, "below": below},
+        params={"root": root, "below": below, "accept_lost": accept_lost},
         created_by=created_by,
         priority=priority,
         root=root,
@@ -58,7 +67,9 @@ class Scan(Kind[ScanParams]):
             raise NotFoundError(f"there is no root {params.root!r}")
         if params.below:
             check_key(params.below)
-        return scan_spec(params.root, params.below, created_by=caller.name)
+        if params.accept_lost and not caller.may("delete"):
+            raise ForbiddenError("accept_lost needs a key with the scope 'delete'", scope="delete")
+        return scan_spec(params.root, params.below, created_by=caller.name, accept_lost=params.accept_lost)
 
     def plan(self, context: JobContext, params: ScanParams) -> JobPlan:
         """As `Kind.plan`."""
@@ -68,7 +79,8 @@ class Scan(Kind[ScanParams]):
         """As `Kind.run_task`."""
         with open_database(context) as database, storage_errors(context.roots.get(payload["root"])):
             scanner = Scanner(database, context.roots)
-            return scanner.scan(payload["root"], below=payload["below"]).document()
+            accepted = payload.get("accept_lost", 0)  # planned by a version before it, perhaps
+            return scanner.scan(payload["root"], below=payload["below"], accepted=accepted).document()
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""

@@ -13,8 +13,8 @@ from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import root_row
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import metrics, runs, structures
+from dcp.server.problems import UnavailableError
 from dcp.server.scanning.scanner import Scanner, ScanReport, ScanStoppedError
-from dcp.storage.errors import CheckpointNotFoundError
 from tests.support.catalog_roots import age, roots_of, rows, scan, write_manifest
 
 
@@ -173,12 +173,17 @@ def test_the_last_of_a_run_vanishes(database: Database, tmp_path: Path) -> None:
     """Also from a folder that is still there, and from the root itself."""
     write_manifest(tmp_path / "run" / "step-1")
     write_manifest(tmp_path / "alone-7")
+    write_manifest(tmp_path / "other" / "step-1")
     roots = roots_of(tmp_path)
     scan(database, roots)
     shutil.rmtree(tmp_path / "run" / "step-1")
     shutil.rmtree(tmp_path / "alone-7")
     assert scan(database, roots).vanished == 2
-    assert set(states(database).values()) == {"vanished"}
+    assert states(database) == {
+        "alone-7": "vanished",
+        "other/step-1": "committed",
+        "run/step-1": "vanished",
+    }
 
 
 def test_a_root_that_is_away(database: Database, tmp_path: Path) -> None:
@@ -188,11 +193,11 @@ def test_a_root_that_is_away(database: Database, tmp_path: Path) -> None:
     roots = roots_of(root)
     scan(database, roots)
     root.rename(tmp_path / "away")
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(UnavailableError):
         scan(database, roots)
     assert states(database) == {"run/step-1": "committed"}
     with database.read() as connection:
-        assert root_row(connection, "main").scan_error == "its folder is not there"
+        assert root_row(connection, "main").scan_error == "the folder of root main is not there"
     (tmp_path / "away").rename(root)
     scan(database, roots)
     with database.read() as connection:

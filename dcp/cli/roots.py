@@ -1,0 +1,123 @@
+"""``dcp roots``: where the service finds checkpoints, and what its last scan said."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from dcp.cli.common import (
+    EXIT_FAILURE,
+    Debug,
+    Json,
+    describe_time,
+    errors_as_lines,
+    print_error,
+    print_json,
+    print_table,
+)
+from dcp.cli.db import DatabaseUrl, open_database
+from dcp.cli.serve import Config, read_settings
+
+__all__ = ["app"]
+
+app = typer.Typer(help="The roots of the service: list them, and say what is gone.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(
+    config: Config = None, database: DatabaseUrl = None, json: Json = False, debug: Debug = False
+) -> None:
+    """All roots with their last scan, those that are not configured any more too."""
+    with errors_as_lines(debug=debug):
+        from dcp.server.catalog.roots import list_roots
+
+        with open_database(config, database, with_tables=True) as opened, opened.read() as connection:
+            rows = list_roots(connection)
+    if json:
+        print_json([_plain(row) for row in rows])
+        return
+    header = ("name", "scanned", "found", "lost", "trouble")
+    print_table(header, [_row(row) for row in rows], right=("found", "lost"))
+
+
+@app.command("accept")
+def accept(
+    name: Annotated[str, typer.Argument(help="The root.")],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it; without it only say what would be done.")
+    ] = False,
+    config: Config = None,
+    database: DatabaseUrl = None,
+    debug: Debug = False,
+) -> None:
+    """Say that checkpoints which the last scan did not find are gone for good, though they are many.
+
+    The root is looked through once more, here and now. What is still not there is marked as vanished, and
+    nothing is if more is missing than the scan before had said.
+    """
+    with errors_as_lines(debug=debug):
+        configured = read_settings(config, database_url=database).roots
+    if name not in configured:
+        names = ", ".join(sorted(configured)) or "none"
+        raise typer.BadParameter(f"the settings have no root {name!r}: {names}", param_hint="NAME")
+    with (
+        errors_as_lines(debug=debug),
+        open_database(config, database, with_tables=True) as opened,
+    ):
+        _accept(opened, configured, name, yes)
+
+
+def _accept(database: Any, configured: Any, name: str, yes: bool) -> None:
+    from dcp.server.catalog import audit
+    from dcp.server.catalog.roots import root_row
+    from dcp.server.problems import ProblemError
+    from dcp.server.roots import Roots
+    from dcp.server.scanning.scanner import Scanner
+
+    with database.read() as connection:
+        row = root_row(connection, name)
+    if not row.lost:
+        print(f"root {name}: nothing is in doubt")
+        return
+    print(row.scan_error)
+    if not yes:
+        print("with --yes: look once more, and mark as vanished what is not there")
+        return
+    try:
+        report = Scanner(database, Roots(configured)).scan(name, accepted=row.lost)
+    except ProblemError as error:
+        print_error(error.detail)
+        raise typer.Exit(EXIT_FAILURE) from None
+    if report.lost:
+        print_error(f"more is missing by now, and nothing was marked: {report.trouble[0]}")
+        raise typer.Exit(EXIT_FAILURE)
+    detail = {"accepted": row.lost, "vanished": report.vanished}
+    database.transact(
+        lambda connection: audit.record(connection, "cli", "root.accept", f"root:{name}", detail)
+    )
+    print(f"{report.vanished} marked as vanished; {report.found} are there")
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "url": row.url,
+        "is_configured": row.is_configured,
+        "scanned_seconds": row.scanned_seconds,
+        "scan_error": row.scan_error,
+        "lost": row.lost,
+        "last_scan": row.scan_state,
+    }
+
+
+def _row(row: Any) -> tuple[str, ...]:
+    state = row.scan_state if isinstance(row.scan_state, dict) else {}
+    trouble = row.scan_error or ("" if row.is_configured else "not configured any more")
+    return (
+        row.name,
+        describe_time(row.scanned_seconds),
+        str(state.get("found", "-")),
+        str(row.lost or "-"),
+        trouble,
+    )
