@@ -2,12 +2,14 @@
 
 msgpack of packed columns (`dcp.storage.formats.column_codec`), never pickle. Names, shapes and paths, which
 are mostly equal on all ranks, are sections of their own with equal bytes for equal content: a cache shared by
-the decoding of many plans decodes each once, and equal sections come back as one object.
+the decoding of many plans decodes each once, and equal sections come back as one object. Each section has a
+budget of its own, so that its bytes do not depend on its neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -24,6 +26,7 @@ from dcp.storage.formats.column_codec import (
     decode_bytes,
     decode_column,
     decode_strings,
+    encode_within_budget,
 )
 from dcp.storage.formats.index import Int64, Path, starts
 
@@ -77,32 +80,42 @@ def _fields(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
 
 def encode_save_columns(columns: SaveColumns) -> bytes:
     """One rank's save plan as bytes."""
-    encoder = ColumnEncoder()
-    names = {
-        "fqns": encoder.strings(columns.fqns),
-        "dtypes": encoder.column(columns.dtype_codes),
-        "grad": encoder.column(columns.requires_grad),
-        "ndims": encoder.column(columns.ndims),
-        "shapes": encoder.column(columns.shape_values),
-        "orders": sorted((int(row), list(order)) for row, order in columns.stride_orders.items()),
-    }
+    sections = {"names": _encode_names, "object_names": _encode_object_names, "paths": _encode_paths}
+    sections["items"] = _encode_items
+    packed = {name: encode_within_budget(partial(encode, columns)) for name, encode in sections.items()}
+    return _pack({"version": VERSION, **packed})
+
+
+def _encode_names(columns: SaveColumns, encoder: ColumnEncoder) -> bytes:
+    return _pack(
+        {
+            "fqns": encoder.strings(columns.fqns),
+            "dtypes": encoder.column(columns.dtype_codes),
+            "grad": encoder.column(columns.requires_grad),
+            "ndims": encoder.column(columns.ndims),
+            "shapes": encoder.column(columns.shape_values),
+            "orders": sorted((int(row), list(order)) for row, order in columns.stride_orders.items()),
+        }
+    )
+
+
+def _encode_object_names(columns: SaveColumns, encoder: ColumnEncoder) -> bytes:
+    return _pack(encoder.strings(columns.objects.fqns))
+
+
+def _encode_paths(columns: SaveColumns, encoder: ColumnEncoder) -> bytes:
+    if columns.planner_data is None:
+        return _pack(None)
+    pairs = [list(columns.planner_data.keys()), list(columns.planner_data.values())]
+    return _pack(encoder.blob(_pack(pairs)))
+
+
+def _encode_items(columns: SaveColumns, encoder: ColumnEncoder) -> bytes:
     items = {name: encoder.column(getattr(columns, name)) for name in (*_ITEM_COLUMNS, *_BOX_COLUMNS)}
     items["item_digests"] = encoder.column(columns.item_digests.view(np.int64))
     items["object_digests"] = encoder.column(columns.objects.digests.view(np.int64))
     items["object_sizes"] = encoder.column(columns.objects.sizes)
-    paths = None
-    if columns.planner_data is not None:
-        pairs = [list(columns.planner_data.keys()), list(columns.planner_data.values())]
-        paths = encoder.blob(_pack(pairs))
-    return _pack(
-        {
-            "version": VERSION,
-            "names": _pack(names),
-            "object_names": _pack(encoder.strings(columns.objects.fqns)),
-            "paths": _pack(paths),
-            "items": _pack(items),
-        }
-    )
+    return _pack(items)
 
 
 def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveColumns:
@@ -119,19 +132,18 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
     if not all(isinstance(parts[name], bytes) for name in _SAVE_PARTS):
         raise CheckpointFormatError("a save plan has a section that is no bytes")
     cache = cache if cache is not None else {}
-    budget = Budget(len(data))
-    names = _cached(cache, b"n", parts["names"], budget, _decode_names)
-    object_names = _cached(cache, b"o", parts["object_names"], budget, _decode_object_names)
-    paths = _cached(cache, b"p", parts["paths"], budget, _decode_paths)
-    columns = _decode_items(parts["items"], budget, names, object_names, paths)
+    names = _cached(cache, b"n", parts["names"], _decode_names)
+    object_names = _cached(cache, b"o", parts["object_names"], _decode_object_names)
+    paths = _cached(cache, b"p", parts["paths"], _decode_paths)
+    columns = _decode_items(parts["items"], Budget(len(parts["items"])), names, object_names, paths)
     _check_save(columns)
     return columns
 
 
-def _cached(cache: SectionCache, kind: bytes, section: bytes, budget: Budget, decode: Any) -> Any:
+def _cached(cache: SectionCache, kind: bytes, section: bytes, decode: Any) -> Any:
     key = kind + section
     if key not in cache:
-        cache[key] = decode(section, budget)
+        cache[key] = decode(section, Budget(len(section)))
     return cache[key]
 
 
@@ -230,7 +242,10 @@ def _check_save(columns: SaveColumns) -> None:
 
 def encode_write_columns(columns: WriteColumns) -> bytes:
     """What one rank has to write, as bytes."""
-    encoder = ColumnEncoder()
+    return encode_within_budget(partial(_encode_writes, columns))
+
+
+def _encode_writes(columns: WriteColumns, encoder: ColumnEncoder) -> bytes:
     packed = {name: encoder.column(getattr(columns, name)) for name in (*_WRITE_COLUMNS, *_WRITE_BOXES)}
     packed["ndims"] = encoder.column(np.diff(columns.box_start))
     return _pack({"version": VERSION, **packed})
@@ -264,6 +279,10 @@ _SET_COLUMNS = ("numbers", "items", "item_rows", "objects", "object_rows")
 
 def encode_rank_sets(sets: RankSets) -> bytes:
     """Which rows a rank has to fold, as bytes."""
+    return encode_within_budget(partial(_encode_sets, sets))
+
+
+def _encode_sets(sets: RankSets, encoder: ColumnEncoder) -> bytes:
     columns = (
         sets.numbers,
         np.diff(sets.item_start),
@@ -271,7 +290,6 @@ def encode_rank_sets(sets: RankSets) -> bytes:
         np.diff(sets.object_start),
         sets.object_rows,
     )
-    encoder = ColumnEncoder()
     return _pack({name: encoder.column(column) for name, column in zip(_SET_COLUMNS, columns, strict=True)})
 
 

@@ -11,7 +11,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Final, cast
 
@@ -31,6 +31,7 @@ __all__ = [
     "decode_column",
     "decode_rows",
     "decode_strings",
+    "encode_within_budget",
 ]
 
 BUDGET_FLOOR_BYTES: Final = 32 << 20
@@ -46,7 +47,7 @@ _WIDTHS: Final = {0: "<u1", 1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
 
 
 class Budget:
-    """Bytes that decoding may still allocate."""
+    """Bytes that decoding what has ``encoded_bytes`` may still allocate."""
 
     def __init__(self, encoded_bytes: int) -> None:
         self._left = budget_bytes(encoded_bytes)
@@ -68,8 +69,7 @@ def budget_bytes(encoded_bytes: int) -> int:
 class ColumnEncoder:
     """Encodes columns and counts in ``decoded_bytes`` what a reader's `Budget` will be charged for them.
 
-    ``compact=False`` avoids the encodings that can expand without bound, for the rare index so regular that
-    its compact manifest would exceed the readers' budget.
+    ``compact=False`` avoids the encodings that can expand without bound: see `encode_within_budget`.
     """
 
     def __init__(self, *, compact: bool = True) -> None:
@@ -116,6 +116,18 @@ class ColumnEncoder:
         if len(isal_zlib.compress(sample, 1)) > len(sample) * 7 // 8:
             return _RAW, data
         return _ZLIB, isal_zlib.compress(data, 1)
+
+
+def encode_within_budget(encode: Callable[[ColumnEncoder], bytes]) -> bytes:
+    """What ``encode`` makes with an encoder, compact unless it is so regular that readers would refuse it.
+
+    Readers must open it with a `Budget` of its own length.
+    """
+    encoder = ColumnEncoder()
+    data = encode(encoder)
+    if encoder.decoded_bytes > budget_bytes(len(data)):
+        return encode(ColumnEncoder(compact=False))
+    return data
 
 
 def _residuals(column: Int64) -> tuple[int, int, Int64]:

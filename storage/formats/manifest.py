@@ -28,12 +28,12 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.column_codec import (
     Budget,
     ColumnEncoder,
-    budget_bytes,
     check_counts,
     decode_bytes,
     decode_column,
     decode_rows,
     decode_strings,
+    encode_within_budget,
 )
 from dcp.storage.formats.index import (
     MAX_DIMENSIONS,
@@ -89,10 +89,7 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
     the manifest would be larger than MAX_MANIFEST_BYTES.
     """
     index.check()
-    encoder = ColumnEncoder()
-    data = _encode(index, encoder)
-    if encoder.decoded_bytes > budget_bytes(len(data)):
-        data = _encode(index, ColumnEncoder(compact=False))
+    data = encode_within_budget(partial(_encode, index))
     if len(data) > MAX_MANIFEST_BYTES:
         raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
     return data

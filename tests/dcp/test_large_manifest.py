@@ -1,4 +1,4 @@
-"""Checkpoints with millions of chunks: limits that keep hostile files out must not refuse them."""
+"""Checkpoints with millions of tensors or chunks: limits that keep hostile files out must not refuse them."""
 
 from __future__ import annotations
 
@@ -76,3 +76,18 @@ def test_a_manifest_of_more_than_64_mebibytes(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     assert dcp.open_index(tmp_path).chunk_count == 1
     assert not (tmp_path / index.files[0]).exists()
+
+
+@pytest.mark.exhaustive
+def test_a_million_tensors_alike(tmp_path: Path) -> None:
+    """They are saved and loaded, with the manifest and, as stock left it, without one."""
+    values = torch.arange(1_000_000, dtype=torch.float32)
+    state = {f"layer.{row}.weight": values[row : row + 1].clone() for row in range(len(values))}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False), no_dist=True)
+    for has_manifest in (True, False):
+        for tensor in state.values():
+            tensor.zero_()
+        if not has_manifest:
+            (tmp_path / MANIFEST_NAME).unlink()
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(torch.cat(list(state.values())), values)

@@ -16,6 +16,7 @@ from dcp.conversion.entries import Entries
 from dcp.conversion.layout import CopyBuilder, Literal, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.safetensors_folder import MAX_WEIGHT_MAP_BYTES
 from dcp.storage.formats.safetensors_writer import (
     EXTRAS_KEY,
     HeaderTensor,
@@ -31,6 +32,9 @@ DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 
+_SHARD_TENSORS: Final = 100_000
+"""With names of usual length a third of what the header of one file may have."""
+
 
 def safetensors_layout(
     entries: Entries,
@@ -42,8 +46,8 @@ def safetensors_layout(
 ) -> TargetLayout:
     """One file of the name ``file_name``, or (None) a folder of shards of up to ``shard_bytes``.
 
-    A tensor above that is a shard of its own. ``metadata`` goes into each file, ``extras`` (plain data, if
-    there is any) into the first one.
+    A tensor above that is a shard of its own; a shard has at most _SHARD_TENSORS. ``metadata`` goes into each
+    file, ``extras`` (plain data, if there is any) into the first one. PlanError for more than readers accept.
     """
     if shard_bytes < 1:
         raise PlanError(f"shard_bytes must be positive, not {shard_bytes}")
@@ -79,7 +83,8 @@ def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]
     shards: list[list[int]] = [[]]
     filled = 0
     for row, tensor in enumerate(tensors):
-        if shards[-1] and filled + tensor.size_bytes > shard_bytes:
+        full = filled + tensor.size_bytes > shard_bytes or len(shards[-1]) == _SHARD_TENSORS
+        if shards[-1] and full:
             shards.append([])
             filled = 0
         shards[-1].append(row)
@@ -97,4 +102,10 @@ def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], nam
     weight_map = {tensors[row].name: names[file] for file, rows in enumerate(shards) for row in rows}
     total = sum(tensor.size_bytes for tensor in tensors)
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(document, indent=2) + "\n").encode()
+    encoded = (json.dumps(document, indent=2) + "\n").encode()
+    if len(encoded) > MAX_WEIGHT_MAP_BYTES:
+        raise PlanError(
+            f"the folder's index would name {len(weight_map)} tensors in {len(encoded)} bytes, and readers "
+            f"accept {MAX_WEIGHT_MAP_BYTES}: convert it in parts (`only`), or to another format"
+        )
+    return encoded

@@ -14,8 +14,11 @@ from typing import Any, Final
 
 from dcp.conversion.entries import Entries, Value
 from dcp.conversion.layout import CopyBuilder, Hole, Literal, TargetLayout
+from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
+from dcp.storage.formats.torch_archive import MAX_FILE_ENTRIES
+from dcp.storage.formats.torch_pickle import MAX_FILE_PICKLE_BYTES
 from dcp.storage.formats.torch_pickle_writer import StoredTensor, TensorRef, encode_torch_pickle
 from dcp.storage.formats.torch_zip_writer import ALIGNMENT_BYTES, ZipLayout
 
@@ -23,6 +26,9 @@ __all__ = ["torch_layout"]
 
 _FOLDER: Final = "archive"
 """What torch.save calls it where it writes to a stream; readers take any."""
+
+_OTHER_ENTRIES: Final = 5
+"""Of the zip, beside the storages."""
 
 
 def torch_layout(
@@ -33,7 +39,8 @@ def torch_layout(
 ) -> TargetLayout:
     """The file ``name`` with the tensors of ``entries`` and ``values``.
 
-    ``build`` makes the nested state dict of paths and values by name.
+    ``build`` makes the nested state dict of paths and values by name. PlanError for more than readers
+    accept.
     """
     contents: dict[str, Any] = {
         entry.fqn: _ref(entries, number, str(entry.tied_to)) for number, entry in enumerate(entries.tensors)
@@ -46,8 +53,10 @@ def torch_layout(
         keys.setdefault(ref if isinstance(ref, StoredTensor) else int(ref.key), str(len(keys)))
     for number, entry in enumerate(entries.tensors):
         contents[entry.fqn] = _ref(entries, number, keys[entry.tied_to])
+    pickled = encode_torch_pickle(build(paths, contents), keys)
+    _check_readable(len(keys), len(pickled))
     archive = ZipLayout(_FOLDER)
-    archive.add("data.pkl", encode_torch_pickle(build(paths, contents), keys))
+    archive.add("data.pkl", pickled)
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
@@ -74,6 +83,15 @@ def torch_layout(
         holes=[Hole(key, 0, part.offset + at) for part in archive.parts for key, at in part.crc_holes],
         tensor_copies=tensor_copies,
     )
+
+
+def _check_readable(storages: int, pickle_bytes: int) -> None:
+    if storages + _OTHER_ENTRIES > MAX_FILE_ENTRIES or pickle_bytes > MAX_FILE_PICKLE_BYTES:
+        raise PlanError(
+            f"one torch.save file would have {storages} tensors and a pickle of {pickle_bytes} bytes, and "
+            f"readers accept {MAX_FILE_ENTRIES} and {MAX_FILE_PICKLE_BYTES}: convert it in parts (`only`), "
+            "or to another format"
+        )
 
 
 def _ref(entries: Entries, number: int, key: str) -> TensorRef:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 
 import dcp
 from dcp.conversion.run import convert
+from dcp.conversion.targets import safetensors, torch_save
 from dcp.inspection import open_index
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.manifest import MANIFEST_NAME
@@ -115,6 +116,24 @@ def test_shards_are_as_hugging_face_has_them(training: Path, tmp_path: Path) -> 
         f"model.{name}": tensor.shape for name, tensor in source.items()
     }
     assert folder_of(target) == ["model"]
+
+
+def test_what_readers_would_refuse_is_not_written(
+    flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tensors than readers take from one file are an error of the plan; shards end before that."""
+    monkeypatch.setattr(torch_save, "MAX_FILE_ENTRIES", 7)
+    with pytest.raises(PlanError, match="in parts"):
+        convert(flat, tmp_path / "model.pt", to="torch")
+    monkeypatch.setattr(safetensors, "_SHARD_TENSORS", 2)
+    report = convert(flat, tmp_path / "model", to="safetensors")
+    shards = [load_file(path) for path in (tmp_path / "model").glob("*.safetensors")]
+    assert len(shards) > 1 and max(map(len, shards)) == 2
+    assert len(report.files) == len(shards) + 1
+    monkeypatch.setattr(safetensors, "MAX_WEIGHT_MAP_BYTES", 100)
+    with pytest.raises(PlanError, match="in parts"):
+        convert(flat, tmp_path / "other", to="safetensors")
+    assert not (tmp_path / "model.pt").exists() and not (tmp_path / "other").exists()
 
 
 def test_values_and_nesting_go_into_the_metadata(training: Path, tmp_path: Path) -> None:
