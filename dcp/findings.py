@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 __all__ = ["Finding", "Progress", "VerifyReport"]
+
+_NOTE: Final = "stray-file"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read in all), from any thread, one call at a time."""
@@ -13,7 +16,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong, or is told because somebody may wonder (`is_note`).
 
     ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable" or
     "metadata". ``offset`` and ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
@@ -25,6 +28,14 @@ class Finding:
     fqn: str | None = None
     offset: int | None = None
     length: int | None = None
+
+    @property
+    def is_note(self) -> bool:
+        """Whether the checkpoint loads as it was committed all the same: a file that it does not refer to.
+
+        A save that is killed leaves such, and a power cut brings back what was deleted right before it.
+        """
+        return self.kind == _NOTE
 
 
 @dataclass(slots=True)
@@ -41,5 +52,10 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.findings
+        """Whether nothing is wrong; there may be notes."""
+        return not self.faults
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings that are no notes."""
+        return [found for found in self.findings if not found.is_note]

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import itertools
 import math
+import os
 import re
 import sys
 import uuid
@@ -227,6 +228,8 @@ def _output(target: str) -> Iterator[BinaryIO]:
     try:
         with aside.open("xb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the name, and nothing under it
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)

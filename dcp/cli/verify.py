@@ -34,7 +34,11 @@ def command(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong."""
+    """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong.
+
+    A file that the checkpoint does not refer to is a note, and nothing wrong: `dcp gc` removes what is left
+    of killed saves.
+    """
     reports = []
     failed = False
     for uri in uris:
@@ -72,15 +76,16 @@ def _as_json(report: VerifyReport) -> dict[str, Any]:
 
 
 def _print_report(report: VerifyReport) -> None:
-    for finding in report.findings[:_SHOWN_FINDINGS]:
-        print(printable(f"{finding.kind}: {finding.message}"))
-    more = len(report.findings) - _SHOWN_FINDINGS
+    shown = sorted(report.findings, key=lambda finding: finding.is_note)
+    for finding in shown[:_SHOWN_FINDINGS]:
+        kind = "note" if finding.is_note else finding.kind
+        print(printable(f"{kind}: {finding.message}"))
+    more = len(shown) - _SHOWN_FINDINGS
     if more > 0:
         print(f"... and {more} more; --json lists all")
     read = f"{report.tensors} tensors, {report.files} files, {describe_bytes(report.bytes)} read"
     if report.unchecked_bytes:
         read += f", {describe_bytes(report.unchecked_bytes)} of it without a checksum to compare with"
-    verdict = (
-        "ok" if report.ok else f"{len(report.findings)} finding{'s' if len(report.findings) > 1 else ''}"
-    )
+    faults = len(report.faults)
+    verdict = "ok" if report.ok else f"{faults} finding{'s' if faults > 1 else ''}"
     print(printable(f"{report.url}: {verdict} ({read})"))

@@ -39,12 +39,10 @@ def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | Non
         if not has_checkpoint(store):
             continue
         try:
-            findings = verify(store.url, storage_options=storage_options).findings
+            if verify(store.url, storage_options=storage_options).ok:
+                return name
         except CheckpointError:
             continue
-        # Leftovers of a killed save beside a whole checkpoint do it no harm.
-        if all(finding.kind == "stray-file" for finding in findings):
-            return name
     return None
 
 

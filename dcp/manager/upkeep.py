@@ -35,9 +35,6 @@ match their checksums; not at all."""
 
 _MAX_NOTED_CHARACTERS = 1000
 
-_HARMLESS = "stray-file"
-"""What verification also tells, and what does not keep a checkpoint from loading as committed."""
-
 
 def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
     """What is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
@@ -45,8 +42,7 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
     if index is None:
         return str(commit.problem)
     if check == "full":
-        findings = [found for found in verify_store(store).findings if found.kind != _HARMLESS]
-        return "; ".join(found.message for found in findings[:8]) or None
+        return "; ".join(found.message for found in verify_store(store).faults[:8]) or None
     sizes = {info.name: info.size_bytes for info in store.list()}
     wrong = []
     for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):

@@ -8,6 +8,7 @@ out to be damaged while it is read breaks the connection, so that too few bytes 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -113,13 +114,14 @@ class Download:
         )
 
     def finish(self) -> Path:
-        """All bytes are there: give the file its name."""
+        """All bytes are there: give the file its name, durably."""
         if not self.is_whole:
             raise self.incomplete("no more")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._part.replace(self.target)
+        _sync_folder(self.target.parent)
         self._note.unlink(missing_ok=True)
         return self.target
 
@@ -162,6 +164,18 @@ class Download:
             return False
         self._etag, self._total = etag, total
         return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a name outlasts a power cut; some network file systems have no such call."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _boot() -> str:

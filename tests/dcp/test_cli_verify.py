@@ -134,6 +134,18 @@ def test_missing_and_stray_files_are_found(tmp_path: Path) -> None:
     assert any("interrupted" in finding.message for finding in verify(folder).findings)
 
 
+def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
+    """What a power cut brings back after it was deleted harms no checkpoint: it is told; the status is 0."""
+    folder = save_ours(tmp_path / "x")
+    (folder / "__0_0.01234567.distcp").write_bytes(b"old")
+    report = verify(folder)
+    assert report.ok and not report.faults and only_finding(report).is_note
+    told = run("verify", folder)
+    assert told.status == 0
+    assert "note: __0_0.01234567.distcp does not belong to the checkpoint" in told.out
+    assert ": ok (" in told.out and "finding" not in told.out
+
+
 def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
     """Stock torch would trust `.metadata`, so one that is damaged or gone is a finding."""
     folder = save_ours(tmp_path / "x")

@@ -140,10 +140,13 @@ class Recording:
 
     # -- what may be left ------------------------------------------------------------------------------------
 
-    def images(self) -> Iterator[tuple[str, Callable[[Path], None]]]:
-        """(what it is, a function that makes it in a folder that is not there yet); each state once."""
+    def images(self, *, at_end: bool = False) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        """(what it is, a function that makes it in a folder, in place of what is there); each state once.
+
+        ``at_end``: only of cuts that follow all that was recorded.
+        """
         seen = set()
-        for end in range(len(self._log) + 1):
+        for end in range(len(self._log) if at_end else 0, len(self._log) + 1):
             changes, loose = self._until(end)
             for what, lost in _losses(loose):
                 image = self._image(changes, lost)

@@ -24,8 +24,6 @@ __all__ = ["Verify", "VerifyParams"]
 
 _MAX_FINDINGS: Final = 200
 _MAX_MESSAGE: Final = 1000
-_HARMLESS: Final = frozenset({"stray-file"})
-"""What lies beside a checkpoint does not make it a damaged one."""
 
 
 class VerifyParams(Parameters):
@@ -76,10 +74,9 @@ class Verify(Kind[VerifyParams]):
             report = verify_place(place, progress=lambda done, total: report_progress(done))
             if fingerprint_at(place) != fingerprint:
                 raise TransientJobError("the checkpoint was replaced while it was being verified")
-        harmful = [found for found in report.findings if found.kind not in _HARMLESS]
-        shown = [*harmful, *(found for found in report.findings if found.kind in _HARMLESS)]
+        shown = sorted(report.findings, key=lambda found: found.is_note)
         return {
-            "outcome": "damaged" if harmful else "good",
+            "outcome": "good" if report.ok else "damaged",
             "findings": [_shown(found, root) for found in shown[:_MAX_FINDINGS]],
             "finding_count": len(shown),
             "files": report.files,
