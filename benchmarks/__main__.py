@@ -16,7 +16,21 @@ from typing import Any, NoReturn
 
 from benchmarks.processes import BenchmarkError, Progress, run_ranks
 
-_WORKLOADS = ("W1", "W1-opt", "W2", "W3", "R1", "memory", "async", "loop", "plan", "device", "s3", "convert")
+_WORKLOADS = (
+    "W1",
+    "W1-opt",
+    "W2",
+    "W3",
+    "R1",
+    "memory",
+    "async",
+    "async-W4",
+    "loop",
+    "plan",
+    "device",
+    "s3",
+    "convert",
+)
 _BY_NAME_ONLY = ("async-W1-opt", "async-W2")
 _MEMORY_WORKLOADS = ("W1", "W2", "W3")
 _OBJECT_WORKLOADS = ("W1", "W2")

@@ -40,6 +40,7 @@ __all__ = ["CONTENDERS", "OPERATIONS", "AsyncSpec", "merge_lives", "peak_async_m
 OPERATIONS = ("async_save first", "async_save", "async_save committed")
 """Until the state may change, at the first and at later saves; until the commit, at later ones."""
 CONTENDERS = ("ours_thread", "ours_process", "stock", "stock_reused")
+_LIMITS = ("memory_copy", "memory_copy_2_threads", "raw_direct_write")
 _MEMORY_SAVES = 3
 
 
@@ -105,11 +106,13 @@ class _Life:
         committed.facts["cpu_seconds"] = {name: [] for name in spec.contenders}
         for name in rotated(spec.contenders, spec.life):
             _note(first, name, self._save(name, check=spec.life == 0).blocked)
-        _note(first, "memory_copy", timed(self._copy.copy))
+        _note(first, "first_copy_2_threads", timed(lambda: self._copy.first_copy(2)))
         for number in range(spec.later_saves):
-            for name in rotated((*spec.contenders, "memory_copy", "raw_direct_write"), spec.life + number):
+            for name in rotated((*spec.contenders, *_LIMITS), spec.life + number):
                 if name == "memory_copy":
                     _note(later, name, timed(self._copy.copy))
+                elif name == "memory_copy_2_threads":
+                    _note(later, name, timed(lambda: self._copy.copy(2)))
                 elif name == "raw_direct_write":
                     _note(committed, name, self._raw_write())
                 else:

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -142,23 +143,43 @@ def copy_memory(tensors: Sequence[torch.Tensor]) -> float:
 
 
 class StateCopy:
-    """A plain memcpy of every tensor into a warm buffer as large as the state: what staging cannot beat."""
+    """A plain memcpy of every tensor into a buffer as large as the state: what staging cannot beat."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        size_bytes = sum(tensor.nbytes for tensor in tensors)
-        self._buffer = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        self._size_bytes = max(1, sum(size_bytes for _, size_bytes in self._sources))
+        self._buffer = self._new_buffer()
         self._buffer.madvise(mmap.MADV_HUGEPAGE)
-        at = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
-        self._copies: list[tuple[int, int, int]] = []
-        for tensor in tensors:
-            self._copies.append((at, tensor.data_ptr(), tensor.nbytes))
-            at += tensor.nbytes
         self.copy()
 
-    def copy(self) -> None:
-        """All of it, with one thread."""
-        for target, source, size_bytes in self._copies:
-            ctypes.memmove(target, source, size_bytes)
+    def copy(self, threads: int = 1) -> None:
+        """All of it, into memory that has been written before."""
+        self._copy_into(self._buffer, threads)
+
+    def first_copy(self, threads: int = 1) -> None:
+        """All of it, into memory that nobody has touched."""
+        self._copy_into(self._new_buffer(), threads)
+
+    def _new_buffer(self) -> mmap.mmap:
+        return mmap.mmap(-1, self._size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def _copy_into(self, buffer: mmap.mmap, threads: int) -> None:
+        """Each thread takes the next tensor when it has time for it."""
+        copies: deque[tuple[int, int, int]] = deque()
+        at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        for source, size_bytes in self._sources:
+            copies.append((at, source, size_bytes))
+            at += size_bytes
+
+        def work() -> None:
+            while True:
+                try:
+                    target, source, size_bytes = copies.popleft()
+                except IndexError:
+                    return
+                ctypes.memmove(target, source, size_bytes)
+
+        _in_threads([work] * threads)
 
 
 def write_direct(path: Path, size_bytes: int) -> float:

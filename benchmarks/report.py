@@ -106,6 +106,9 @@ def _cells(row: Row) -> list[str]:
     if row.cpu_seconds is not None:
         ours += f", {row.cpu_seconds:.2f} s of processor time"
         stock += f", {row.stock_cpu_seconds:.2f} s of processor time"
+    if row.percentile_90 is not None:
+        ours += f", p90 {row.percentile_90:.3f} s"
+        stock += f", p90 {row.stock_percentile_90:.3f} s"
     if row.lost is not None:
         ours += f", loses {row.lost:.1%}, a save costs {_seconds(row.cost)}"
         stock += f", loses {row.stock_lost:.1%}, a save costs {_seconds(row.stock_cost)}"

@@ -18,8 +18,9 @@ TITLES = {
     "W1-opt": "1.5 GiB: 291 smaller bf16 parameters, their Adam moments in fp32, scalar steps",
     "W2": "20,000 tensors of 16 KiB",
     "W3": "four tensors of 512 MiB",
+    "W4": "1 GiB, 64 fp32 tensors of 16 MiB",
 }
-STATE_BYTES = {"W1": 1 << 30, "W1-opt": 3 << 29, "W2": 20_000 << 14, "W3": 2 << 30}
+STATE_BYTES = {"W1": 1 << 30, "W1-opt": 3 << 29, "W2": 20_000 << 14, "W3": 2 << 30, "W4": 1 << 30}
 """About what a state takes at scale 1; what a run needs is planned with it."""
 
 _LAYERS = 32
@@ -100,6 +101,9 @@ def tensor_specs(workload: str, scale: float) -> list[TensorSpec]:
     if workload == "W2":
         count = max(16, int(20_000 * scale))
         return [TensorSpec(("model", f"block.{i}.weight"), (64, 128), bf16) for i in range(count)]
+    if workload == "W4":
+        rows = max(_ROWS_MULTIPLE, int(4096 * scale) // _ROWS_MULTIPLE * _ROWS_MULTIPLE)
+        return [TensorSpec(("model", f"layer.{i}.weight"), (rows, 1024), fp32) for i in range(64)]
     rows = max(_ROWS_MULTIPLE, int(65_536 * scale) // _ROWS_MULTIPLE * _ROWS_MULTIPLE)
     return [TensorSpec(("model", f"table.{i}.weight"), (rows, 4096), bf16) for i in range(4)]
 

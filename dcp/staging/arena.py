@@ -7,6 +7,7 @@ refuses to let go of a mapping while a tensor still looks at it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -18,13 +19,13 @@ from dcp.staging.available import available_bytes
 from dcp.staging.errors import StagingMemoryError
 from dcp.storage.errors import StagingError
 
-__all__ = ["ArenaKind", "HostArena"]
+__all__ = ["PAGES_BYTES", "ArenaKind", "HostArena"]
 
 ArenaKind = Literal["private", "pinned", "shared"]
 
-_GRANULE_BYTES = 2 << 20
+PAGES_BYTES = 2 << 20
 """Sizes are multiples of a huge page."""
-_MADV_HUGEPAGE, _MADV_DONTFORK = 14, 10
+_MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 _PORTABLE = 1
 """cudaHostRegisterPortable: locked for all devices."""
 
@@ -66,6 +67,8 @@ class HostArena:
         self.page_locked = kind == "pinned" or page_locked
         self.size_bytes = 0
         self.generation = 0
+        self.is_new = False
+        """Whether nobody has touched the pages of the mapping since `reserve` made it."""
         self.fd: int | None = None
         self._memory: _Memory | None = None
         self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
@@ -90,7 +93,7 @@ class HostArena:
             raise StagingError("this arena is closed")
         if size_bytes <= self.size_bytes and self._memory is not None:
             return
-        size = max(-(-size_bytes // _GRANULE_BYTES), 1) * _GRANULE_BYTES
+        size = max(-(-size_bytes // PAGES_BYTES), 1) * PAGES_BYTES
         self._require(size)
         if self.kind != "shared":
             # dropped first, so that the old and the new pages are not there at once
@@ -98,6 +101,19 @@ class HostArena:
         self._memory = self._mapped(size)
         self.size_bytes = size
         self.generation += 1
+        self.is_new = not self.page_locked  # locking touches them
+
+    def populate(self, offset: int, size_bytes: int) -> None:
+        """Have the pages of this range, a multiple of pages that may reach beyond the end, at once; from
+        several threads if you like.
+
+        Raises StagingMemoryError where they are not to be had. Nothing happens with kernels before 5.14.
+        """
+        size_bytes = min(size_bytes, self.size_bytes - offset)
+        if _libc.madvise(self.address + offset, size_bytes, _MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code in (errno.ENOMEM, errno.EFAULT):
+                raise _no_memory(self.kind, self.size_bytes, available_bytes())
 
     @property
     def memory(self) -> _Memory:

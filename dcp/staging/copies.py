@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
+from dcp.staging.arena import PAGES_BYTES, HostArena
 from dcp.storage.formats.index import Int64
 from dcp.storage.tensors import as_copied
 
@@ -20,6 +23,8 @@ _MEMMOVE_FROM_BYTES = 128 << 10
 """From here on one memmove a tensor costs less than torch's loop, and does not wake torch's own threads."""
 _SHARE_BYTES = 8 << 20
 """A thread with less to copy is not worth waking."""
+_SHARES_PER_THREAD = 8
+"""So that a thread whose core is wanted elsewhere takes fewer of them, and the others do not wait for it."""
 _MAX_THREADS = 8
 """Some cores saturate the memory; more only take them from the training."""
 
@@ -60,8 +65,8 @@ class Copies:
 
 @dataclass
 class _Share:
-    """One thread's part: rows of tensors for torch, rows of such with elements of one byte, and (target,
-    source, size) of raw memory."""
+    """A part of what is to be copied: rows of tensors for torch, rows of those with elements of one byte,
+    and (target, source, size) of raw memory."""
 
     tensors: list[int] = field(default_factory=list)
     bytes_each: list[int] = field(default_factory=list)
@@ -77,27 +82,56 @@ class HostCopier:
 
     def copy(self, copies: Copies, rows: Int64) -> None:
         """Copy the sources of these numbers; returns when they are there."""
-        shares = _shares(copies, rows, self.threads)
-        others: list[Future[None]] = []
-        try:
-            for share in shares[1:]:
-                others.append(self._helpers.submit(_carry_out, copies, share))
-            _carry_out(copies, shares[0])
-        finally:
-            wait(others)  # whatever happens, nobody writes to the targets after this
-        for other in others:
-            other.result()
+        shares = _shares(copies, rows, self.threads * _SHARES_PER_THREAD)
+        self._run([partial(_carry_out, copies, share) for share in shares])
+
+    def populate(self, arena: HostArena) -> None:
+        """Have the pages of an arena that is new, which the copy would get by a fault each."""
+        step = max(_SHARE_BYTES, arena.size_bytes // self.threads // _SHARES_PER_THREAD)
+        step -= step % PAGES_BYTES
+        self._run([partial(arena.populate, begin, step) for begin in range(0, arena.size_bytes, step)])
+        arena.is_new = False
 
     def close(self) -> None:
         """End the threads; idempotent."""
         self._helpers.shutdown()
 
+    def _run(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Do them all, each thread the next one when it has time for it; the first failure ends it.
 
-def _shares(copies: Copies, rows: Int64, threads: int) -> list[_Share]:
-    """Parts of about equal bytes; a large tensor may be cut."""
+        Nothing is under way any more when this returns, whatever happens.
+        """
+        left = deque(tasks)
+
+        def work() -> None:
+            try:
+                while task := _next(left):
+                    task()
+            except BaseException:
+                left.clear()
+                raise
+
+        others = [self._helpers.submit(work) for _ in range(min(self.threads, len(tasks)) - 1)]
+        try:
+            work()
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
+
+
+def _next(left: deque[Callable[[], None]]) -> Callable[[], None] | None:
+    try:
+        return left.popleft()
+    except IndexError:
+        return None
+
+
+def _shares(copies: Copies, rows: Int64, most: int) -> list[_Share]:
+    """At most so many parts of about equal bytes; a large tensor may be cut."""
     sizes = copies.sizes_bytes[rows]
     total = int(sizes.sum())
-    parts = max(1, min(threads, total // _SHARE_BYTES))
+    parts = max(1, min(most, total // _SHARE_BYTES))
     shares = [_Share() for _ in range(parts)]
     ends = np.cumsum(sizes)
     begins = ends - sizes

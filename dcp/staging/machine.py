@@ -94,7 +94,7 @@ class Machine:
             sizes_bytes=layout.sizes_bytes,
             itemsizes=layout.itemsizes,
         )
-        return Staging(self, layout, list(sources), pointers, plain, samples)
+        return Staging(self, slot.arena, layout, list(sources), pointers, plain, samples)
 
     def stage(self, slot: Slot, tree: StateTree) -> DictStaging:
         """Begin to stage a whole state dict, as torch's protocol has it."""
@@ -112,6 +112,7 @@ class Staging:
     def __init__(
         self,
         machine: Machine,
+        arena: HostArena,
         layout: Layout,
         sources: list[torch.Tensor],
         pointers: Int64,
@@ -120,6 +121,7 @@ class Staging:
     ) -> None:
         self.layout = layout
         self._machine = machine
+        self._arena = arena
         self._samples = samples
         self._copies = Copies(
             targets=layout.views,
@@ -139,6 +141,8 @@ class Staging:
 
     def run(self) -> list[int]:
         """Copy; returns the numbers of the sources whose copies are not what they were at the beginning."""
+        if self._arena.is_new:
+            self._machine.copier.populate(self._arena)
         # begun first: the host's tensors are copied while the device's are on their way
         arrive = self._devices.begin(self._copies, self._elsewhere, self._machine.streams)
         try:

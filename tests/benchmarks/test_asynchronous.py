@@ -51,13 +51,17 @@ def test_the_blocking_time_is_judged_against_the_copy_and_stock() -> None:
         "stock": [0.36, 3.6],
         "stock_reused": [0.18, 1.8],
         "memory_copy": [0.1, 1.0],
+        "memory_copy_2_threads": [0.2, 2.0],
     }
     row = async_row(measured, "thread")
+    assert (row.limit_name, row.percentile_90, row.stock_percentile_90) == ("memory_copy", 1.2, 3.6)
     assert row.ratio is not None and row.ratio.median == pytest.approx(3)
     assert row.ratio_tuned is not None and row.ratio_tuned.median == pytest.approx(1.5)
     assert [verdict.met for verdict in row.verdicts] == [True, True]
-    measured.samples["memory_copy"] = [0.09, 0.9]
-    assert [verdict.met for verdict in async_row(measured, "thread").verdicts] == [False, True]
+    measured.samples["memory_copy_2_threads"] = [0.09, 0.9]
+    judged = async_row(measured, "thread")
+    assert judged.limit_name == "memory_copy_2_threads"
+    assert [verdict.met for verdict in judged.verdicts] == [False, True]
 
 
 def test_steps_that_a_loop_loses_are_taken_within_a_round() -> None:

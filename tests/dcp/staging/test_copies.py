@@ -1,13 +1,20 @@
+import threading
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.staging import DefaultStager
-from dcp.staging.copies import default_threads
+from dcp.staging.arena import ArenaKind, HostArena
+from dcp.staging.copies import HostCopier, default_threads
+from dcp.staging.errors import StagingMemoryError
 from tests.dcp.staging.sources import TensorSpec, bits, collect, make_tensors, tensor_specs
 
 MIB = 1 << 20
+SECONDS = 60.0
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,3 +108,90 @@ def test_an_error_of_one_thread_is_raised_after_all_have_ended() -> None:
     with stager.lock(1.0):
         state["small"].add_(1)
     stager.close()
+
+
+def resident_bytes(arena: HostArena) -> int:
+    """How much of an arena's mapping has pages."""
+    begins = f"{arena.address:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(begins):
+            return next(int(fact.split()[1]) << 10 for fact in lines if fact.startswith("Rss:"))
+    raise AssertionError("the arena is not mapped by itself")
+
+
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_pages_of_a_new_arena_are_there_before_the_copy(kind: ArenaKind) -> None:
+    """All at once, by several threads: a page fault each would double the time of a first copy. A mapping
+    that was made again is new again."""
+    arena, copier = HostArena(kind), HostCopier(3)
+    for size_bytes in (50 * MIB, 90 * MIB):
+        arena.reserve(size_bytes)
+        assert arena.is_new and resident_bytes(arena) < size_bytes
+        copier.populate(arena)
+        assert not arena.is_new and resident_bytes(arena) == arena.size_bytes
+    arena.reserve(MIB)
+    assert not arena.is_new
+    copier.close()
+    arena.close()
+
+
+def test_a_new_arena_is_populated_once_by_a_stager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first save; where the memory is not to be had that save fails, and the next one tries again."""
+    calls: list[int] = []
+    populate = HostArena.populate
+
+    def refused_once(arena: HostArena, offset: int, size_bytes: int) -> None:
+        calls.append(offset)
+        if len(calls) == 1:
+            raise StagingMemoryError("there is none", needed_bytes=1)
+        populate(arena, offset, size_bytes)
+
+    monkeypatch.setattr(HostArena, "populate", refused_once)
+    state = {"weight": torch.arange(3 * MIB)}
+    local = collect(state)
+    stager = DefaultStager(threads=1)
+    failed = stager.stage_local(local)
+    assert isinstance(failed.done.exception(SECONDS), StagingMemoryError)
+    failed.release()
+    for _ in range(2):
+        staged = stager.stage_local(local)
+        staged.done.result(SECONDS)
+        assert torch.equal(staged.local.sources[0], state["weight"])
+        staged.release()
+    stager.close()
+    assert calls == [0, 0, 8 * MIB, 16 * MIB]
+
+
+def test_a_thread_that_is_held_up_leaves_its_shares_to_the_others() -> None:
+    """A core that something else wants does not make the training wait for it."""
+    copier, done = HostCopier(2), threading.Event()
+    taken: list[int] = []
+
+    def held_up() -> None:
+        assert done.wait(SECONDS)
+
+    def share(number: int) -> None:
+        taken.append(number)
+        if number == 15:
+            done.set()
+
+    copier._run([held_up, *(partial(share, number) for number in range(1, 16))])
+    assert taken == list(range(1, 16))
+    copier.close()
+
+
+def test_a_share_that_fails_ends_the_copy() -> None:
+    """What is left is not begun; its error is the copy's, from whichever thread."""
+    copier, taken = HostCopier(2), list[int]()
+
+    def share(number: int) -> None:
+        taken.append(number)
+        if number == 3:
+            raise IndexError("out of range")
+
+    with pytest.raises(IndexError, match="out of range"):
+        copier._run([partial(share, number) for number in range(10_000)])
+    assert len(taken) < 10_000
+    copier._run([partial(share, 4)])
+    copier.close()
