@@ -219,7 +219,12 @@ class Ranks:
     def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
         """Run ``local`` everywhere; every rank gets every rank's result."""
         message, own_error = self._attempt(local)
-        messages = self._guard(step, lambda: self._all_gather(message))
+        try:
+            messages = self._guard(step, lambda: self._all_gather(message))
+        except CheckpointError as error:
+            if own_error is not None:  # which may be why the others are not there
+                error.add_note(f"before, rank {self.rank} failed itself: {own_error}")
+            raise
         failures = {rank: part[1:] for rank, part in enumerate(messages) if part[:1] == _FAILED}
         if failures:
             raise failure_of(step, {r: _decode_failure(w) for r, w in failures.items()}, self.rank, own_error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -108,7 +108,7 @@ def save(
 
 
 def load(
-    state: Callable[[], dict[str, Any]],
+    state: Callable[[Collection[str]], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -122,7 +122,7 @@ def load(
     def local_plan() -> LoadPlan:
         nonlocal together
         metadata, together = _read_metadata(reader, ranks.rank)
-        planner.set_up_planner(state(), metadata, ranks.is_coordinator)
+        planner.set_up_planner(state(metadata.state_dict_metadata), metadata, ranks.is_coordinator)
         _call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgpack
@@ -17,15 +19,15 @@ from typing_extensions import deprecated
 from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
+from dcp.load_targets import LoadTargets
 from dcp.planners import load_planner
 from dcp.planners.boxes import row_products
 from dcp.planners.columns import LoadColumns
 from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner
 from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
-from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches
+from dcp.planners.selection import Matches, Patterns, Rename, check_matches
 from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
-from dcp.stateful_values import check_top_level, is_stateful
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
@@ -84,8 +86,9 @@ def load(
 
     The parameters up to ``no_dist`` are torch's, with torch's meaning: tensors of ``state_dict`` are filled
     where they are, with any sharding, device or stride; other values are replaced; `Stateful` objects give
-    their ``state_dict()`` to be filled and get it back by ``load_state_dict()``. The checkpoint may be of
-    ours or of stock torch, saved by any number of ranks.
+    their ``state_dict()`` to be filled and get it back by ``load_state_dict()``. Optimizers that have made no
+    step get the state that the checkpoint has, also those that are attributes of such an object. The
+    checkpoint may be of ours or of stock torch, saved by any number of ranks.
 
     ``verify``: "blocks" (default) compares the checksum of every block that is read whole, "full" also
     reads the rest of blocks needed in part, "none" compares nothing. ``dtype``: "exact" (default) refuses
@@ -109,7 +112,8 @@ def load(
     DtypeMismatchError, PlanError (also for a pattern that matches nothing), CorruptCheckpointError,
     UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an error the tensors of
     ``state_dict`` may be filled in part; no Stateful object has been touched and, unless planner or storage
-    are of your own, no other value either.
+    are of your own, no other value either. But where a ``load_state_dict()`` fails, others have their state
+    already: PlanError if it leaves tensors on the meta device, else CheckpointError that names the object.
     """
     alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
@@ -141,32 +145,17 @@ def _load_top_level(
     progress: bool | ProgressCallback | None,
 ) -> LoadReport:
     """Load into the states of `Stateful` objects, and give them back to those that got something."""
-    check_top_level(state_dict)
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
-    selection = Selection.of(ours.only, ours.exclude) if ours is not None else None
-    keys = sorted(state_dict, key=str)  # all ranks in one order, because state_dict() may run collectives
-    asked: list[Any] = keys
-    unasked: tuple[str, ...] = ()
-    if selection is not None:
-        asked = [key for key in keys if selection.reaches(str(key))]
-        unasked = tuple(str(key) for key in keys if not selection.reaches(str(key)))
-    plain: dict[str, Any] = {}
-
-    def state() -> dict[str, Any]:
-        for key in asked:
-            plain[key] = value.state_dict() if is_stateful(value := state_dict[key]) else value
-        return plain
-
-    with _set_for_now(planner, {"unasked": unasked} if ours is not None else {}):
-        report = _load(state, reader, ranks, planner, progress)
-    untouched = ours.untouched_keys if ours is not None else frozenset()
-    for key in asked:
-        value = state_dict[key]
-        if not is_stateful(value):
-            state_dict[key] = plain[key]
-        elif str(key) not in untouched:
-            value.load_state_dict(plain[key])
+    targets = LoadTargets(state_dict, ours)
+    with _set_for_now(planner, {"unasked": targets.unasked} if ours is not None else {}):
+        report = _load(targets.state, reader, ranks, planner, progress)
+        ranks.all_gather("load_state_dict", partial(_give_back, targets))
     return report
+
+
+def _give_back(targets: LoadTargets) -> bytes:
+    targets.give_back()
+    return b""
 
 
 @deprecated("`load_state_dict` is deprecated; use `load` instead.", category=FutureWarning)
@@ -195,7 +184,7 @@ def _load_state_dict(
     alone = works_alone(process_group, no_dist=no_dist)
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
-    _load(lambda: state_dict, storage_reader, ranks, planner)
+    _load(lambda _: state_dict, storage_reader, ranks, planner)
 
 
 def _load_state_dict_from_keys(
@@ -243,7 +232,7 @@ def _set_for_now(target: object, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _load(
-    state: Callable[[], dict[str, Any]],
+    state: Callable[[Collection[str]], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -267,7 +256,7 @@ def _load(
 
 
 def _load_once(
-    state: Callable[[], dict[str, Any]],
+    state: Callable[[Collection[str]], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -301,7 +290,7 @@ class _ColumnarLoad:
 
     def __init__(
         self,
-        state: Callable[[], dict[str, Any]],
+        state: Callable[[Collection[str]], dict[str, Any]],
         reader: FileSystemReader,
         ranks: Ranks,
         planner: DefaultLoadPlanner,
@@ -350,7 +339,8 @@ class _ColumnarLoad:
         """The index, with the planner set up for it: once, because it asks for the state."""
         if self._ready is None:
             index, ranks = self._index(shared), self._ranks
-            self._planner.set_up_planner(self._state(), LazyMetadata.of(lambda: index), ranks.is_coordinator)
+            state = self._state(ChainMap(index.position, index.objects.position))  # type: ignore[arg-type]
+            self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
             self._ready = index
         return self._ready
 

@@ -74,6 +74,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     stores_later: bool = False
     """Whether values wait for `store_values`, so that a load which fails changes none of them."""
 
+    made_keys: frozenset[str] = frozenset()
+    """Entries whose tensors were made for this load, so that nobody has them after one that failed."""
+
     must_fill: frozenset[str] = frozenset()
     """Entries that the load has to fill, because one that failed may have filled them."""
 
@@ -105,6 +108,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.cast_keys: tuple[str, ...] = ()
         self.renamed_keys: dict[str, str] = {}
         self.kept_per_rank: tuple[str, ...] = ()
+        self.lost_keys: tuple[str, ...] = ()
+        self.materialised_keys: tuple[str, ...] = ()
         self._choice: Choice | None = None
         self._planned: tuple[Choice, set[str]] | None = None
         self._touched: frozenset[str] = frozenset()
@@ -116,6 +121,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """Forget the load before; this one is of rank ``rank`` of ``world_size``."""
         self.rank, self.world_size = rank, world_size
         self._choice = self._planned = None
+        self.unexpected_keys, self.lost_keys = (), ()
+        self.made_keys, self.materialised_keys = frozenset(), ()
         self._touched = self.must_fill
         self._later, self._copies = [], []
 
@@ -142,6 +149,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             chosen = {fqn: value for fqn, value in chosen.items() if selection.selects(fqn)}
         if not has_meta_tensor(chosen.values()):
             return False
+        names = []
         for fqn, value in list(chosen.items()):
             # One that may be kept must not become whatever is in new memory.
             if self.per_rank == "keep" and self._per_rank_name(fqn) is not None:
@@ -149,6 +157,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             real = materialise(value)
             if real is not value:
                 self._put(fqn, real)
+                names.append(fqn)
+        self.materialised_keys = tuple(names)
         return True
 
     def _flattened(self, state_dict: dict[str, Any], *, legacy: bool) -> dict[str, Any]:
@@ -239,7 +249,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         if self._planned is None:
             return self._touched
         choice, untouched = self._planned
-        return self._touched | (choice.values.keys() - untouched)
+        return self._touched | (choice.values.keys() - untouched - self.made_keys)
 
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and

@@ -1,0 +1,189 @@
+"""The state that optimizers will have, to load into: one that has made no step has none yet.
+
+torch does the same in its state dict helpers (`torch.distributed.checkpoint.state_dict._init_optim_state`): a
+step with gradients and learning rates of zero. Here nothing of it remains: parameters, gradients, groups and
+hooks are as before, and so is the optimizer's state, since the state dict alone has what was made.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim import Optimizer
+
+__all__ = ["optimizers_without_state", "state_dict_with_state"]
+
+logger = logging.getLogger(__name__)
+
+_DEPTH = 3
+_LOOKED_AT = 64
+"""Entries of a list or dict that are looked through: optimizers are not held among thousands."""
+_NOT_LOOKED_THROUGH = (torch.Tensor, torch.nn.Module, type, ModuleType)
+
+
+def optimizers_without_state(holder: Any) -> list[Optimizer]:
+    """Optimizers that ``holder`` is or has among its attributes, which have parameters without state.
+
+    One that another one wraps comes before it.
+    """
+    found: dict[int, Optimizer] = {}
+    _collect(holder, _DEPTH, found, set())
+    return [optimizer for optimizer in found.values() if _without_state(optimizer)]
+
+
+def state_dict_with_state(
+    stateful: Any,
+    without: Mapping[str, Any],
+    optimizers: list[Optimizer],
+    key: str,
+    is_stored: Callable[[str, Any], bool],
+) -> dict[str, Any]:
+    """What ``stateful.state_dict()`` gives while the ``optimizers`` have state for all of their parameters.
+
+    ``without`` is what it gives else. Of what is more, such as the state of one parameter, only that is kept
+    of which ``is_stored(name, entry)`` says that the checkpoint has it; ``name`` is its flat key, and begins
+    with ``key``. An optimizer whose step fails stays without state.
+    """
+    with ExitStack() as made:
+        for optimizer in optimizers:
+            try:
+                made.enter_context(_with_state(optimizer))
+            except Exception as error:  # noqa: BLE001 - a step of anybody's; what is lost by it is told later
+                logger.warning(
+                    "%r: %s has no state yet, and a step that would make it failed: %s: %s",
+                    key,
+                    type(optimizer).__name__,
+                    type(error).__name__,
+                    error,
+                )
+        state = stateful.state_dict()
+    pruned: dict[str, Any] = _pruned(state, without, key, is_stored)
+    return pruned
+
+
+def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int]) -> None:
+    if depth < 0 or id(holder) in seen or isinstance(holder, _NOT_LOOKED_THROUGH):
+        return
+    seen.add(id(holder))
+    for inner in _inner(holder):
+        _collect(inner, depth - 1, found, seen)
+    if isinstance(holder, Optimizer) and {"state", "param_groups"} <= vars(holder).keys():
+        found[id(holder)] = holder
+
+
+def _inner(holder: Any) -> Iterator[Any]:
+    values: Iterable[Any]
+    if isinstance(holder, Mapping):
+        values = holder.values()
+    elif isinstance(holder, list | tuple):
+        values = holder
+    else:
+        attributes = getattr(holder, "__dict__", {})
+        # What is in these are parameters: many, and no optimizers.
+        own = {"state", "param_groups", "defaults"} if isinstance(holder, Optimizer) else set()
+        values = [value for name, value in list(attributes.items()) if name not in own]
+    for _, value in zip(range(_LOOKED_AT), values, strict=False):
+        if isinstance(value, Mapping | list | tuple) or hasattr(value, "__dict__"):
+            yield value
+
+
+def _without_state(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Parameters that would be trained, and have no state yet."""
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and not optimizer.state.get(parameter)
+    ]
+
+
+@contextmanager
+def _with_state(optimizer: Optimizer) -> Iterator[None]:
+    """The optimizer with state for parameters that have none, as after a first step."""
+    parameters = _without_state(optimizer)
+    state = optimizer.state
+    known = set(state)
+    try:
+        _step(optimizer, parameters)
+        yield
+    finally:
+        for owner in [owner for owner in state if owner not in known]:
+            del state[owner]
+
+
+def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    """A step for ``parameters`` with gradients of zero, of which only the new state remains."""
+    chosen = set(map(id, parameters))
+    attributes = dict(vars(optimizer))
+    gradients = [parameter.grad for parameter in parameters]
+    # Weight decay, or a denominator of zero, may change a parameter whatever gradient and rate are.
+    values = [parameter.detach().clone() for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        vars(optimizer).update(
+            param_groups=[_stand_in(group, chosen) for group in optimizer.param_groups],
+            _optimizer_step_pre_hooks=OrderedDict(),
+            _optimizer_step_post_hooks=OrderedDict(),
+        )
+        with _unsafe_preserve_version_counter(tuple(parameters)):
+            try:
+                # Not as it is called: schedulers and profilers count the steps that are made through them.
+                step = type(optimizer).step
+                step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+                step(optimizer)
+            finally:
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, values, strict=True):
+                        parameter.copy_(value)
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _stand_in(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
+    """A copy of a parameter group to make a step of no size with."""
+    made = {name: _copied(value) for name, value in group.items() if name != "params"}
+    made["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
+    if "lr" in group:
+        made["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    return made
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, list | dict) else value
+
+
+def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any], bool]) -> Any:
+    """``state`` less the entries that ``without`` lacks and the checkpoint lacks too."""
+    if isinstance(state, Mapping) and isinstance(without, Mapping):
+        kept = {
+            key: _pruned(value, without[key], f"{name}.{key}", is_stored) if key in without else value
+            for key, value in state.items()
+            if key in without or is_stored(f"{name}.{key}", value)
+        }
+        if len(kept) == len(state) and all(kept[key] is state[key] for key in kept):
+            return state
+        made = copy.copy(state)
+        for key in state:
+            if key not in kept:
+                del made[key]  # type: ignore[attr-defined]
+            else:
+                made[key] = kept[key]  # type: ignore[index]
+        return made
+    if type(state) is list and type(without) is list and len(state) == len(without):
+        pairs = zip(state, without, strict=True)
+        return [_pruned(*pair, f"{name}.{number}", is_stored) for number, pair in enumerate(pairs)]
+    return state

@@ -1,0 +1,245 @@
+"""Optimizers that have made no step yet get the state of the checkpoint, and nothing else of them changes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dcp
+from dcp.storage.errors import MissingKeyError
+from tests.support.ranks import run_ranks
+
+
+def exactly(first: Any, second: Any) -> bool:
+    """Whether two states are equal, bits and types."""
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(exactly(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(exactly, first, second))
+    return type(first) is type(second) and bool(first == second)
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    """Two layers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Some steps."""
+    for _ in range(steps):
+        torch.autograd.backward(net(torch.linspace(0, 1, 6).view(2, 3)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.1), "fused": True}),
+    (torch.optim.Adam, {"eps": 0.0, "weight_decay": 0.5, "amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.ASGD, {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
+def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
+    """State as saved; parameters, gradients, rates and schedulers as they were, whatever the class does in a
+    step: with ``eps=0`` it would make all parameters NaN."""
+    cls, options = OPTIMIZERS[number]
+    net = model()
+    optimizer = cls(net.parameters(), **copy.deepcopy(options))
+    train(net, optimizer, 3)
+    dcp.save({"model": net, "optim": optimizer}, checkpoint_id=tmp_path)
+
+    new = model(1)
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    resumed = cls(new.parameters(), **copy.deepcopy(options))
+    called: list[str] = []
+    resumed.register_step_pre_hook(lambda *_: called.append("before"))
+    resumed.register_step_post_hook(lambda *_: called.append("after"))
+    dcp.load({"optim": resumed}, checkpoint_id=tmp_path)
+    assert exactly(resumed.state_dict(), optimizer.state_dict())
+    assert exactly(dict(new.state_dict()), before)
+    assert [parameter.grad for parameter in new.parameters()] == [None] * 4
+    assert not called
+
+
+def test_schedulers_do_not_count_the_step(tmp_path: Path) -> None:
+    """A scheduler notices steps of its optimizer; none was made."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(net, optimizer, 2)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    resumed = torch.optim.AdamW(net.parameters(), lr=0.5)
+    other = torch.optim.lr_scheduler.StepLR(resumed, 1)
+    counted = copy.deepcopy(other.state_dict())
+    dcp.load({"optim": resumed}, checkpoint_id=tmp_path)
+    assert other.state_dict() == counted
+    assert not hasattr(resumed, "_opt_called")
+    assert resumed.param_groups[0]["lr"] == 0.5
+    assert scheduler.last_epoch == 0
+
+
+class Trainer:
+    """Holds optimizers in a list and a dict, and gives their states nested in its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.nets = [model(seed), model(seed + 1)]
+        first, second = (torch.optim.AdamW(net.parameters()) for net in self.nets)
+        self.inner = type("Inner", (), {})()
+        self.inner.optimizers = {"first": first}
+        self.others = [second]
+
+    def train(self) -> None:
+        """Two steps of each."""
+        train(self.nets[0], self.inner.optimizers["first"], 2)
+        train(self.nets[1], self.others[0], 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "first": self.inner.optimizers["first"].state_dict(),
+            "others": [optimizer.state_dict() for optimizer in self.others],
+            "epoch": 1,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give each its own."""
+        self.inner.optimizers["first"].load_state_dict(state["first"])
+        for optimizer, own in zip(self.others, state["others"], strict=True):
+            optimizer.load_state_dict(own)
+
+
+def test_optimizers_of_another_object_are_filled(tmp_path: Path) -> None:
+    """A wrapper gives the states of its optimizers, which have none yet, as a part of its own."""
+    saved, resumed = Trainer(0), Trainer(5)
+    saved.train()
+    dcp.save({"trainer": saved}, checkpoint_id=tmp_path)
+    dcp.load({"trainer": resumed}, checkpoint_id=tmp_path)
+    assert exactly(resumed.state_dict(), saved.state_dict())
+
+
+def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Path) -> None:
+    """One that was never used has none; nor has an optimizer saved before its first step."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path / "none")
+    torch.autograd.backward(net[0](torch.ones(1, 3)).sum())
+    optimizer.step()
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path / "half")
+
+    for name, count in (("none", 0), ("half", 2)):
+        resumed = torch.optim.AdamW(model(1).parameters())
+        dcp.load({"optim": resumed}, checkpoint_id=tmp_path / name)
+        assert len(resumed.state) == count
+    assert exactly(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_parameters_that_were_not_used_yet_get_state(tmp_path: Path) -> None:
+    """State of the others is there, and is filled as ever."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 2)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    half = model(1)
+    resumed = torch.optim.AdamW(half.parameters())
+    torch.autograd.backward(half[0](torch.ones(1, 3)).sum())
+    resumed.step()
+    dcp.load({"optim": resumed}, checkpoint_id=tmp_path)
+    assert exactly(resumed.state_dict(), optimizer.state_dict())
+
+
+def test_a_load_that_fails_leaves_it_without_state(tmp_path: Path) -> None:
+    """As all objects, it has its state once the load has succeeded."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    resumed = torch.optim.AdamW(net.parameters())
+    with pytest.raises(MissingKeyError):
+        dcp.load({"optim": resumed, "more": torch.zeros(1)}, checkpoint_id=tmp_path)
+    assert len(resumed.state) == 0
+
+
+def test_a_part_of_other_names(tmp_path: Path) -> None:
+    """Names are chosen and renamed as for all entries."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    dcp.save({"old": optimizer, "step": 1}, checkpoint_id=tmp_path)
+    resumed = torch.optim.AdamW(net.parameters())
+    dcp.load({"optim": resumed}, checkpoint_id=tmp_path, rename={"^optim": "old"})
+    assert exactly(resumed.state_dict(), optimizer.state_dict())
+    other = torch.optim.AdamW(net.parameters(), lr=0.7)
+    dcp.load({"old": other}, checkpoint_id=tmp_path, only="old.param_groups")
+    assert len(other.state) == 0
+    assert other.param_groups[0]["lr"] == 1e-3
+
+
+def test_the_manager_restores_it(tmp_path: Path) -> None:
+    """From an older step too, which has no state of it, after one that is damaged."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        manager.save(1, {"model": net, "optim": optimizer})
+        train(net, optimizer, 1)
+        manager.save(2, {"model": net, "optim": optimizer})
+    new = model(1)
+    resumed = torch.optim.AdamW(new.parameters())
+    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        restored = manager.restore({"model": new, "optim": resumed})
+    assert restored is not None and restored.step == 2
+    assert exactly(resumed.state_dict(), optimizer.state_dict())
+
+    for data in tmp_path.glob("*2/*.distcp"):
+        data.write_bytes(bytes(data.stat().st_size))
+    again = torch.optim.AdamW(new.parameters())
+    with dcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        restored = manager.restore({"model": new, "optim": again})
+    assert restored is not None and restored.step == 1
+    assert len(again.state) == 0
+
+
+def _fsdp(rank: int, world_size: int, path: str) -> bool:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = model(seed)
+        fully_shard(net, mesh=mesh)
+        return net, torch.optim.AdamW(net.parameters())
+
+    net, optimizer = build(0)
+    train(net, optimizer, 2)
+    dcp.save({"model": net, "optim": optimizer}, checkpoint_id=path)
+    new, resumed = build(1)
+    dcp.load({"model": new, "optim": resumed}, checkpoint_id=path)
+
+    def local(state: dict[str, Any]) -> list[Any]:
+        return [
+            value.to_local() if hasattr(value, "to_local") else value
+            for own in state["state"].values()
+            for value in own.values()
+        ]
+
+    return (
+        bool(exactly(local(resumed.state_dict()), local(optimizer.state_dict()))) and len(resumed.state) > 0
+    )
+
+
+def test_sharded_optimizers(tmp_path: Path) -> None:
+    """State of DTensors is of DTensors."""
+    assert run_ranks(2, _fsdp, str(tmp_path)) == [True, True]
