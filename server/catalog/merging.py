@@ -50,6 +50,8 @@ def merge(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, 
     else:
         if facts.state == "committed" and columns["save_id"] is not None:
             given["announced"] = columns["save_id"]  # from now on notes may change the fingerprint
+        elif row["announced"] == "":
+            given["announced"] = announcement(columns)
         if given["problem"] is None and row["verification"] == "damaged":
             given["problem"] = row["problem"]
     if row["state"] in _BY_ORDER:
@@ -73,6 +75,9 @@ def is_new_content(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapp
     if row["announced"] is None:
         return True
     names = {columns["save_id"], columns["fingerprint"]} - {None}
+    if row["announced"] == "" and row["state"] == "committed":
+        # It was too young for a fingerprint when it was told of: its time and size have to do.
+        return any(row[name] != columns[name] for name in ("committed_seconds", "bytes"))
     if not names or row["announced"] in names:
         return False
     # Read again, without or with a save id that the first one had not told: the commit objects are the same.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, insert, select, update
 
-from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.sql import insert_or_update
 from dcp.server.catalog.values import clean_json, clean_text
@@ -42,6 +42,17 @@ class Verified:
     created_seconds: float
     job_id: int | None
 
+    def is_of(self, checkpoint: CheckpointDetail) -> bool:
+        """Whether the checkpoint is still what was verified.
+
+        The verdict that it has stands for its content; by fingerprints alone, one that was not known yet, or
+        that changed without the content, would speak against the verdict beside it.
+        """
+        is_verdict = checkpoint.verification != "unverified"
+        if is_verdict and checkpoint.verified_seconds == self.created_seconds:
+            return True
+        return self.fingerprint is not None and self.fingerprint == checkpoint.fingerprint
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
@@ -65,12 +76,15 @@ def add_verification(
     findings: Any,
     checked_bytes: int,
     seconds: float,
+    is_same: bool = True,
     job_id: int | None = None,
     now: float | None = None,
 ) -> bool:
     """Write what a verification found; whether it is of what is there now.
 
-    Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged".
+    Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
+    nothing else tells that it has been replaced. The fingerprint does not tell where the catalog has none
+    yet, as of a checkpoint that its trainer has registered just now.
     """
     now = time.time() if now is None else now
     row = lock_checkpoint(connection, checkpoint_id)
@@ -87,7 +101,7 @@ def add_verification(
             job_id=job_id,
         )
     )
-    if row["fingerprint"] != fingerprint:
+    if not is_same or row["fingerprint"] not in (None, fingerprint):
         return False
     problem = None if outcome == "good" else _first(findings)
     connection.execute(
@@ -161,7 +175,10 @@ def get_statistics(
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
     if row is None:
         return None
-    return Statistics(**row._mapping, is_stale=row.fingerprint != detail.fingerprint)
+    is_stale = row.fingerprint != detail.fingerprint
+    if detail.fingerprint is None:  # not known yet
+        is_stale = row.created_seconds < detail.committed_seconds
+    return Statistics(**row._mapping, is_stale=is_stale)
 
 
 def _first(findings: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
+from dcp.server.catalog.details import CheckpointDetail
 from dcp.server.catalog.verifications import Statistics, Verified
 from dcp.server.schemas.common import Answer, rfc3339
 
@@ -26,13 +27,13 @@ class VerificationAnswer(Answer):
     job_id: int | None
 
     @classmethod
-    def of(cls, found: Verified, fingerprint: str | None) -> Self:
-        """For a checkpoint that has ``fingerprint`` now."""
+    def of(cls, found: Verified, checkpoint: CheckpointDetail) -> Self:
+        """For the checkpoint as it is now."""
         return cls(
             id=found.id,
             outcome=found.outcome,
             mode=found.mode,
-            is_current=found.fingerprint == fingerprint,
+            is_current=found.is_of(checkpoint),
             findings=found.findings,
             checked_bytes=found.checked_bytes,
             seconds=found.seconds,

@@ -96,12 +96,11 @@ class Verify(Kind[VerifyParams]):
         """The verdict counts for the checkpoint only if it is still what was verified."""
         now, subject = time.time(), Subject(**result["subject"])
         row = lock_checkpoint(connection, subject.id)
-        is_same = row["state"] == "committed" and subject.is_same(row)
-        is_same = is_same and row["fingerprint"] in (None, result["fingerprint"])
         add_verification(
             connection,
             subject.id,
-            fingerprint=row["fingerprint"] if is_same else result["fingerprint"],
+            fingerprint=result["fingerprint"],
+            is_same=row["state"] == "committed" and subject.is_same(row),
             mode="full",
             outcome=result["outcome"],
             findings=result["findings"],
