@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from dcp.planners.trust import foreign_values
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["EncodedObject", "LocalState", "PlanOptions", "warn_of_foreign"]
+__all__ = ["EncodedObject", "LocalState", "PlanOptions", "warn_of_foreign", "warn_of_keys"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class LocalState:
         columns, sources, objects = planner.create_local_columns(digests=digests)
         if planner.is_coordinator:
             warn_of_foreign(columns.objects.fqns, objects)
+            warn_of_keys(planner.foreign_keys)
         return cls(columns, sources, objects, planner.item_replicated, digested=digests)
 
     def encoded(self) -> LocalState:
@@ -108,15 +109,28 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
     """Log a warning of values that only a trusted checkpoint gives back."""
     found = foreign_values(fqns, values)
     if found:
-        told = [f"{fqn!r} ({kind})" for fqn, kind in list(found.items())[:_MAX_TOLD]]
-        more = f" and {len(found) - _MAX_TOLD} more" if len(found) > _MAX_TOLD else ""
         logger.warning(
             "%d of the saved values will load only with weights_only=False, or with their classes in "
-            "torch.serialization.add_safe_globals: %s%s. Plain data instead needs neither",
+            "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
             len(found),
-            ", ".join(told),
-            more,
+            _told(found),
         )
+
+
+def warn_of_keys(found: Mapping[str, str]) -> None:
+    """Log a warning of keys that no checkpoint gives back; ``found`` are their types by name."""
+    if found:
+        logger.warning(
+            "%d keys of dicts are saved as their strings alone: %s. They are found again in a state dict "
+            "that has them, and are strings in any other. Numbers, strings, bytes, None and tuples are kept",
+            len(found),
+            _told(found),
+        )
+
+
+def _told(found: Mapping[str, str]) -> str:
+    told = [f"{fqn!r:.200} ({kind})" for fqn, kind in list(found.items())[:_MAX_TOLD]]
+    return ", ".join(told) + (f" and {len(found) - _MAX_TOLD} more" if len(found) > _MAX_TOLD else "")
 
 
 def _opaque_bytes(value: Any) -> int:

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp import plan_transport
-from dcp.local_state import warn_of_foreign
+from dcp.local_state import warn_of_foreign, warn_of_keys
 from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.report import LoadReport
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.open import open_index
@@ -60,6 +61,7 @@ def save(
         plan = planner.create_local_plan()
         if ranks.is_coordinator:
             _warn_of_foreign(plan, planner.state_dict if hasattr(planner, "state_dict") else given)
+            warn_of_keys(planner.foreign_keys if isinstance(planner, DefaultSavePlanner) else {})
         return writer.prepare_local_plan(plan)
 
     def global_plan(plans: list[SavePlan]) -> list[SavePlan]:

@@ -9,6 +9,7 @@ budget of its own, so that its bytes do not depend on its neighbours.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from dcp.storage.formats.column_codec import (
     decode_strings,
     encode_within_budget,
 )
+from dcp.storage.formats.container_notes import Note, decode_notes, encode_notes
 from dcp.storage.formats.index import Int64, Path, starts
 
 __all__ = [
@@ -45,7 +47,7 @@ VERSION = 1
 SectionCache = dict[bytes, Any]
 """Decoded sections by their bytes; lives as long as one global plan."""
 
-_SAVE_PARTS = ("names", "object_names", "paths", "items")
+_SAVE_PARTS = ("names", "object_names", "paths", "notes", "items")
 _ITEM_COLUMNS = ("item_tensors", "item_sources", "item_sharded", "item_ties")
 _BOX_COLUMNS = ("item_offsets", "item_sizes", "item_local_offsets")
 _WRITE_COLUMNS = ("items", "chunks", "shares", "objects", "object_rows")
@@ -83,7 +85,7 @@ def encode_save_columns(columns: SaveColumns) -> bytes:
     sections = {"names": _encode_names, "object_names": _encode_object_names, "paths": _encode_paths}
     sections["items"] = _encode_items
     packed = {name: encode_within_budget(partial(encode, columns)) for name, encode in sections.items()}
-    return _pack({"version": VERSION, **packed})
+    return _pack({"version": VERSION, **packed, "notes": encode_notes(columns.notes)})
 
 
 def _encode_names(columns: SaveColumns, encoder: ColumnEncoder) -> bytes:
@@ -135,7 +137,9 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
     names = _cached(cache, b"n", parts["names"], _decode_names)
     object_names = _cached(cache, b"o", parts["object_names"], _decode_object_names)
     paths = _cached(cache, b"p", parts["paths"], _decode_paths)
+    notes = _cached(cache, b"c", parts["notes"], _decode_notes)
     columns = _decode_items(parts["items"], Budget(len(parts["items"])), names, object_names, paths)
+    columns = replace(columns, notes=notes)
     _check_save(columns)
     return columns
 
@@ -196,6 +200,11 @@ def _decode_paths(section: bytes, budget: Budget) -> Mapping[str, Path] | None:
         if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
             raise CheckpointFormatError("a save plan's path is not made of names and positions")
     return dict(zip(fqns, paths, strict=True))
+
+
+def _decode_notes(section: bytes, budget: Budget) -> Sequence[Note]:
+    budget.spend(len(section))
+    return tuple(decode_notes(section))
 
 
 def _decode_items(

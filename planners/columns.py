@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Int64, Path, starts
 
 __all__ = ["LoadColumns", "SaveColumns", "SaveObjects", "WriteColumns"]
@@ -48,7 +49,7 @@ class SaveColumns:
     ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
     ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
     place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
-    nested state dict (or is None).
+    nested state dict (or is None), ``notes`` are of its containers (`dcp.storage.formats.container_notes`).
     """
 
     fqns: Sequence[str]
@@ -66,6 +67,7 @@ class SaveColumns:
     item_ties: Int64
     objects: SaveObjects = field(default_factory=SaveObjects)
     planner_data: Mapping[str, Path] | None = None
+    notes: Sequence[Note] = ()
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property

@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp.planners.flatten import set_element
 from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.torch_plans import provenance_of
 from dcp.storage.errors import MissingKeyError, PlanError
+from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path
 
 __all__ = ["EmptyStateLoadPlanner"]
@@ -20,7 +22,8 @@ __all__ = ["EmptyStateLoadPlanner"]
 class EmptyStateLoadPlanner(DefaultLoadPlanner):
     """Fills an empty dict with what the checkpoint has: all, or what is at or below one of ``keys``.
 
-    A key names an entry by its flat key, or a dict or list that entries were nested in. Tensors are whole and
+    A key names an entry by its flat key, or a dict or list that entries were nested in. Keys of dicts are of
+    the types that were saved, where a save of ours noted these. Tensors are whole and
     on the CPU, on every rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and
     raises MissingKeyError for a key that the checkpoint does not have.
     """
@@ -45,8 +48,13 @@ class EmptyStateLoadPlanner(DefaultLoadPlanner):
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         self._filled = state_dict
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        notes = notes_by_path(provenance_of(metadata).get("structure"))
+        nested: dict[str, Any] = {}
         found: set[str] = set()
-        for fqn, entry in metadata.state_dict_metadata.items():
+        entries = metadata.state_dict_metadata
+        in_order = dict.fromkeys((*(fqn for fqn in paths if fqn in entries), *entries))
+        for fqn in in_order:
+            entry = entries[fqn]
             path = paths.get(fqn, (fqn,))
             names = {fqn, *_ancestors(path)}
             if self.keys is not None and names.isdisjoint(self.keys):
@@ -55,7 +63,13 @@ class EmptyStateLoadPlanner(DefaultLoadPlanner):
             value: Any = entry
             if isinstance(entry, TensorStorageMetadata):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            set_element(state_dict, path, value)
+            set_element(nested, path, value)
+        for path in empty_dicts(notes, paths.values()):
+            names = set(_ancestors(path))
+            if self.keys is None or not names.isdisjoint(self.keys):
+                found |= names
+                set_element(nested, path, {})
+        state_dict.update(with_original_keys(nested, notes))
         absent = sorted(set(self.keys or ()) - found)
         if absent:
             raise MissingKeyError(

@@ -3,19 +3,22 @@
 Mappings are opened at every level, lists only where they hold a tensor, a mapping or such a list; tuples
 never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists only; that
 variant (`legacy=True`) finds the entries of checkpoints from then. `PerRank` is opened like a mapping of one
-key.
+key. Names and paths have strings only: keys that are none, and mappings without entries, are noted
+(`dcp.storage.formats.container_notes`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, Note, note_of, plain_key
 from dcp.storage.formats.index import Path
 
 __all__ = [
@@ -24,6 +27,8 @@ __all__ = [
     "OTHER",
     "PER_RANK",
     "TENSOR",
+    "Flat",
+    "flatten",
     "flatten_state_dict",
     "is_closed_list",
     "kind_of",
@@ -35,6 +40,7 @@ __all__ = [
 OTHER, TENSOR, MAPPING, LIST, PER_RANK = range(5)
 """Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them."""
 _MAX_LISTED = 10
+_STRINGS = frozenset({str})
 
 
 def _kind_of(cls: type) -> int:
@@ -68,6 +74,18 @@ def is_closed_list(entries: list[Any]) -> bool:
     return _Flattener(0, legacy=False).closed(entries)
 
 
+class Flat(NamedTuple):
+    """A state dict by flat key: values, paths, what those do not tell, and keys that cannot be noted.
+
+    ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key.
+    """
+
+    values: dict[str, Any]
+    paths: dict[str, Path]
+    notes: Sequence[Note]
+    foreign_keys: dict[str, str]
+
+
 class _Flattener:
     def __init__(self, rank: int, *, legacy: bool) -> None:
         self.rank = rank
@@ -76,6 +94,8 @@ class _Flattener:
         self.flat: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self.duplicates: list[str] = []
+        self.notes: list[Note] = []
+        self.foreign_keys: dict[str, str] = {}
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
         kind = self.kinds[type(value)]
@@ -96,6 +116,8 @@ class _Flattener:
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
         """The entries of a mapping at ``path``; their keys begin with ``prefix``."""
         kinds, flat, paths = self.kinds, self.flat, self.paths
+        has_only_strings = _STRINGS.issuperset(map(type, mapping))
+        all_have_entries = True
         for key, entry in mapping.items():
             name = str(key)
             fqn = prefix + name
@@ -104,7 +126,25 @@ class _Flattener:
                 flat[fqn] = entry
                 paths[fqn] = (*path, name)
             else:
+                count = len(flat)
                 self.visit(fqn, (*path, name), entry)
+                all_have_entries &= len(flat) > count
+        if not (has_only_strings and all_have_entries and mapping):
+            self.note(prefix, path, mapping, all_have_entries=all_have_entries)
+
+    def note(self, prefix: str, path: Path, mapping: Mapping[Any, Any], *, all_have_entries: bool) -> None:
+        """What the paths of a mapping's entries do not tell. Keys with one string collide."""
+        names = list(map(str, mapping))
+        if len(set(names)) < len(names):
+            self.duplicates += [prefix + name for name, count in Counter(names).items() if count > 1]
+        keys = []
+        for key, name in zip(mapping, names, strict=True):
+            plain = plain_key(key)
+            if plain is NO_PLAIN_KEY:
+                self.foreign_keys[prefix + name] = type(key).__name__
+            keys.append(name if plain is NO_PLAIN_KEY else plain)
+        if not (all_have_entries and keys and _STRINGS.issuperset(map(type, keys))):
+            self.notes.append(note_of(path, keys, all_have_entries=all_have_entries))
 
     def closed(self, entries: Iterable[Any]) -> bool:
         """True when a container of these entries is kept as one value."""
@@ -123,10 +163,15 @@ class _Flattener:
 def flatten_state_dict(
     state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """(values by flat key, paths by flat key), in the order of the state dict.
+    """(values by flat key, paths by flat key), as of `flatten`."""
+    return flatten(state_dict, rank=rank, legacy=legacy)[:2]
+
+
+def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:
+    """A nested state dict by flat key, in its order.
 
     ``rank`` names the entries below `PerRank`. ``legacy`` gives the keys of torch 2.3 and before.
-    Raises PlanError when two paths give one flat key.
+    Raises PlanError when two entries, or two keys of one mapping, have one flat key.
     """
     flattener = _Flattener(rank, legacy=legacy)
     flattener.visit_all("", (), state_dict)
@@ -134,10 +179,11 @@ def flatten_state_dict(
         names = sorted(set(flattener.duplicates))
         raise PlanError(
             f"{len(names)} flattened keys stand for more than one entry of the state dict: "
-            f"{_listed(names)}; rename one of each (a dict key with a dot in it can collide with nesting)",
+            f"{_listed(names)}; rename one of each (a dict key with a dot in it can collide with nesting, "
+            "and the key 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
-    return flattener.flat, flattener.paths
+    return Flat(flattener.flat, flattener.paths, tuple(flattener.notes), flattener.foreign_keys)
 
 
 def _listed(names: Sequence[str]) -> str:

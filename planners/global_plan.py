@@ -27,6 +27,7 @@ from dcp.planners.validate import (
     raise_problems,
 )
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.container_notes import Note, Noted, merge_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, starts
 
 __all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
@@ -339,6 +340,7 @@ def _index(
     items: Items,
     pieces: _Pieces,
     planner_data: dict[str, Path] | None,
+    notes: Sequence[Note],
 ) -> CheckpointIndex:
     chunk_tensors = items.tensors[pieces.items]
     chunks, count = len(chunk_tensors), len(objects.fqns)
@@ -373,6 +375,7 @@ def _index(
         ),
         stride_orders=tensors.stride_orders,
         planner_data=planner_data,
+        provenance=structure_of_notes(notes),
     )
 
 
@@ -400,7 +403,8 @@ def plan_save(
     tensors = merge_tensors(all_columns)
     objects = merge_objects(all_columns, check_replicas=check_replicas)
     items = _gather_items(all_columns, tensors)
-    problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects)]
+    notes, mixed_keys = merge_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
+    problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]
     if problems:
         # what follows compares boxes of one tensor, which must be one
         raise_problems(problems, objects.mismatches)
@@ -423,7 +427,7 @@ def plan_save(
     owners = _object_owners(objects, loads, lowest_rank=dedup_to_lowest_rank)
     planner_data = merge_planner_data([columns.planner_data for columns in all_columns])
     return GlobalSavePlan(
-        index=_index(tensors, objects, items, pieces, planner_data),
+        index=_index(tensors, objects, items, pieces, planner_data, notes),
         writes=_writes(items, pieces, objects, owners, world_size),
         holders=Holders.of(items, boxes, objects, all_columns) if check_replicas else None,
     )

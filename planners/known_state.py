@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter
@@ -22,12 +22,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp.planners.columns import SaveColumns
-from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.flatten import Flat, flatten
 from dcp.planners.local import LocalTensors
 from dcp.planners.local_tensor import has_plain_memory, has_sharded_tensor, is_tensor_class
 from dcp.planners.state_tree import StateTree
 from dcp.planners.tensor_facts import TensorFacts
 from dcp.planners.ties import item_ties
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Int64, Path
 
 __all__ = ["KnownState", "LocalPart", "Sources"]
@@ -153,12 +154,13 @@ class _Held(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """The shape of a state dict on a rank, and the flat names and paths that follow."""
+    """The shape of a state dict on a rank, and the flat names, paths and notes that follow."""
 
     tree: StateTree
     rank: int
     fqns: tuple[str, ...]
     paths: dict[str, Path]
+    notes: Sequence[Note]
 
 
 class KnownState:
@@ -181,23 +183,22 @@ class KnownState:
 
     # -- names -----------------------------------------------------------------------------------------------
 
-    def flatten(
-        self, state_dict: Mapping[Any, Any], rank: int
-    ) -> tuple[dict[str, Any], dict[str, Path], object | None]:
-        """What `flatten_state_dict` gives, and what stands for the state's shape: one object for as long as
-        names, paths and the values' classes are the same; None for unusual states."""
+    def flatten(self, state_dict: Mapping[Any, Any], rank: int) -> tuple[Flat, object | None]:
+        """What flattening gives, and what stands for the state's shape: one object for as long as names,
+        paths and the values' classes are the same; None for unusual states."""
         known = self._tree
         if known is not None and known.rank == rank:
             leaves = known.tree.leaves(state_dict)
             if leaves is not None:
                 # a copy of the paths, since planners show theirs to everybody
-                return dict(zip(known.fqns, leaves, strict=True)), dict(known.paths), known
+                values = dict(zip(known.fqns, leaves, strict=True))
+                return Flat(values, dict(known.paths), known.notes, {}), known
         self.clear()  # equal flat names do not make equal paths
-        flat, paths = flatten_state_dict(state_dict, rank=rank)
+        flat = flatten(state_dict, rank=rank)
         tree = StateTree.of(state_dict)
-        if tree is not None and not has_sharded_tensor(flat.values()):
-            self._tree = _Tree(tree, rank, tuple(flat), dict(paths))
-        return flat, paths, self._tree
+        if tree is not None and not has_sharded_tensor(flat.values.values()):
+            self._tree = _Tree(tree, rank, tuple(flat.values), dict(flat.paths), flat.notes)
+        return flat, self._tree
 
     # -- tensors ---------------------------------------------------------------------------------------------
 

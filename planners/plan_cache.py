@@ -31,6 +31,7 @@ from dcp.planners.global_plan import GlobalSavePlan
 from dcp.planners.known_state import KnownState
 from dcp.planners.replica_sets import differing, replica_sets
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64
 
 __all__ = ["PlanCache", "RankPart"]
@@ -97,19 +98,21 @@ class _Structure:
             and mine.fqns is theirs.fqns
             and mine.objects.fqns is theirs.objects.fqns
             and mine.planner_data is theirs.planner_data
+            and mine.notes is theirs.notes
             and mine.stride_orders is theirs.stride_orders
             and all(getattr(mine, name) is getattr(theirs, name) for name in _STRUCTURE)
         )
 
     @cached_property
     def digest(self) -> bytes:
-        """128 bits over names, shapes, dtypes, boxes, ties, paths, and their order."""
+        """128 bits over names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order."""
         columns, paths = self.columns, self.columns.planner_data
         return _hashed(
             [
                 _packed(list(columns.fqns)),
                 _packed(list(columns.objects.fqns)),
                 _packed(None if paths is None else [list(paths.keys()), list(paths.values())]),
+                encode_notes(columns.notes),
                 _packed(sorted((row, list(order)) for row, order in columns.stride_orders.items())),
                 *(np.ascontiguousarray(getattr(columns, name)).tobytes() for name in _STRUCTURE),
                 np.ascontiguousarray(self.replicated).tobytes(),

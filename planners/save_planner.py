@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
-from dcp.planners.flatten import flatten_state_dict as flatten
+from dcp.planners.flatten import Flat, flatten
 from dcp.planners.global_plan import SPLIT_BYTES, plan_save
 from dcp.planners.item_views import item_views
 from dcp.planners.known_state import KnownState, LocalPart
@@ -24,7 +24,14 @@ from dcp.planners.local import collect_tensors
 from dcp.planners.local_tensor import has_sharded_tensor
 from dcp.planners.lookup import BoxLookup
 from dcp.planners.ties import item_ties
-from dcp.planners.torch_plans import columns_from_plan, metadata_from_plans, plan_from_writes, write_items
+from dcp.planners.torch_plans import (
+    NotedPlan,
+    columns_from_plan,
+    metadata_from_plans,
+    plan_from_writes,
+    write_items,
+)
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.plain import encode_plain
 
@@ -83,7 +90,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.split_bytes = split_bytes
         self.rank: int | None = None
         self.known: KnownState | None = None
+        self.foreign_keys: dict[str, str] = {}
+        self.structure: Mapping[str, Any] = {}
         self._shape: object | None = None
+        self._notes: Sequence[Note] = ()
         self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
@@ -95,14 +105,17 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict of this rank."""
-        flat, self._shape = state_dict, None
+        flat, self._shape, self._notes, self.foreign_keys = state_dict, None, (), {}
+        self.structure = {}
         if self.flatten_state_dict:
             rank = self.rank if self.rank is not None else _current_rank()
             known = self._known_state()
+            made: Flat
             if known is None:
-                flat, self.mappings = flatten(state_dict, rank=rank)
+                made = flatten(state_dict, rank=rank)
             else:
-                flat, self.mappings, self._shape = known.flatten(state_dict, rank)
+                made, self._shape = known.flatten(state_dict, rank)
+            flat, self.mappings, self._notes, self.foreign_keys = made
         if self.flatten_sharded_tensors and self._shape is None:
             flat = flatten_sharded(flat)
         self.state_dict = flat
@@ -156,6 +169,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             item_ties=item_ties(local, local.sources, local.pointers),
             objects=_objects(tuple(local.objects), list(local.objects.values()), "off"),
             planner_data=self.mappings if self.flatten_state_dict else None,
+            notes=self._notes,
             stride_orders=local.stride_orders,
         )
         if known is not None:
@@ -176,7 +190,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         columns, _, _ = self.create_local_columns(digests=together)
         items = write_items(columns, list(self.state_dict))
-        self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
+        paths = self.mappings if self.flatten_state_dict else None
+        self.plan = NotedPlan(items, planner_data=paths, notes=self._notes)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -198,6 +213,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             )
         ]
         self.metadata = metadata_from_plans(planned.index, all_plans)
+        self.structure = planned.index.provenance
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

@@ -30,15 +30,18 @@ from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WriteCol
 from dcp.planners.load_plan import WantedColumns
 from dcp.planners.local import DTYPE_CODES
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [
     "ComparedItem",
+    "NotedPlan",
     "columns_from_plan",
     "index_from_metadata",
     "metadata_from_plans",
     "plan_from_writes",
+    "provenance_of",
     "read_items",
     "write_items",
 ]
@@ -51,6 +54,13 @@ class ComparedItem(WriteItem):
     """A `WriteItem` with a digest of what it names (0: not known), so that replicas can be compared."""
 
     digest: int = dataclasses.field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class NotedPlan(SavePlan):
+    """A `SavePlan` with notes on the containers of the state dict, which its paths do not tell."""
+
+    notes: Sequence[Note] = dataclasses.field(default=(), compare=False)
 
 
 def write_items(columns: SaveColumns, order: Sequence[str]) -> list[WriteItem]:
@@ -151,6 +161,7 @@ def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], lis
         item_ties=np.full(count, -1, np.int64),
         objects=SaveObjects(tuple(item.index.fqn for item in object_items), _digests(object_items), none),
         planner_data=plan.planner_data if isinstance(plan.planner_data, Mapping) else None,
+        notes=plan.notes if isinstance(plan, NotedPlan) else (),
     )
     return columns, tensor_items, object_items
 
@@ -241,11 +252,11 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
         chunk_files=chunk_files,
         objects=ObjectColumns(fqns=tuple(objects)),
         planner_data=metadata.planner_data,
-        provenance=_provenance(metadata),
+        provenance=provenance_of(metadata),
     )
 
 
-def _provenance(metadata: Metadata) -> Mapping[str, Any]:
+def provenance_of(metadata: Metadata) -> Mapping[str, Any]:
     """Who saved it, where a reader of ours read it: torch's metadata do not tell."""
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.use_collectives = True
         self.user: dict[str, Any] = {}
         self.provenance: dict[str, Any] = {}
+        self._structure: Mapping[str, Any] = {}
         self.index: CheckpointIndex | None = None
         self.lanes = 2
         self._begun = False
@@ -193,6 +194,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the plan's items, each as the planner resolves it; values are where and with which CRCs."""
+        self._structure = getattr(planner, "structure", {})  # torch's metadata have no place for it
         if plan.storage_data is not None:
             self.rank, self.save_id = plan.storage_data
             if self.store.stat(data_file_name(self.rank, 0, self.save_id)) is not None:
@@ -205,6 +207,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish: ``metadata`` of the planner plus where ``results`` say the bytes are."""
         index = torch_metadata.index_from_results(metadata, results)
+        index = dataclasses.replace(index, provenance=self._structure)
         self.publish(index)
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
@@ -249,7 +252,12 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Commit ``index``; on failure no file of this save remains."""
         index = dataclasses.replace(
             index,
-            provenance={"save_id": self.save_id, "time": time.time(), **self.provenance},
+            provenance={
+                **index.provenance,
+                "save_id": self.save_id,
+                "time": time.time(),
+                **self.provenance,
+            },
             user=dict(self.user),
         )
         index.check()

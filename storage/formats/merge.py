@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
+from dcp.storage.formats.container_notes import Noted, merge_notes, notes_by_path, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 
 __all__ = ["merge_rank_indexes"]
@@ -57,7 +58,7 @@ def merge_rank_indexes(
             if row in parts[part].stride_orders
         },
         planner_data=_merge_planner_data(parts),
-        provenance=parts[0].provenance,
+        provenance={**parts[0].provenance, **_merge_structure(parts)},
         user=parts[0].user,
     )
     merged.check()
@@ -225,11 +226,23 @@ def _objects_differ(first: ObjectColumns, first_row: int, second: ObjectColumns,
     return min(crcs) >= 0 and crcs[0] != crcs[1]
 
 
+def _merge_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
+    """All parts' notes on containers; the first one's where they differ."""
+    noted = [
+        Noted(
+            tuple(notes_by_path(part.provenance.get("structure")).values()),
+            part.planner_data if isinstance(part.planner_data, Mapping) else {},
+        )
+        for part in parts
+    ]
+    return structure_of_notes(merge_notes(noted)[0])
+
+
 def _merge_planner_data(parts: Sequence[CheckpointIndex]) -> Any:
     joined: dict[Any, Any] = {}
-    for part in reversed(parts):
+    for part in parts:
         if isinstance(part.planner_data, Mapping):
-            joined |= part.planner_data
+            joined |= {fqn: path for fqn, path in part.planner_data.items() if fqn not in joined}
         elif part.planner_data is not None:
             return parts[0].planner_data
     return joined or None

@@ -15,7 +15,8 @@ What names and paths do not tell is noted in ``provenance["structure"]``, which 
 ``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
 "Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", or at the root
 "tensor" or "value" (no container). ``keys`` are all keys in order,
-where one is no str or has no entry below it (an empty container). ``metadata`` is the attribute ``_metadata``
+where one is no str or has no entry below it (an empty container); of a save also "int_keys", see
+`dcp.storage.formats.container_notes`. ``metadata`` is the attribute ``_metadata``
 that a module's state dict has, with plain dicts in it. Listed are containers that are not what their paths
 suggest: a dict, or a list under an int. ``values`` has the types of values that are stored as another: a
 torch.Size as a tuple. Torch-free.
@@ -24,11 +25,12 @@ torch.Size as a tuple. Torch-free.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, original_keys
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.pickle_decoder import BuiltDict, Constructor, Instance
@@ -51,7 +53,7 @@ _FREE_ENTRIES: Final = 4096
 _FREE_BYTES: Final = 1 << 20
 _PLAIN_ATOMS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 _SEQUENCES: Final = (list, tuple, SizePickle)
-_NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str))
+_NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
 @dataclass(slots=True)
@@ -178,8 +180,11 @@ class _Flattener:
         self._note_container(path, value)
         prefix = f"{fqn}." if path else ""
         if isinstance(value, dict):
-            for key, item in value.items():
-                name = _key_name(key, fqn)
+            names = [_key_name(key, fqn) for key in value]
+            if len(set(names)) < len(names):
+                name = Counter(names).most_common(1)[0][0]
+                raise _collision(f"{prefix}{name}")
+            for name, item in zip(names, value.values(), strict=True):
                 self._visit(f"{prefix}{name}", (*path, name), item, depth + 1)
         else:
             for position, item in enumerate(value):
@@ -229,11 +234,7 @@ class _Flattener:
 
     def _name(self, fqn: str, path: Path) -> None:
         if fqn in self.result.paths or fqn in self.result.refused:
-            raise UnsupportedFormatError(
-                f"two entries of the file flatten to the name {fqn[:200]!r}, so that none can be asked for; "
-                "load it with torch.load(weights_only=True) and rename one",
-                fqn=fqn[:200],
-            )
+            raise _collision(fqn)
         self.result.paths[fqn] = path
 
     def _note_container(self, path: Path, value: Any) -> None:
@@ -283,6 +284,14 @@ _METADATA: Final = "_metadata"
 _UNSEEN: Final = _Facts(False, False, None, 0)
 
 
+def _collision(fqn: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"two entries of the file flatten to the name {fqn[:200]!r}, so that none can be asked for; "
+        "load it with torch.load(weights_only=True) and rename one",
+        fqn=fqn[:200],
+    )
+
+
 def _kind_of(value: Any) -> str:
     """What a value that is not plain needs."""
     if isinstance(value, Instance | DevicePickle):
@@ -319,34 +328,15 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
     are the caller's to restore. Raises CheckpointFormatError for notes that are malformed, and for an entry
     whose path does not fit the others.
     """
-    notes = _notes(structure)
+    notes = notes_by_path(structure)
     if notes.get((), {}).get("kind") in ("tensor", "value"):
         return next((value_of(fqn) for fqn in paths), None)
     tree: dict[Any, Any] = {}
     for fqn, path in paths.items():
         _plant(tree, path, _Leaf(value_of(fqn)))
-    for path in notes:
-        if path:
-            _plant(tree, path, {})
+    for path in empty_dicts(notes, ()):
+        _plant(tree, path, {})
     return _build(tree, (), notes)
-
-
-def _notes(structure: Any) -> dict[Path, dict[str, Any]]:
-    """Notes by path; they may come from a stranger's manifest."""
-    containers = structure.get("containers") if isinstance(structure, dict) else []
-    notes: dict[Path, dict[str, Any]] = {}
-    for note in containers if isinstance(containers, list) else [None]:
-        path = note.get("path") if isinstance(note, dict) else None
-        if (
-            note is None
-            or not isinstance(path, list)
-            or not all(type(part) in (str, int) for part in path)
-            or not isinstance(note.get("keys", []), list)
-            or not isinstance(note.get("metadata", {}), dict)
-        ):
-            raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
-        notes[tuple(path)] = note
-    return notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +369,7 @@ def _build(tree: dict[Any, Any], path: Path, notes: Mapping[Path, Mapping[str, A
     if kind in ("list", "tuple") and (is_list or not tree):
         items = [children[part] for part in sorted(children)]
         return tuple(items) if kind == "tuple" else items
-    pairs = _in_order(children, note.get("keys"))
+    pairs = [(key, children[name]) for name, key in original_keys(note, children).items()]
     if kind == "Counter":
         return Counter(dict(pairs))
     if kind == "defaultdict":
@@ -390,10 +380,3 @@ def _build(tree: dict[Any, Any], path: Path, notes: Mapping[Path, Mapping[str, A
     if "metadata" in note:
         result._metadata = OrderedDict(note["metadata"])  # type: ignore[attr-defined]  # as torch.nn.Module does
     return result
-
-
-def _in_order(children: Mapping[Any, Any], keys: Iterable[Any] | None) -> Iterable[tuple[Any, Any]]:
-    """Pairs of original key and child."""
-    if keys is None:
-        return children.items()
-    return [(key, children[str(key)]) for key in keys if str(key) in children]
