@@ -104,6 +104,7 @@ class Kind(ABC, Generic[P]):
     params: type[P]
     needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines
     max_attempts: ClassVar[int] = 3
+    has_own_slot: ClassVar[bool] = False  # one of them runs in each worker beside `concurrency` others
     preload: ClassVar[tuple[str, ...]] = ()  # modules that subprocesses need, and the API process does not
 
     @abstractmethod

@@ -14,7 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -95,6 +96,7 @@ class Worker:
         self._settings = settings
         self._kinds = load_kinds(kinds)
         self._limits = Limits(by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds))
+        self._own_kinds = frozenset(name for name, kind in self._kinds.items() if kind.has_own_slot)
         self._backoff = backoff
         self._clock = clock
         self._database = Database(
@@ -170,13 +172,13 @@ class Worker:
 
     def _fill(self) -> None:
         """Claim and start as much as there is room for."""
-        while len(self._entries) < self._settings.concurrency:
+        while (limits := self._room()) is not None:
             now = self._clock()
             with self._database.read() as connection:
-                if not has_work(connection, now, self._limits):
+                if not has_work(connection, now, limits):
                     return
             begun = time.monotonic()  # before the lease begins: it is over here first
-            made = self._database.transact(self._claim)
+            made = self._database.transact(partial(self._claim, limits=limits))
             if made is None:
                 return
             self._entries[made.held] = _Entry(made, begun)
@@ -189,8 +191,17 @@ class Worker:
                 _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
                 self._ended.put((made.held, Outcome(error=error_of(error))))
 
-    def _claim(self, connection: Connection) -> Claim | None:
-        return claim(connection, self.owner, self._clock(), self._settings.lease_seconds, self._limits)
+    def _room(self) -> Limits | None:
+        """What may be begun now; None for nothing."""
+        in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
+        if len(self._entries) - in_own_slot < self._settings.concurrency:
+            return self._limits
+        if in_own_slot or not self._own_kinds:
+            return None
+        return replace(self._limits, only=self._own_kinds)
+
+    def _claim(self, connection: Connection, limits: Limits) -> Claim | None:
+        return claim(connection, self.owner, self._clock(), self._settings.lease_seconds, limits)
 
     def _start(self, made: Claim) -> None:
         held = made.held

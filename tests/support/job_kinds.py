@@ -182,7 +182,14 @@ def _is_first(folder: Path, name: str) -> bool:
     return True
 
 
-KINDS: Final = {"made": MadeKind()}
+class BriefKind(MadeKind):
+    """The same, with a slot of its own, as scans have."""
+
+    name: ClassVar[str] = "brief"
+    has_own_slot: ClassVar[bool] = True
+
+
+KINDS: Final = {"made": MadeKind(), "brief": BriefKind()}
 
 NO_KINDS: Final[dict[str, MadeKind]] = {}
 """Of a worker that is too old for all of them."""

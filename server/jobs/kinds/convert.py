@@ -18,6 +18,7 @@ from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters, PlainText
+from dcp.server.jobs.kinds.renaming import BoundedRename
 from dcp.server.jobs.kinds.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.jobs.kinds.targets import record_target
 from dcp.server.jobs.states import Job, JobSpec, Json
@@ -84,7 +85,8 @@ class ConvertOptions(Parameters):
             shard_bytes=self.shard_bytes,
             drop_objects=self.drop_objects,
         )
-        return StageOptions(layout, self.only, self.exclude, self.rename, self.dtype)
+        rename = None if self.rename is None else BoundedRename(self.rename)
+        return StageOptions(layout, self.only, self.exclude, rename, self.dtype)
 
 
 class ConvertParams(ConvertOptions):

@@ -58,6 +58,7 @@ class Scan(Kind[ScanParams]):
     scope: ClassVar[Scope] = "write"
     params = ScanParams
     needs_database: ClassVar[bool] = True
+    has_own_slot: ClassVar[bool] = True  # what is converted for hours must not keep others from being found
 
     def specify(
         self, connection: Connection, params: ScanParams, caller: Principal, settings: Settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, events, jobs
+from dcp.server.jobs.kinds import renaming
 from dcp.server.jobs.kinds.convert import ConvertParams
 from dcp.server.jobs.ledger import request_cancel
 from dcp.server.problems import ProblemError
@@ -281,6 +283,39 @@ def test_parameters_that_cannot_be_meant(params: dict[str, Any]) -> None:
     ConvertParams.model_validate(given)
     with pytest.raises(ValidationError):
         ConvertParams.model_validate(given | params)
+
+
+@pytest.mark.parametrize(
+    ("rename", "fault"),
+    [
+        ({"(a+)+$": "b"}, "(a+)+$"),
+        ({"x": "y", "(a|a)*(a|a)*c": "b"}, "(a|a)*"),
+        (dict.fromkeys(["a", "a|b", "(?:a|b)", "[ab]"], "ab" * 500), "characters"),
+    ],
+)
+def test_expressions_that_never_end_are_broken_off(
+    rename: dict[str, str], fault: str, runs: KindRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the processor a bounded time, and the job fails once, naming the expression; nothing is left."""
+    monkeypatch.setattr(renaming, "LIMIT_SECONDS", 0.5)
+    dcp.save({"a" * 40 + "!": torch.ones(3)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
+    runs.scan("main")
+    number = runs.id("main", "run/step-6")
+    begun = time.process_time()
+    job = runs.do("convert", checkpoint_id=number, to="torch", target_key="run/x.pt", rename=rename)
+    assert time.process_time() - begun < 10.0
+    assert job.state == "failed" and job.error is not None and not job.error["is_retryable"]
+    assert job.error["type"] == "UnprocessableError" and fault in job.error["detail"]
+    assert not list((tmp_path / "main/run").glob("*x.pt*"))
+
+
+def test_names_are_changed_by_plain_expressions(runs: KindRuns, tmp_path: Path) -> None:
+    """In order, with groups, as `dcp.convert` does it."""
+    number = runs.id("main", "run/step-5")
+    rename = {r"^(\w+)$": r"model.\1", r"model\.(?!bias)": "m."}
+    runs.do("convert", checkpoint_id=number, to="torch", target_key="run/x.pt", rename=rename)
+    loaded = torch.load(tmp_path / "main/run/x.pt", weights_only=True)
+    assert set(loaded) == {"m.weight", "model.bias", "m.step"}
 
 
 def test_only_what_is_committed_is_converted(runs: KindRuns, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import select
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, job_events
+from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import job_events_after, list_tasks, progress_of
 from dcp.server.settings import Settings
 from tests.support.job_kinds import log_lines, note
@@ -42,6 +43,27 @@ def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path) -
         ]
     assert recorded == [(f"job {job_id}", {"parts": 3, "text": "0\n1\n2"})]
     assert states == ["planning", "running", "publishing", "succeeded"]
+
+
+def test_long_jobs_leave_a_slot_for_scans(database: Database, tmp_path: Path) -> None:
+    """With all slots taken by jobs that last, one that has a slot of its own is done, one after the other;
+    and of the others there are never more than `concurrency`."""
+    folders = {name: tmp_path / name for name in ("long", "brief", "more")}
+    for folder in folders.values():
+        folder.mkdir()
+    job_id = put(database, folders["long"], "wait:go", "wait:go", "wait:go")
+    with working(job_settings(database, tmp_path, concurrency=2)):
+        until(lambda: len(log_lines(folders["long"])) == 3, "two of them")  # the plan, and two tasks
+        briefs = [put(database, folders["brief"], "write", kind="brief") for _ in range(3)]
+        more = put(database, folders["more"], "write", priority=100)
+        for brief in briefs:
+            assert wait_for_end(database, brief).state == "succeeded"
+        assert state_of(database, more).state == "queued"
+        assert len(log_lines(folders["long"])) == 3
+        (folders["long"] / "go").touch()
+        assert wait_for_end(database, more).state == "succeeded"
+        assert wait_for_end(database, job_id).state == "succeeded"
+    assert KINDS["scan"].has_own_slot
 
 
 def test_a_job_without_tasks_is_published(database: Database, tmp_path: Path) -> None:
