@@ -94,7 +94,8 @@ def _checked(checkpoint_id: str | os.PathLike[str] | None, opener: OpenWith) -> 
     """The id, if ours can handle it; else the error that tells why not, before anything is done."""
     if not checkpoint_id:
         raise CheckpointError(
-            "give checkpoint_id, or a storage_writer or storage_reader that knows its place"
+            "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
+            "a storage that knows it"
         )
     opener(checkpoint_id)
     return checkpoint_id

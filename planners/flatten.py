@@ -178,9 +178,8 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     if flattener.duplicates:
         names = sorted(set(flattener.duplicates))
         raise PlanError(
-            f"{len(names)} flattened keys stand for more than one entry of the state dict: "
-            f"{_listed(names)}; rename one of each (a dict key with a dot in it can collide with nesting, "
-            "and the key 0 with '0')",
+            f"duplicated flatten key {_listed(names)}: more than one entry of the state dict has it; rename "
+            "one of them (a dict key with a dot in it can collide with nesting, and the key 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
     return Flat(flattener.flat, flattener.paths, tuple(flattener.notes), flattener.foreign_keys)

@@ -111,7 +111,7 @@ class _Problems:
     def raise_any(self) -> None:
         """One error for everything: of the specific class where all problems are of one kind."""
         kinds: list[tuple[type[PlanError], list[str]]] = [
-            (MissingKeyError, self.missing),
+            (MissingKeyError, _after("Missing key in checkpoint state_dict: ", self.missing)),
             (ShapeMismatchError, self.shapes),
             (DtypeMismatchError, self.dtypes),
             (PlanError, self.others),
@@ -131,6 +131,11 @@ class _Problems:
             problems=told[:MAX_LISTED],
             fqns=self.fqns[:MAX_LISTED],
         )
+
+
+def _after(words: str, texts: list[str]) -> list[str]:
+    # words of torch's messages, which programs look for
+    return [words + texts[0], *texts[1:]] if texts else []
 
 
 _ADVICE: Mapping[type[PlanError], str] = {
@@ -267,8 +272,9 @@ def _check_tensors(
     for place in np.flatnonzero(wrong).tolist():
         row, fqn = int(found[place]), wanted.fqns[int(found[place])]
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
+        stored_shape = index.shape(int(stored[place]))
         problems.shapes.append(
-            f"{wanted.told(row)} has shape {shape}, stored is {index.shape(int(stored[place]))}"
+            f"Size mismatch between saved {stored_shape} and current: {shape} for {wanted.told(row)}"
         )
         problems.fqns.append(fqn)
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()

@@ -49,12 +49,14 @@ class BoxLookup:
         """
         fqn = index.fqn
         if fqn not in state_dict:
-            raise PlanError(f"the plan names {fqn!r}, which is not in the state dict", fqn=fqn)
+            raise PlanError(f"Could not find FQN: {fqn!r}, which the plan names, in the state dict", fqn=fqn)
         value = state_dict[fqn]
         if not is_tensor_like(value):
             if index.offset is not None:
                 raise PlanError(
-                    f"the plan names a box of {fqn!r}, which is a {type(value).__name__}", fqn=fqn
+                    f"FQN: {fqn!r} is not a ShardedTensor, can't find by offset: '{index.offset}': it is a "
+                    f"{type(value).__name__}",
+                    fqn=fqn,
                 )
             return value
         local = self._local(fqn, value)
@@ -69,7 +71,11 @@ class BoxLookup:
                     return box_view(piece, offsets, piece.box.sizes)
                 if sizes is not None and _contains(piece, offsets, sizes):
                     return box_view(piece, offsets, sizes)
-        raise PlanError(f"this rank has no box of {fqn!r} at {offsets} of sizes {sizes}", fqn=fqn)
+        raise PlanError(
+            f"Could not find shard at '{index.offset}' for FQN: {fqn!r}: this rank has no such box of "
+            f"sizes {sizes}",
+            fqn=fqn,
+        )
 
     def _local(self, fqn: str, value: Any) -> LocalTensor | None:
         known = self._known.get(fqn)

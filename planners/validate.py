@@ -42,7 +42,8 @@ def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]
     told = [*problems, *(text for _, text in mismatches)]
     shown = told[:MAX_LISTED]
     more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
-    message = f"the save plan has {len(told)} problem{'s' if len(told) > 1 else ''}: {'; '.join(shown)}{more}"
+    plural = "s" if len(told) > 1 else ""
+    message = f"Failed to validate global plan: {len(told)} problem{plural}: {'; '.join(shown)}{more}"
     if mismatches:
         message += (
             ". Only one of the differing values would be stored: synchronise them, "

@@ -189,7 +189,13 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self._index, self._listed, self.stats = None, None, ReadStats()
         self._traffic_before = self.store.traffic()
         index = self.read_index(kwargs.get("rank"))
-        return LazyMetadata.of(lambda: index, StorageMeta(checkpoint_id=self.path, load_id=self.load_id))
+        save_id = index.provenance.get("save_id")
+        meta = StorageMeta(
+            checkpoint_id=self.path,
+            save_id=save_id if isinstance(save_id, str) else None,
+            load_id=self.load_id,
+        )
+        return LazyMetadata.of(lambda: index, meta)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -244,7 +244,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self._previous = commit.previous_state(self.store, self.names)
         if self._previous.exists and not self.overwrite:
             raise CheckpointConflictError(
-                f"{self.store.url} already holds a checkpoint and overwrite=False; save to another id",
+                f"{self.store.url}: Checkpoint already exists and overwrite=False; save to another id",
                 path=self.store.url,
             )
 

@@ -120,8 +120,9 @@ def verdict(endings: Mapping[int, Ending], rank: int, *, together: bool) -> Verd
 def _of_deaths(deaths: Mapping[int, str]) -> dict[int, CheckpointError]:
     return {
         rank: WriterProcessError(
-            f"the writer process of rank {rank} {died}. What was under the id before is untouched, unless "
-            "the save had just committed; the next save gets a new writer",
+            f"Checkpoint background process is dead: the writer process of rank {rank} {died}. What was "
+            "under the id before is untouched, unless the save had just committed; the next save gets a new "
+            "writer",
             rank=rank,
         )
         for rank, died in deaths.items()

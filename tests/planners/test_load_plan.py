@@ -75,8 +75,8 @@ def test_shapes_are_checked() -> None:
     wanted = wanted_columns({"a": whole((3, 2)), "b": whole((4, 1)), "c": whole((1,))})
     with pytest.raises(ShapeMismatchError) as caught:
         plan_load(index, wanted)
-    assert "'a' has shape (3, 2), stored is (2, 3)" in str(caught.value)
-    assert "'b' has shape (4, 1), stored is (4,)" in str(caught.value)
+    assert "Size mismatch between saved (2, 3) and current: (3, 2) for 'a'" in str(caught.value)
+    assert "Size mismatch between saved (4,) and current: (4, 1) for 'b'" in str(caught.value)
     assert caught.value.fqns == ["a", "b"]
 
 

@@ -27,6 +27,7 @@ def bucket_and_prefix(url: str) -> tuple[str, str] | None:
     scheme = url.partition("://")[0]
     if scheme not in fsspec.available_protocols() and scheme not in fsspec.registry:
         raise StorageError(
+            "Cannot detect which StorageReader or StorageWriter to use: "
             f"no store is known for {url!r}: neither dcp nor fsspec knows the scheme; use a path, "
             "file://, memory://, s3:// or another one of fsspec's",
             path=url,
