@@ -47,7 +47,15 @@ from dcp.storage.stores.posix_files import storage_error
 if TYPE_CHECKING:
     from dcp.storage.formats.sources import Place, Source
 
-__all__ = ["MAX_KEY_CHARACTERS", "Folder", "Root", "Roots", "check_key", "storage_problem"]
+__all__ = [
+    "MAX_KEY_CHARACTERS",
+    "Folder",
+    "Root",
+    "Roots",
+    "check_key",
+    "fault_of_key",
+    "storage_problem",
+]
 
 MAX_KEY_CHARACTERS: Final = 1024
 
@@ -66,32 +74,41 @@ def check_key(key: str) -> str:
     control characters, ``::`` and URLs, percent-encoded forms of these however often encoded, and keys of
     more than 1,024 characters.
     """
+    fault = fault_of_key(key)
+    if fault is not None:
+        raise _refused(key, fault)
+    return key
+
+
+def fault_of_key(key: str) -> str | None:
+    """Why ``key`` is none, as `check_key` says it; None if it is one."""
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        raise _refused(key, f"a key has 1 to {MAX_KEY_CHARACTERS} characters")
+        return f"a key has 1 to {MAX_KEY_CHARACTERS} characters"
     text = key
     for _ in range(_MAX_DECODINGS):
-        _check_text(key, text)
+        fault = _fault_of_text(text)
+        if fault is not None:
+            return fault
         decoded = unquote(text, errors="surrogateescape")
         if decoded == text:
-            return key
+            return None
         text = decoded
-    raise _refused(key, "it is percent-encoded again and again")
+    return "it is percent-encoded again and again"
 
 
-def _check_text(key: str, text: str) -> None:
+def _fault_of_text(text: str) -> str | None:
     if any(unicodedata.category(char) in _UNPRINTABLE for char in text):
-        raise _refused(key, "it has control characters, or is no Unicode text")
+        return "it has control characters, or is no Unicode text"
     if "::" in text or "://" in text:
-        raise _refused(key, "URLs and chains of them are no keys")
+        return "URLs and chains of them are no keys"
     for part in text.split("/"):
         try:
             check_name(part)
-        except CheckpointFormatError as error:
-            raise _refused(
-                key, "each part between its slashes must be a plain name of up to 255 bytes"
-            ) from error
+        except CheckpointFormatError:
+            return "each part between its slashes must be a plain name of up to 255 bytes"
         if part.endswith(":") or part.startswith("~"):
-            raise _refused(key, "no part may end in ':' or begin with '~'")
+            return "no part may end in ':' or begin with '~'"
+    return None
 
 
 def _refused(key: str, why: str) -> UnprocessableError:
@@ -178,7 +195,13 @@ class Root:
 
     def store(self, key: str) -> Store:
         """The folder ``key`` as a store, "" is the root itself; nothing is touched."""
-        return self.open_store(self.url_of(key))
+        url = self.url_of(key)
+        if self.path is None or self.settings.storage_options:
+            return self.open_store(url)
+        return self._local_store(url)
+
+    def _local_store(self, folder: str) -> PosixStore:
+        return PosixStore(folder, links_within=os.path.realpath(self.path or ""))
 
     def place(self, key: str) -> Place:
         """The folder or the single file ``key``; that it is a checkpoint is not known yet.
@@ -189,9 +212,12 @@ class Root:
         from dcp.storage.formats.sources import FILE_SUFFIXES, Place  # only here: numpy takes its time
 
         url = self.url_of(check_key(key))
-        folder, _, name = url.rpartition("/")
         if self.path is not None:
-            return Place(PosixStore(folder), name) if _is_file(url) else Place(PosixStore(url))
+            if not _is_file(url):
+                return Place(self._local_store(url))
+            above, _, name = key.rpartition("/")  # a link keeps its own name, which says what it is
+            return Place(self._local_store(self.url_of(above)), name)
+        folder, _, name = url.rpartition("/")
         if name.lower().endswith(FILE_SUFFIXES):
             store = self.open_store(folder)
             if store.stat(name) is not None:

@@ -35,6 +35,7 @@ __all__ = [
 _LARGEST_STEP: Final = (1 << 63) - 1
 _END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 _STEP: Final = re.compile(r"([0-9]+)(?:\.[A-Za-z]+)?$")
+_REVISION: Final = re.compile(r"[0-9a-f]{40}")
 _METRIC: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 _MAX_METRICS: Final = 1000
 _WEIGHT_MARKS: Final = (".safetensors", ".bin", ".index.json")
@@ -173,8 +174,10 @@ def facts_without_index(
 
 
 def step_of_name(key: str) -> int | None:
-    """The number at the end of the last part of ``key``, before a suffix; None without one."""
-    match = _STEP.search(key.rpartition("/")[2])
+    """The number at the end of the last part of ``key``, before a suffix; None without one, and of a revision
+    of a model hub."""
+    name = key.rpartition("/")[2]
+    match = None if _REVISION.fullmatch(name) else _STEP.search(name)
     return None if match is None or len(match[1]) > 18 else int(match[1])
 
 

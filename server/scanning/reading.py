@@ -43,6 +43,7 @@ from dcp.storage.formats.sources import Place, Source, index_at
 from dcp.storage.formats.torch_metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix_files import is_below, path_of_descriptor
 
 __all__ = ["Reader", "StructureMemo"]
 
@@ -234,7 +235,8 @@ class Reader:
         except OSError:
             return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)  # for its errors
         try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            place = path_of_descriptor(descriptor)  # a folder on the way may have become a link since
+            if stat.S_ISREG(os.fstat(descriptor).st_mode) and (not place or is_below(place, self._base)):
                 return os.pread(descriptor, count, 0)
         finally:
             os.close(descriptor)
@@ -252,6 +254,7 @@ class Reader:
             return b""
 
     def _store(self, key: str) -> Store:
-        if self.root.path is not None:  # the walk has followed no link
-            return PosixStore(f"{self._base}/{key}" if key else self._base)
+        if self.root.path is not None:
+            folder = f"{self._base}/{key}" if key else self._base
+            return PosixStore(folder, links_within=self._base)
         return self.root.store(key)

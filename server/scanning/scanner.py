@@ -10,7 +10,7 @@ without a person's word (`dcp.server.scanning.losses`).
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -26,7 +26,7 @@ from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root, Roots
 from dcp.server.scanning.losses import Doubt, Losses, Missing, judge
 from dcp.server.scanning.reading import Reader, StructureMemo
-from dcp.server.scanning.walk import Candidate, walk
+from dcp.server.scanning.walk import Candidate, PassedOver, walk
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["ScanReport", "ScanStoppedError", "Scanner"]
@@ -35,6 +35,7 @@ _BATCH: Final = 256
 _AT_ONCE: Final = 16
 _NOTED_TROUBLE: Final = 10
 _NOTED_RUNS: Final = 1000
+_MAX_EXAMPLE: Final = 200
 _MAX_TROUBLE: Final = 20
 """So many checkpoints that the storage does not give: it is away, and asking for the others is no use."""
 _SETTLED: Final = frozenset({"committed", "unreadable", "incomplete", "deleted"})
@@ -48,8 +49,9 @@ class ScanStoppedError(Exception):
 @dataclass(slots=True)
 class ScanReport:
     """What a scan has done. ``opened`` of the ``found`` ones had changed; ``trouble`` is what could not be
-    looked at, of which nothing is known. Of ``known`` checkpoints ``lost`` were not found, and are kept as
-    they were, because they are too many at once; ``vanished`` are those that are gone."""
+    looked at, of which nothing is known, and how much was passed over and why. Of ``known`` checkpoints
+    ``lost`` were not found, and are kept as they were, because they are too many at once; ``vanished`` are
+    those that are gone."""
 
     root: str
     found: int = 0
@@ -176,6 +178,10 @@ class _Scan:
         self.problem: str | None = None
         """What an operator should know of it first, None if all is well."""
         self._doubted: Losses | None = None
+        self._passed_over: dict[str, tuple[int, str]] = {}
+        """By reason: how many, and one of them."""
+        self._hidden: defaultdict[str, set[str]] = defaultdict(set)
+        """By run, what in it is not known any more."""
 
     def noted(self) -> dict[str, Any]:
         """What is kept with the root: the report, and what the next scan has to know of this one."""
@@ -194,6 +200,8 @@ class _Scan:
                 if len(self._waiting) >= self._batch:
                     self._write()
                     yield
+            elif isinstance(found, PassedOver):
+                self._pass_over(found)
             elif found.problem is not None:
                 self._closed.append(found.run_key)
                 self._trouble(found.run_key, found.problem)
@@ -209,6 +217,17 @@ class _Scan:
         self._doubt(losses)
         if self.report.trouble:
             self.problem = self.report.trouble[0]
+        for why, (count, example) in sorted(self._passed_over.items()):
+            self.report.trouble.append(f"passed over: {why}: {count}, such as {example}")
+
+    def _pass_over(self, passed: PassedOver) -> None:
+        """Counted, and no failure of the scan: it has been that way at the scan before, too."""
+        count, example = self._passed_over.get(passed.why, (0, ascii(passed.key)[:_MAX_EXAMPLE]))
+        self._passed_over[passed.why] = count + 1, example
+        if passed.hides:
+            run, _, name = passed.key.rpartition("/")
+            self._closed.append(passed.key)
+            self._hidden[run].add(name)
 
     def _consider(self, candidate: Candidate) -> None:
         self.report.found += 1
@@ -238,7 +257,8 @@ class _Scan:
         known, found = self._living.pop(run), self._found.pop(run, 0)
         del self._known[run]
         self.report.known += known
-        names = tuple(name for name, each in left.items() if each.state in LIVING)
+        hidden = self._hidden.pop(run, ())
+        names = tuple(name for name, each in left.items() if each.state in LIVING and name not in hidden)
         if names:
             self._missing.append(Missing(run, names, known, found))
 

@@ -8,8 +8,10 @@ What a folder is:
 - else its files that are named as single-file checkpoints are one each.
 
 Whatever it is, its subfolders are looked at, because trainers keep steps in the folder of the last model.
-The root itself is never a checkpoint, since it has no key. Hidden folders, symbolic links and names that no
-key may have are passed over. `.bin` alone says too little: such a file counts in a folder of weights only.
+The root itself is never a checkpoint, since it has no key. Hidden folders are passed over, and so is what no
+key can name, which is told. Links are followed as `dcp.server.scanning.links` says: into the root only, as in
+the cache of a model hub, and what is found anyway is not found by the name of a link. `.bin` alone says too
+little: such a file counts in a folder of weights only.
 """
 
 from __future__ import annotations
@@ -17,22 +19,25 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Self, TypeAlias
 
-from dcp.server.problems import UnprocessableError
-from dcp.server.roots import MAX_KEY_CHARACTERS, Folder, Root, check_key
+from dcp.server.roots import MAX_KEY_CHARACTERS, Folder, Root, fault_of_key
 from dcp.server.scanning.facts import marks_of
+from dcp.server.scanning.links import LinkedFile, LinkedFolder, Links, Refused
 from dcp.storage.errors import CheckpointNotFoundError
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["Candidate", "Left", "classify", "walk"]
+__all__ = ["Candidate", "Found", "Left", "PassedOver", "classify", "walk"]
 
 MAX_DEPTH: Final = 24
+
+_TOO_LONG: Final = f"keys of more than {MAX_KEY_CHARACTERS} characters"
+_TOO_DEEP: Final = f"more than {MAX_DEPTH} folders deep"
 
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@, -]{0,199}(?<!\.)")
 _SINGLE: Final = re.compile(r".+\.(?:pt|pth|ckpt|torch|safetensors)", re.IGNORECASE | re.DOTALL)
@@ -68,7 +73,20 @@ class Left:
     problem: str | None = None
 
 
-def walk(root: Root, below: str = "") -> Iterator[Candidate | Left]:
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """What is at ``key`` (which need not be a clean one) is not looked at, and ``why``: words that several
+    share. ``hides``: of what is known at this key or below nothing is known any more."""
+
+    key: str
+    why: str
+    hides: bool = False
+
+
+Found: TypeAlias = Candidate | Left | PassedOver
+
+
+def walk(root: Root, below: str = "") -> Iterator[Found]:
     """Everything below ``below`` (a folder's key, or ""); each folder that may hold checkpoints is left once.
 
     Raises the store's errors: CheckpointNotFoundError if a local root is not there (its disk may be away, and
@@ -80,7 +98,7 @@ def walk(root: Root, below: str = "") -> Iterator[Candidate | Left]:
     path = root.url_of(below)
     if not os.path.isdir(path):  # noqa: PTH112 - beside os.scandir and os.stat, which take strings
         raise CheckpointNotFoundError(f"{path}: the root's folder is not there", path=path)
-    yield from _walk_local(path, below, depth=below.count("/"))
+    yield from _Local(root.url_of("")).walk(path, below, below.count("/"))
 
 
 def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
@@ -97,45 +115,141 @@ def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
     return [
         Candidate(prefix + info.name, "file", (info,))
         for info in infos
-        if _SINGLE.fullmatch(info.name) and _is_plain(info.name) and not info.name.startswith(".")
+        if _SINGLE.fullmatch(info.name) and _fault_of(info.name) is None and not info.name.startswith(".")
     ]
 
 
 # -- local folders -------------------------------------------------------------------------------------------
 
 
-def _walk_local(path: str, key: str, depth: int) -> Iterator[Candidate | Left]:
-    try:
-        files, folders = _listing(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if depth == 0 and not key:
-            raise storage_error(error, "list", path) from error
-        # One that may not be looked into must not keep the others from being found.
-        yield Left(key, f"{type(error).__name__}: {os.strerror(error.errno or 0)}")
-        return
-    yield from classify(key, files)
-    prefix = f"{key}/" if key else ""
-    for name in folders:
-        inner_key, inner = prefix + name, f"{path}/{name}"
-        if len(inner_key) > MAX_KEY_CHARACTERS or depth >= MAX_DEPTH:
-            continue
-        marks = _commit_marks(inner)
-        if not marks:
-            yield from _walk_local(inner, inner_key, depth + 1)
-            continue
-        yield Candidate(inner_key, "commit", marks)
-        if _may_have_folders(inner):
-            yield from _walk_below(inner, inner_key, depth + 1)
-    yield Left(key)
+class _Local:
+    """One walk over the root at ``base``."""
+
+    def __init__(self, base: str) -> None:
+        self._links = Links(base, _is_found_anyway)
+
+    def walk(self, path: str, key: str, depth: int, *, linked: bool = False) -> Iterator[Found]:
+        """The folder ``path`` and all below it, under its ``key``.
+
+        ``linked``: it is behind a link, and not found where it is. Such ones are found once, so that there
+        are no circles.
+        """
+        if linked and not self._links.enter(path):
+            return
+        try:
+            listing = self._listing(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if depth == 0 and not key:
+                raise storage_error(error, "list", path) from error
+            # One that may not be looked into must not keep the others from being found.
+            yield Left(key, f"{type(error).__name__}: {os.strerror(error.errno or 0)}")
+            return
+        prefix = f"{key}/" if key else ""
+        for one in classify(key, listing.files):
+            if one.kind != "file" or one.marks[0].name not in listing.found_anyway:
+                yield one
+        for passed in listing.passed_over:
+            yield PassedOver(prefix + passed.key, passed.why, passed.hides)
+        for name, inner, is_link in listing.folders:
+            yield from self._walk_into(inner, prefix + name, depth, linked=linked or is_link)
+        yield Left(key)
+
+    def _walk_into(self, path: str, key: str, depth: int, *, linked: bool) -> Iterator[Found]:
+        if len(key) > MAX_KEY_CHARACTERS:
+            yield PassedOver(key, _TOO_LONG)
+        elif depth >= MAX_DEPTH:
+            yield PassedOver(key, _TOO_DEEP)
+        elif not linked and (marks := _commit_marks(path)):
+            yield Candidate(key, "commit", marks)
+            if _may_have_folders(path):
+                # but for itself, which is known to be one
+                for found in self.walk(path, key, depth + 1):
+                    if not isinstance(found, Candidate) or found.key != key:
+                        yield found
+        else:
+            yield from self.walk(path, key, depth + 1, linked=linked)
+
+    def _listing(self, path: str) -> _Listing:
+        found = _Listing()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name, counts = entry.name, _counts(entry.name)
+                if entry.is_symlink():
+                    self._follow(found, entry, counts)
+                elif entry.is_dir(follow_symlinks=False):
+                    if not name.startswith("."):
+                        found.add_folder(name, entry.path)
+                elif counts and entry.is_file(follow_symlinks=False):
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    found.add_file(FileInfo(name, status.st_size, status.st_mtime))
+        return found.in_order()
+
+    def _follow(self, found: _Listing, entry: os.DirEntry[str], counts: bool) -> None:
+        name = entry.name
+        if name.startswith(".") and not counts:
+            return
+        target = self._links.resolve(entry.path, name, counts=counts)
+        if isinstance(target, LinkedFolder):
+            found.add_folder(name, target.path, is_link=True)
+        elif isinstance(target, LinkedFile):
+            found.add_file(target.info)
+            if target.is_found_anyway:
+                found.found_anyway.add(name)
+        elif isinstance(target, Refused):
+            found.passed_over.append(PassedOver(name, target.why, target.hides))
 
 
-def _walk_below(path: str, key: str, depth: int) -> Iterator[Candidate | Left]:
-    """What is in the subfolders of a checkpoint that is known to be one."""
-    for found in _walk_local(path, key, depth):
-        if isinstance(found, Left) or found.key != key:
-            yield found
+@dataclass(slots=True)
+class _Listing:
+    """What counts in a folder. Folders are names, paths and whether that is of a link; ``passed_over`` has
+    names for keys."""
+
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    folders: list[tuple[str, str, bool]] = field(default_factory=list)
+    found_anyway: set[str] = field(default_factory=set)
+    passed_over: list[PassedOver] = field(default_factory=list)
+
+    def add_folder(self, name: str, path: str, *, is_link: bool = False) -> None:
+        """Unless no key can name it."""
+        fault = _fault_of(name)
+        if fault is None:
+            self.folders.append((name, path, is_link))
+        else:
+            self.passed_over.append(PassedOver(name, fault))
+
+    def add_file(self, info: FileInfo) -> None:
+        """A single file needs a name that a key can have; others are never named by one."""
+        fault = _fault_of(info.name) if _SINGLE.fullmatch(info.name) else None
+        if fault is None:
+            self.files[info.name] = info
+        else:
+            self.passed_over.append(PassedOver(info.name, fault))
+
+    def in_order(self) -> Self:
+        """By name."""
+        self.folders.sort()
+        self.passed_over.sort(key=lambda passed: passed.key)
+        self.files = dict(sorted(self.files.items()))
+        return self
+
+
+def _is_found_anyway(key: str, is_file: bool) -> bool:
+    """Whether the walk comes by ``key``, of a folder or a single file, without any link."""
+    folder, _, name = key.rpartition("/")
+    if is_file and (_SINGLE.fullmatch(name) is None or name.startswith(".")):
+        return False
+    folders = folder.split("/") if is_file else key.split("/")
+    return (
+        len(key) <= MAX_KEY_CHARACTERS
+        and len(folders) <= MAX_DEPTH
+        and not any(part.startswith(".") for part in folders)
+        and all(_fault_of(part) is None for part in key.split("/"))
+    )
 
 
 def _may_have_folders(path: str) -> bool:
@@ -159,25 +273,6 @@ def _commit_marks(folder: str) -> tuple[FileInfo, ...]:
     return tuple(found)
 
 
-def _listing(path: str) -> tuple[dict[str, FileInfo], list[str]]:
-    files: dict[str, FileInfo] = {}
-    folders: list[str] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            name = entry.name
-            if entry.is_dir(follow_symlinks=False):
-                if not name.startswith(".") and _is_plain(name):
-                    folders.append(name)
-            elif _counts(name) and entry.is_file(follow_symlinks=False):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                files[name] = FileInfo(name, status.st_size, status.st_mtime)
-    folders.sort()
-    return dict(sorted(files.items())), folders
-
-
 def _counts(name: str) -> bool:
     """Whether a file of this name says anything about what its folder is; others are not even asked for."""
     return (
@@ -187,20 +282,18 @@ def _counts(name: str) -> bool:
     )
 
 
-def _is_plain(name: str) -> bool:
+def _fault_of(name: str) -> str | None:
+    """Why no key can have this part; None if one can."""
     if _PLAIN_NAME.fullmatch(name):
-        return True
-    try:
-        check_key(name)
-    except UnprocessableError:
-        return False
-    return True
+        return None
+    fault = fault_of_key(name)
+    return None if fault is None else f"names that are no keys: {fault}"
 
 
 # -- object stores -------------------------------------------------------------------------------------------
 
 
-def _walk_listing(root: Root, below: str) -> Iterator[Candidate | Left]:
+def _walk_listing(root: Root, below: str) -> Iterator[Found]:
     """By one listing, in an order in which all that is below a folder comes together."""
     runs: list[str] = []
     folders: Iterable[Folder] = root.walk(below)
@@ -209,7 +302,13 @@ def _walk_listing(root: Root, below: str) -> Iterator[Candidate | Left]:
     for folder in folders:
         while runs and not _is_in(folder.key, runs[-1]):
             yield Left(runs.pop())
-        if any(part.startswith(".") for part in folder.key.split("/")) or folder.key.count("/") > MAX_DEPTH:
+        parts = folder.key.split("/") if folder.key else []
+        if any(part.startswith(".") for part in parts):
+            continue
+        why = _why_not(folder.key, parts)
+        if why is not None:
+            if any(_counts(name) for name in folder.files):
+                yield PassedOver(folder.key, why)
             continue
         for candidate in classify(folder.key, folder.files):
             run = candidate.key.rpartition("/")[0]
@@ -218,6 +317,14 @@ def _walk_listing(root: Root, below: str) -> Iterator[Candidate | Left]:
             yield candidate
     while runs:
         yield Left(runs.pop())
+
+
+def _why_not(key: str, parts: Sequence[str]) -> str | None:
+    if len(key) > MAX_KEY_CHARACTERS:
+        return _TOO_LONG
+    if len(parts) > MAX_DEPTH:
+        return _TOO_DEEP
+    return next((fault for fault in map(_fault_of, parts) if fault is not None), None)
 
 
 def _is_in(key: str, folder: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -40,6 +40,8 @@ from dcp.storage.stores.posix_files import (
     Observe,
     PageCacheFile,
     PosixReadHandle,
+    is_below,
+    path_of_descriptor,
     step,
     storage_error,
 )
@@ -69,6 +71,8 @@ class PosixStore(Store):
 
     - ``follow_links``: read through symbolic links, as in the cache folders of model hubs. Off by default:
       a hostile checkpoint could make a link to any file that the user can read.
+    - ``links_within``: read through symbolic links to files that lie below this folder, and no others. What
+      counts is where the open file is, so that exchanging links meanwhile gains nothing. Linux only.
     - ``direct_io``: False writes durable files through the page cache too.
     - ``hard_links``: False commits with a rename under the lock, as is done anyway where there are no hard
       links; then only writers of this package are kept from overwriting each other.
@@ -84,6 +88,7 @@ class PosixStore(Store):
         observe: Callable[[str, str], None] | None = None,
         *,
         follow_links: bool = False,
+        links_within: str | os.PathLike[str] | None = None,
         direct_io: bool = True,
         hard_links: bool = True,
     ) -> None:
@@ -92,6 +97,7 @@ class PosixStore(Store):
         self._root = Path(path).absolute()
         self._observe: Observe = observe
         self._follow_links = follow_links
+        self._links_within = None if links_within is None else os.path.realpath(links_within)
         self._direct_io = direct_io
         self._hard_links = hard_links
         self._lock_owners: dict[tuple[int, int], int] = {}
@@ -99,8 +105,9 @@ class PosixStore(Store):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Worker processes get a store of their own: locks that are held here do not travel.
-        options = {
+        options: dict[str, Any] = {
             "follow_links": self._follow_links,
+            "links_within": self._links_within,
             "direct_io": self._direct_io,
             "hard_links": self._hard_links,
         }
@@ -124,10 +131,13 @@ class PosixStore(Store):
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
-                    if entry.name == LOCK_NAME or not entry.is_file(follow_symlinks=self._follow_links):
+                    if entry.name == LOCK_NAME:
+                        continue
+                    follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry.path))
+                    if not entry.is_file(follow_symlinks=follow):
                         continue
                     with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
-                        found.append(_file_info(entry.name, entry.stat(follow_symlinks=self._follow_links)))
+                        found.append(_file_info(entry.name, entry.stat(follow_symlinks=follow)))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -139,6 +149,8 @@ class PosixStore(Store):
         path = self._path(name)
         try:
             status = path.stat(follow_symlinks=self._follow_links)
+            if stat.S_ISLNK(status.st_mode) and self._leads_within(path):
+                status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -163,8 +175,9 @@ class PosixStore(Store):
         path = self._path(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        follow = self._follow_links or (path.is_symlink() and self._leads_within(path))
         try:
-            descriptor = os.open(path, flags if self._follow_links else flags | os.O_NOFOLLOW)
+            descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFoundError(f"{path} does not exist", path=str(path)) from error
         except OSError as error:
@@ -175,6 +188,8 @@ class PosixStore(Store):
                     path=str(path),
                 ) from error
             raise storage_error(error, "open", path) from error
+        if self._links_within is not None and not self._follow_links:
+            self._check_within(path, descriptor, is_link=follow)
         return PosixReadHandle(path, descriptor)
 
     def create(
@@ -266,6 +281,17 @@ class PosixStore(Store):
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
+
+    def _leads_within(self, path: str | Path) -> bool:
+        return self._links_within is not None and is_below(os.path.realpath(path), self._links_within)
+
+    def _check_within(self, path: Path, descriptor: int, *, is_link: bool) -> None:
+        """That of the open file: a link, or a folder on the way, may have been exchanged since."""
+        place = path_of_descriptor(descriptor)
+        if is_below(place, self._links_within or "") or not (place or is_link):
+            return
+        os.close(descriptor)
+        raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
 
     def _missing_folders(self) -> Sequence[Path]:
         """The root and those of its parents that do not exist, outermost first."""

@@ -18,7 +18,16 @@ from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, St
 from dcp.storage.stores.base import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.buffers import ALIGNMENT_BYTES, POOL, BounceBuffer, BufferPool, copy_bytes
 
-__all__ = ["DurableFile", "Observe", "PageCacheFile", "PosixReadHandle", "step", "storage_error"]
+__all__ = [
+    "DurableFile",
+    "Observe",
+    "PageCacheFile",
+    "PosixReadHandle",
+    "is_below",
+    "path_of_descriptor",
+    "step",
+    "storage_error",
+]
 
 Observe: TypeAlias = Callable[[str, str], None] | None
 """Called with (step, file name) before every primitive that changes storage: crash tests kill there."""
@@ -47,6 +56,19 @@ def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> Stor
     )
     typed.errno = error.errno
     return typed
+
+
+def path_of_descriptor(descriptor: int) -> str:
+    """Where an open file or folder is, whatever its path leads to by now; "" where that cannot be told."""
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return ""
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether a path without links is below ``folder``, which has none either."""
+    return bool(folder) and path.startswith(f"{folder.rstrip('/')}/")
 
 
 @contextmanager

@@ -186,6 +186,7 @@ def test_a_folder_that_may_not_be_listed(tmp_path: Path) -> None:
         ("run-5/last", None),
         ("model-00001-of-00002.safetensors", 2),
         ("9" * 30, None),
+        (f"snapshots/{'a1' * 20}", None),
     ],
 )
 def test_step_of_a_name(key: str, step: int | None) -> None:

@@ -269,7 +269,7 @@ def test_hostile_names_and_values(database: Database, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(tmp_path / "run")
     (tmp_path / "run" / "latest").symlink_to(tmp_path / "run" / "step-1")
     report = scan(database, roots_of(tmp_path))
-    assert report.trouble == []
+    assert [line for line in report.trouble if not line.startswith("passed over: ")] == []
     found = rows(database)
     assert sorted(found) == ["run/step-1", "run/step-2", f"{'x' * 255}/step-3"]
     assert (found["run/step-1"]["step"], found["run/step-2"]["step"]) == (1, 2)
