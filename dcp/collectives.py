@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 import traceback
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from dcp.channel import Channel
 from dcp.failures import failure_of
+from dcp.plain_errors import without_our_frames
 from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -51,6 +53,8 @@ _GRACE_SECONDS = 3.0
 _POLL_STORE_SECONDS = 0.5
 _SLICE = timedelta(milliseconds=50)
 """Between two looks at whether to go on waiting, signals of Python's among them."""
+
+_OF_GLOO = re.compile(r"^\[[^\]]*\] |\. This is typically caused.*$")
 
 _OK, _FAILED, _LONGER = b"\x00", b"\x01", b"\x02"
 
@@ -330,8 +334,8 @@ class Ranks:
         except _LostRanksError as lost:
             self._note_given_up(lost.ranks, lost.what)
             error = CollectiveTimeoutError(
-                f"{self.operation} failed in step {step!r}: {lost.what}. Restart the job and "
-                "resume from the last committed checkpoint.",
+                f"{self.operation} failed in step {step!r}: {lost.what}. All ranks have to call "
+                f"{self.operation}; if one has died, restart the job from the last committed checkpoint",
                 step=step,
                 ranks=lost.ranks,
                 reporting_rank=self.rank,
@@ -369,8 +373,7 @@ class Ranks:
         try:
             work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
         except RuntimeError as error:
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise self._lost_error(f"connection lost: {first_line}") from error
+            raise self._lost_error(f"connection lost: {_reason(error)}") from error
 
     def _poll(self, work: Any) -> None:
         begun = time.monotonic()
@@ -425,8 +428,15 @@ class Ranks:
             self._check_in_step()
 
 
+def _reason(error: RuntimeError) -> str:
+    """The first line of what torch says, without its place in the source and its advice."""
+    text = str(error).partition("\n")[0]
+    return _OF_GLOO.sub("", text) or type(error).__name__
+
+
 def _pack_failure(error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(error))
+    trace = without_our_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
     wire = error_to_wire(error, text[-8000:])
     try:
         return _packed(wire)

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from dcp.elements import Array
 from dcp.object_differences import ObjectDifference, compare_objects, object_names
+from dcp.plain_errors import plain_errors
 from dcp.planners.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import crc32_combine
@@ -99,6 +100,7 @@ class _Pair(NamedTuple):
     b: int
 
 
+@plain_errors
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

@@ -23,12 +23,16 @@ from dcp.storage.errors import (
 
 __all__ = ["RankFailedError", "causes_of", "failure_of", "is_damage"]
 
+_MAX_LINES = 4
+"""Of several ranks' messages in one error."""
+
 
 class RankFailedError(CheckpointError, CheckpointException):
     """Ranks failed in a step of a save or load.
 
     ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its
-    keys; ``step`` names the step. The first failure is the ``__cause__``.
+    keys; ``step`` names the step. The first failure is the ``__cause__``, or the ``__context__`` where
+    `dcp.plain_errors` has kept it out of the traceback.
     """
 
     def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
@@ -83,20 +87,34 @@ def failure_of(
     first = described[first_rank]
     causes = {type(error) for error in failures.values()}
     cls = _failure_class(causes.pop()) if len(causes) == 1 else RankFailedError
-    lines = [f"step {step!r} failed on rank {_ranks_text(sorted(described))}"]
-    seen: set[str] = set()
-    for failed_rank in sorted(described)[:8]:
-        text = str(failures[failed_rank])
-        if text not in seen:
-            seen.add(text)
-            lines.append(f"  rank {failed_rank}: {text}")
+    message = _message(step, {failed: str(failures[failed]) for failed in sorted(described)})
     summaries = {
         failed: (error, traceback.extract_tb(error.__traceback__)) for failed, error in described.items()
     }
     facts = dict(failures[first_rank].facts) | {"step": step}
-    error = cls("\n".join(lines), summaries, **facts)
+    error = cls(message, summaries, **facts)
     error.__cause__ = first
     return error
+
+
+def _message(step: str, texts: Mapping[int, str]) -> str:
+    """What the ranks say, each message once and short enough to be read; where, comes last."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        lines = [*ranks_of]
+    else:
+        each = max(1, _MAX_LINES // len(ranks_of))
+        lines = [
+            f"{_ranks_text(ranks)}: " + "\n".join(text.splitlines()[:each])
+            for text, ranks in list(ranks_of.items())[:_MAX_LINES]
+        ]
+        if len(ranks_of) > _MAX_LINES:
+            lines.append(f"and {len(ranks_of) - _MAX_LINES} more messages, by rank in `failures`")
+    said = "\n".join(lines)
+    between = "\n" if "\n" in said else " "
+    return f"{said}{between}(failed on {_ranks_text(list(texts))} in step {step!r})"
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
@@ -114,4 +132,5 @@ def is_damage(cause: BaseException) -> bool:
 
 def _ranks_text(ranks: list[int]) -> str:
     text = ", ".join(map(str, ranks[:16]))
-    return text if len(ranks) <= 16 else f"{text} and {len(ranks) - 16} more"
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from dcp.module_tree import ModuleNode, module_tree
+from dcp.plain_errors import plain_errors
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
     CheckpointError,
@@ -136,6 +137,7 @@ class ObjectRow:
     file: str | None
 
 
+@plain_errors
 def open_index(
     checkpoint_id: str | os.PathLike[str],
     *,
@@ -154,6 +156,7 @@ def open_index(
     return open_source(checkpoint_id, open_store=OpenWith(storage_options), rank=rank).index
 
 
+@plain_errors
 def list_checkpoints(
     checkpoint_id: str | os.PathLike[str],
     *,

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import msgpack
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.checkpoint.utils import _api_bc_check
 from typing_extensions import deprecated
 
 from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
 from dcp.load_targets import LoadTargets
+from dcp.plain_errors import plain_errors
 from dcp.planners import load_planner
 from dcp.planners.boxes import row_products
 from dcp.planners.columns import LoadColumns
 from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner
 from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
 from dcp.planners.selection import Matches, Patterns, Rename, check_matches
+from dcp.positional_storage import takes_storage_second
 from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
 from dcp.storage import reader as columnar
@@ -61,7 +62,8 @@ class LoadOptions(TypedDict, total=False):
     progress: bool | ProgressCallback | None
 
 
-@_api_bc_check  # type: ignore[untyped-decorator]  # torch does not annotate it
+@plain_errors
+@takes_storage_second("storage_reader")
 def load(
     state_dict: dict[str, Any],
     *,
@@ -159,6 +161,7 @@ def _give_back(targets: LoadTargets) -> bytes:
 
 
 @deprecated("`load_state_dict` is deprecated; use `load` instead.", category=FutureWarning)
+@plain_errors
 def load_state_dict(
     state_dict: dict[str, Any],
     storage_reader: StorageReader,
@@ -187,6 +190,7 @@ def _load_state_dict(
     _load(lambda _: state_dict, storage_reader, ranks, planner)
 
 
+@plain_errors
 def _load_state_dict_from_keys(
     keys: set[str] | str | None = None,
     *,

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import (
     AsyncSaveResponse,
 )
 from torch.distributed.checkpoint.storage import StorageWriter
-from torch.distributed.checkpoint.utils import _api_bc_check
 from typing_extensions import deprecated
 
 from dcp import object_steps
@@ -28,9 +27,11 @@ from dcp.background.future import SaveFuture
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.columnar_save import ColumnarSave, cache_of
 from dcp.local_state import LocalState, PlanOptions
+from dcp.plain_errors import plain_errors
 from dcp.planners import save_planner
 from dcp.planners.plan_cache import PlanCache
 from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.positional_storage import refuse_a_place, takes_storage_second
 from dcp.progress import ProgressCallback
 from dcp.provenance import provenance_of
 from dcp.stateful_values import stateful_to_plain
@@ -52,7 +53,8 @@ __all__ = [
 ]
 
 
-@_api_bc_check  # type: ignore[untyped-decorator]  # torch does not annotate it
+@plain_errors
+@takes_storage_second("storage_writer")
 def save(
     state_dict: dict[str, Any],
     *,
@@ -106,6 +108,7 @@ def save(
     )
 
 
+@plain_errors
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -139,6 +142,7 @@ def async_save(
     AsyncSaveResponse. Errors in the background, a tensor that changed while it was copied among them
     (StagingError), are errors of the future, on all ranks alike. Interpreter exit waits for the commit.
     """
+    refuse_a_place("async_save", state_dict)
     from dcp.background.session import default_session  # only here: sessions drain at exit
 
     if async_stager is None and _stages_itself(storage_writer):
@@ -161,6 +165,7 @@ def async_save(
 
 
 @deprecated("`save_state_dict` is deprecated; use `save` instead.", category=FutureWarning)
+@plain_errors
 def save_state_dict(
     state_dict: dict[str, Any],
     storage_writer: StorageWriter,

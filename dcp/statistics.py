@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from dcp.elements import is_opaque
+from dcp.plain_errors import plain_errors
 from dcp.planners.selection import Patterns, Selection
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
@@ -55,6 +56,7 @@ class CheckpointStatistics:
     bytes_read: int
 
 
+@plain_errors
 def statistics(
     checkpoint_id: str | os.PathLike[str],
     *,

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from dcp.elements import Array, stored_dtype
+from dcp.plain_errors import plain_errors
 from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import ReadStats, Region, Runs, Verify
@@ -54,6 +55,7 @@ _RESOLVED_TENSORS: Final = 1000
 """Records of foreign checkpoints are opened together, for as many tensors."""
 
 
+@plain_errors
 def open_tensors(
     checkpoint_id: str | os.PathLike[str],
     *,

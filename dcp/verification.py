@@ -14,6 +14,7 @@ from typing import Any
 from dcp.findings import Finding, Progress, VerifyReport
 from dcp.manager.notes import NOTES_NAME
 from dcp.payload_checks import PayloadChecks
+from dcp.plain_errors import plain_errors
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -28,6 +29,7 @@ __all__ = ["Finding", "Progress", "VerifyReport", "verify", "verify_place", "ver
 _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
 
 
+@plain_errors
 def verify(
     checkpoint_id: str | os.PathLike[str],
     *,

@@ -56,6 +56,6 @@ def _refused(fqn: str, text: str, *, weights_only: bool) -> CheckpointFormatErro
         return CheckpointFormatError(f"object {fqn!r} cannot be unpickled: {text[:300]}", fqn=fqn)
     return UnsafeObjectError(
         f"object {fqn!r} needs more than plain data to load ({reason[:300]}). If you trust the checkpoint, "
-        "plan with weights_only=False, or allow the class with torch.serialization.add_safe_globals",
+        "load with weights_only=False, or allow the class with torch.serialization.add_safe_globals",
         fqn=fqn,
     )

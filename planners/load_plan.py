@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,20 +18,13 @@ from dcp.planners.boxes import (
     overlapping_pairs,
 )
 from dcp.planners.columns import LoadColumns
-from dcp.storage.errors import (
-    DtypeMismatchError,
-    MissingKeyError,
-    PlanError,
-    ShapeMismatchError,
-    UnsafeObjectError,
-)
+from dcp.planners.key_hints import hint_for_missing
+from dcp.planners.load_problems import MAX_LISTED, LoadProblems
+from dcp.storage.errors import PlanError, UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
 __all__ = ["LoadFindings", "WantedColumns", "plan_load"]
-
-MAX_LISTED = 20
-"""Names told in one message; the rest is counted."""
 
 MAX_CUTS = 100_000
 """Pieces that partly overlapping stored chunks may be cut into, a bound against absurd input."""
@@ -99,57 +92,6 @@ class LoadFindings:
     boxes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-@dataclass
-class _Problems:
-    missing: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    fqns: list[str] = field(default_factory=list)
-    lacks_per_rank: bool = False
-
-    def raise_any(self) -> None:
-        """One error for everything: of the specific class where all problems are of one kind."""
-        kinds: list[tuple[type[PlanError], list[str]]] = [
-            (MissingKeyError, _after("Missing key in checkpoint state_dict: ", self.missing)),
-            (ShapeMismatchError, self.shapes),
-            (DtypeMismatchError, self.dtypes),
-            (PlanError, self.others),
-        ]
-        found = [(cls, texts) for cls, texts in kinds if texts]
-        if not found:
-            return
-        cls = found[0][0] if len(found) == 1 else PlanError
-        told = [text for _, texts in found for text in texts]
-        more = f"; and {len(told) - MAX_LISTED} more" if len(told) > MAX_LISTED else ""
-        advice = " ".join(_ADVICE[kind] for kind, _ in found if kind in _ADVICE)
-        if self.lacks_per_rank:
-            advice = f"{advice} {_PER_RANK_ADVICE}"
-        raise cls(
-            f"the checkpoint does not fit the state dict, {len(told)} problem{'s' if len(told) > 1 else ''}: "
-            f"{'; '.join(told[:MAX_LISTED])}{more}. {advice}".rstrip(),
-            problems=told[:MAX_LISTED],
-            fqns=self.fqns[:MAX_LISTED],
-        )
-
-
-def _after(words: str, texts: list[str]) -> list[str]:
-    # words of torch's messages, which programs look for
-    return [words + texts[0], *texts[1:]] if texts else []
-
-
-_ADVICE: Mapping[type[PlanError], str] = {
-    MissingKeyError: "To load what is there, plan with allow_partial_load=True.",
-    ShapeMismatchError: "Build the state dict with the shapes that were saved.",
-    DtypeMismatchError: 'To convert while loading, plan with dtype="cast".',
-}
-
-_PER_RANK_ADVICE = (
-    "Some of these are PerRank values, which each rank has of its own: where another number of ranks saved "
-    'them, per_rank="keep" leaves them as they are.'
-)
-
-
 class _Pieces(NamedTuple):
     """Intersections: wanted box, chunk, and the shared region ``[low, high)`` in the global tensor."""
 
@@ -175,19 +117,18 @@ def plan_load(
     are not stored; and UnsafeObjectError for entries that the index lists as refused. ``is_per_rank`` says
     whether a name is of a `PerRank` value, about which the advice of the error is another.
     """
-    problems = _Problems()
+    problems = LoadProblems()
     tensor_rows = _rows(index.position, wanted.tensor_names)
     object_rows = _rows(index.objects.position, wanted.object_names)
     _check_refused(index, wanted)
     absent = _check_keys(index, wanted, tensor_rows, object_rows, problems)
     missing = list(absent)
     if not allow_missing:
-        problems.missing += [f"{told} is not in the checkpoint" for told in absent.values()]
-        problems.fqns += missing
+        problems.missing = absent
         problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
     usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
     parts = _intersect(index, wanted, tensor_rows, usable, problems)
-    problems.raise_any()
+    problems.raise_any(partial(_hint, index, wanted, tensor_rows, object_rows))
     unexpected = _unexpected(index, tensor_rows, object_rows)
     findings = LoadFindings(tuple(missing), unexpected, tuple(cast_fqns))
     found = object_rows >= 0
@@ -211,6 +152,17 @@ def _check_refused(index: CheckpointIndex, wanted: WantedColumns) -> None:
         )
 
 
+def _hint(index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64) -> str:
+    """What to say about the names that are not there."""
+    absent: list[str] = []
+    present: list[str] = []
+    for name in (*wanted.tensor_names, *wanted.object_names):
+        is_there = name in index.position or name in index.objects.position
+        (present if is_there else absent).append(name)
+    is_renamed = wanted.stored_fqns is not None or wanted.stored_object_fqns is not None
+    return hint_for_missing(absent, _unexpected(index, tensors, objects), present, is_renamed=is_renamed)
+
+
 def _told(fqn: str, name: str) -> str:
     return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 
@@ -223,25 +175,23 @@ def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
 
 
 def _check_keys(
-    index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64, problems: _Problems
+    index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64, problems: LoadProblems
 ) -> dict[str, str]:
     """Names that are not stored at all, and how to tell them; those stored as another kind are problems."""
     missing = {}
     for row in np.flatnonzero(tensors < 0).tolist():
         fqn, told = wanted.fqns[row], wanted.told(row)
         if wanted.tensor_names[row] in index.objects.position:
-            problems.others.append(
+            problems.others[fqn] = (
                 f"{told} is a tensor in the state dict, but another value in the checkpoint"
             )
-            problems.fqns.append(fqn)
         else:
             missing[fqn] = told
     for row in np.flatnonzero(objects < 0).tolist():
         fqn, name = wanted.object_fqns[row], wanted.object_names[row]
         told = _told(fqn, name)
         if name in index.position:
-            problems.others.append(f"{told} is a tensor in the checkpoint, but no tensor in the state dict")
-            problems.fqns.append(fqn)
+            problems.others[fqn] = f"{told} is a tensor in the checkpoint, but no tensor in the state dict"
         else:
             missing[fqn] = told
     return missing
@@ -257,7 +207,7 @@ def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple
 
 
 def _check_tensors(
-    index: CheckpointIndex, wanted: WantedColumns, rows: Int64, *, cast: bool, problems: _Problems
+    index: CheckpointIndex, wanted: WantedColumns, rows: Int64, *, cast: bool, problems: LoadProblems
 ) -> tuple[npt.NDArray[np.bool_], list[str]]:
     """(wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
     found = np.flatnonzero(rows >= 0)
@@ -273,17 +223,15 @@ def _check_tensors(
         row, fqn = int(found[place]), wanted.fqns[int(found[place])]
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
         stored_shape = index.shape(int(stored[place]))
-        problems.shapes.append(
+        problems.shapes[fqn] = (
             f"Size mismatch between saved {stored_shape} and current: {shape} for {wanted.told(row)}"
         )
-        problems.fqns.append(fqn)
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
     if not cast:
         for row in differs:
             mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
             stored_name = index.dtype(int(rows[row])).name
-            problems.dtypes.append(f"{wanted.told(row)} is {mine_name}, stored is {stored_name}")
-            problems.fqns.append(wanted.fqns[row])
+            problems.dtypes[wanted.fqns[row]] = f"{wanted.told(row)} is {mine_name}, stored is {stored_name}"
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True
     return usable, [wanted.fqns[row] for row in differs]
@@ -294,7 +242,7 @@ def _intersect(
     wanted: WantedColumns,
     rows: Int64,
     usable: npt.NDArray[np.bool_],
-    problems: _Problems,
+    problems: LoadProblems,
 ) -> list[_Pieces]:
     box_tensors = wanted.box_tensors
     boxes = np.flatnonzero(usable[box_tensors])
@@ -311,11 +259,10 @@ def _intersect(
         pieces, gaps = _cover(pieces, chosen, low, low + sizes)
         for place, volume in gaps:
             fqn, box = wanted.fqns[int(box_tensors[chosen[place]])], sizes[place].tolist()
-            problems.others.append(
+            problems.others[fqn] = (
                 f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores {volume} "
                 f"of {int(np.prod(sizes[place]))} elements"
             )
-            problems.fqns.append(fqn)
         parts.append(pieces)
     return parts
 

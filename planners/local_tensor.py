@@ -207,7 +207,8 @@ def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
     for shard in tensor.local_shards():
         if isinstance(shard.tensor, ShardedTensor):
             raise PlanError(
-                f"tensor {fqn!r} nests sharded tensors; plan with flatten_sharded_tensors=True", fqn=fqn
+                f"tensor {fqn!r} nests sharded tensors; it needs flatten_sharded_tensors=True",
+                fqn=fqn,
             )
         pieces.append(_whole(fqn, shard.tensor, shard.metadata.shard_offsets, shard.metadata.shard_sizes))
     properties = tensor.metadata().tensor_properties

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from dcp.plain_errors import plain_errors
+
 __all__ = ["SaveFuture", "SaveOutcome"]
 
 
@@ -49,6 +51,11 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         self.outcome: SaveOutcome | None = None
         self.abort_event = threading.Event()
         self._on_abort: Callable[[], None] | None = None
+
+    @plain_errors
+    def result(self, timeout: float | None = None) -> Metadata:
+        """torch's `Metadata` once the checkpoint is committed; raises what the save raised."""
+        return super().result(timeout)
 
     @property
     def upload_completion(self) -> Future[Metadata]:  # type: ignore[override]

@@ -33,6 +33,7 @@ from dcp.background.thread_writer import ThreadWriter
 from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
 from dcp.local_state import LocalState, PlanOptions
+from dcp.plain_errors import shorten
 from dcp.planners import save_planner
 from dcp.planners.known_state import KnownState
 from dcp.planners.save_planner import DefaultSavePlanner
@@ -374,6 +375,7 @@ def _chain(done: Future[Any], completion: Future[None]) -> None:
     def finish(done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
+            shorten(error)  # two frames of the future's are added to it where it is raised
             completion.set_exception(error)
         else:
             completion.set_result(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -11,13 +12,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Annotated, Any, Final, NoReturn, TypeAlias
 
 import typer
 
+from dcp.plain_errors import whole_tracebacks
 from dcp.storage.errors import CheckpointError
 
 __all__ = [
@@ -84,7 +85,7 @@ def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
     return {"retry_seconds": _RETRY_SECONDS, **options} if is_remote else options
 
 
-@contextmanager
+@contextlib.contextmanager
 def errors_as_lines(*, debug: bool) -> Iterator[None]:
     """Turn any error into one line on stderr and exit status 3; with ``debug``, into its traceback and 3.
 
@@ -95,7 +96,8 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
     if not debug:
         requests.setLevel(logging.ERROR)  # what was tried again and again is in the error that it ends in
     try:
-        yield
+        with whole_tracebacks() if debug else contextlib.nullcontext():
+            yield
     except (typer.Exit, BrokenPipeError):
         raise  # a pipe whose reader has gone, as with `| head`, is nothing to report
     except Exception as error:
@@ -112,7 +114,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
         requests.setLevel(level)
 
 
-@contextmanager
+@contextlib.contextmanager
 def unwinding_on_sigterm() -> Iterator[None]:
     """SIGTERM leaves the block by an exception, as SIGINT does: processes end, and files are cleared up."""
 

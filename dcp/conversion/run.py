@@ -29,6 +29,7 @@ from dcp.conversion.report import ConversionReport
 from dcp.conversion.targets.dcp import Chunks
 from dcp.conversion.targets.places import Format, Place, place_of
 from dcp.conversion.tasks import Job, Task, TaskResult, close_all, make_tasks, run_task
+from dcp.plain_errors import plain_errors
 from dcp.planners.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.read import ReadEngine
@@ -45,6 +46,7 @@ __all__ = ["convert"]
 _FORMATS = ("dcp", "torch", "safetensors")
 
 
+@plain_errors
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -28,6 +28,7 @@ from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.turns import Turns
 from dcp.manager.upkeep import Check, Upkeep
 from dcp.manager.user_metadata import user_metadata_of
+from dcp.plain_errors import plain_errors
 from dcp.progress import ProgressCallback
 from dcp.state_dict_loader import LoadOptions
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
@@ -96,6 +97,7 @@ class CheckpointManager:
       URL, or a `CatalogRegistration`. That it is away never slows or fails training.
     """
 
+    @plain_errors
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -185,6 +187,7 @@ class CheckpointManager:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
+    @plain_errors
     def should_save(self, step: int, *, last: bool = False) -> bool:
         """Whether `save` would save this step; the same on all ranks, who all have to ask.
 
@@ -195,6 +198,7 @@ class CheckpointManager:
         self._saver.begin_step(step)
         return self._turns.reason(step, last=last) is not None
 
+    @plain_errors
     def save(
         self,
         step: int,
@@ -241,6 +245,7 @@ class CheckpointManager:
         """How many saves have failed for good, and how many checkpoints were found damaged after them."""
         return self._ledger.failures
 
+    @plain_errors
     def request_stop(self) -> None:
         """Stop as at a SIGTERM: the next step's `save` saves, on all ranks, and sets `stop_requested`.
 
@@ -262,6 +267,7 @@ class CheckpointManager:
 
     # -- restoring -------------------------------------------------------------------------------------------
 
+    @plain_errors
     def restore(
         self, state_dict: dict[str, Any], step: int | None = None, **options: Unpack[LoadOptions]
     ) -> Restored | None:
@@ -309,12 +315,14 @@ class CheckpointManager:
         """What `dcp.load` takes to load the checkpoint of ``step``."""
         return self._folders.checkpoint_id(step)
 
+    @plain_errors
     def all_steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees them on the storage; not those that are to be
         deleted."""
         going = self._going()
         return [step for step in self._folders.all_steps() if step not in going]
 
+    @plain_errors
     def latest(self) -> int | None:
         """The newest of `all_steps`; `restore` may find it damaged and take an older one."""
         return next(self._newest_first(), None)
@@ -326,6 +334,7 @@ class CheckpointManager:
     def _going(self) -> set[int]:
         return set() if self._upkeep is None else set(self._upkeep.deleting())
 
+    @plain_errors
     def delete(self, step: int) -> None:
         """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
 
@@ -341,11 +350,13 @@ class CheckpointManager:
             raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
         self._upkeep.delete(step)
 
+    @plain_errors
     def pin(self, step: int) -> None:
         """Keep ``step``, whatever `Retention` says. Rank 0 acts. Raises CheckpointNotFoundError if there is
         none."""
         self._set_pin(step, True)
 
+    @plain_errors
     def unpin(self, step: int) -> None:
         """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts."""
         self._set_pin(step, False)
@@ -361,6 +372,7 @@ class CheckpointManager:
         if step in self._going() or not self._folders.has(step):
             raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
 
+    @plain_errors
     def pinned(self) -> list[int]:
         """The pinned ones of `all_steps`."""
         going = self._going()
@@ -368,6 +380,7 @@ class CheckpointManager:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
+    @plain_errors
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Whether all saves have ended, and on rank 0 all verifications and deletions, within
         ``timeout_seconds`` (None: no bound but their own). Raises as ``on_failure`` says."""
@@ -381,6 +394,7 @@ class CheckpointManager:
             self._ledger.raise_failure(damage=True)
         return done
 
+    @plain_errors
     def close(self, timeout_seconds: float | None = None) -> None:
         """Wait for the saves under way and what follows them, then give everything back; idempotent.
 

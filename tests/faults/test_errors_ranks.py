@@ -54,7 +54,8 @@ def outcome(act: Callable[[], Any]) -> Raised | None:
         if not isinstance(error, RankFailedError):
             return Raised(names, message=str(error))
         committed = bool(error.facts.get("committed"))
-        return Raised(names, tuple(error.ranks), str(error), committed, type(error.__cause__).__name__)
+        cause = type(error.__cause__ or error.__context__).__name__
+        return Raised(names, tuple(error.ranks), str(error), committed, cause)
     return None
 
 

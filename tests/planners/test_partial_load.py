@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_told_under_both_names() -> None:
     planner.set_up_planner({"m": {"v": torch.zeros(2), "n": 1}})
     with pytest.raises(MissingKeyError) as caught:
         planner.create_load_columns(index)
-    assert "'m.v' (renamed to 'v') is not in the checkpoint" in str(caught.value)
+    assert "Missing key in checkpoint state_dict: 'm.v' (renamed to 'v'), " in str(caught.value)
     assert caught.value.fqns == ["m.v", "m.n"]
 
 

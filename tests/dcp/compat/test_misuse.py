@@ -19,15 +19,15 @@ def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
     """Save, asynchronous save and load say so, and what to do."""
     module = torch.nn.Linear(2, 2)
     with pytest.raises(dcp.PlanError, match="not a Linear: put the Linear into one"):
-        dcp.save(module, checkpoint_id=tmp_path / "a", no_dist=True)
+        dcp.save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     future = dcp.async_save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     with pytest.raises(dcp.PlanError, match="not a Linear"):
         future.result(240)
     with pytest.raises(dcp.PlanError, match="not a list: give names"):
-        dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "a", no_dist=True)
+        dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     dcp.save({"model": module}, checkpoint_id=tmp_path / "b", no_dist=True)
     with pytest.raises(dcp.PlanError, match="not a Linear: put the Linear into one"):
-        dcp.load(module, checkpoint_id=tmp_path / "b", no_dist=True)
+        dcp.load(module, checkpoint_id=tmp_path / "b", no_dist=True)  # type: ignore[arg-type]
     assert not (tmp_path / "a" / ".metadata").exists()
 
 
@@ -35,9 +35,9 @@ def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
 def test_a_path_is_no_storage(tmp_path: Path) -> None:
     """The second positional argument is the storage, as before torch 2.2."""
     with pytest.raises(dcp.CheckpointError, match=f"checkpoint_id='{tmp_path}'"):
-        dcp.save({"a": torch.ones(2)}, str(tmp_path))
+        dcp.save({"a": torch.ones(2)}, str(tmp_path))  # type: ignore[call-arg]
     with pytest.raises(dcp.CheckpointError, match=f"as the storage_reader.*checkpoint_id='{tmp_path}'"):
-        dcp.load({"a": torch.ones(2)}, tmp_path)
+        dcp.load({"a": torch.ones(2)}, tmp_path)  # type: ignore[call-arg]
     with pytest.raises(dcp.CheckpointError, match="as the storage_writer"):
         dcp.async_save({"a": torch.ones(2)}, storage_writer=str(tmp_path))  # type: ignore[arg-type]
 
@@ -46,11 +46,11 @@ def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
     """A writer to load by, or a class, is refused before anything is done."""
     writer, reader = dcp.FileSystemWriter(tmp_path), dcp.FileSystemReader(tmp_path)
     with pytest.raises(dcp.CheckpointError, match="a FileSystemWriter is no storage_reader"):
-        dcp.load({"a": torch.ones(2)}, storage_reader=writer, no_dist=True)
+        dcp.load({"a": torch.ones(2)}, storage_reader=writer, no_dist=True)  # type: ignore[arg-type]
     with pytest.raises(dcp.CheckpointError, match="a FileSystemReader is no storage_writer"):
-        dcp.save({"a": torch.ones(2)}, storage_writer=reader, no_dist=True)
+        dcp.save({"a": torch.ones(2)}, storage_writer=reader, no_dist=True)  # type: ignore[arg-type]
     with pytest.raises(dcp.CheckpointError, match="the class FileSystemWriter; make one"):
-        dcp.save({"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter, no_dist=True)
+        dcp.save({"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("storage", [dcp.FileSystemWriter, dcp.FileSystemReader])

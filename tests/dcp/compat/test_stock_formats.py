@@ -282,10 +282,10 @@ def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> No
     with pytest.warns(FutureWarning, match="save_state_dict"):
         dcp.save_state_dict(plain_state(), dcp.FileSystemWriter(tmp_path / "w"), no_dist=True)
     with pytest.warns(UserWarning, match="argument order"):
-        dcp.save(fill(plain_state()), dcp.FileSystemWriter(tmp_path / "p"))
+        dcp.save(fill(plain_state()), dcp.FileSystemWriter(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
     target = plain_state()
     with pytest.warns(UserWarning, match="argument order"):
-        dcp.load(target, dcp.FileSystemReader(tmp_path / "p"))
+        dcp.load(target, dcp.FileSystemReader(tmp_path / "p"))  # type: ignore[call-arg, arg-type]
     assert differences(target) == []
 
 

@@ -228,4 +228,4 @@ def test_damage_does_not_hide_a_wrong_model_on_another_rank(tmp_path: Path) -> N
     for result in run_ranks(2, resume_misfit, root, failures=True):
         assert isinstance(result, RankRaised)
         assert result.type_name == "RankFailedError"
-        assert "'absent' is not in the checkpoint" in result.message
+        assert "Missing key in checkpoint state_dict: 'absent'" in result.message

@@ -1,0 +1,83 @@
+"""Which of many names somebody may have meant. Names are parts between dots, as keys of state dicts are.
+
+Of a hundred thousand names all are looked at in some tens of milliseconds: they are compared as wholes only
+where most of their parts are equal.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+__all__ = ["close_to", "listed", "near_names"]
+
+_COMPARED: Final = 2_000
+"""Texts that are compared letter by letter, a few microseconds each."""
+
+_SHARED: Final = 2
+"""Letters at the begin or the end that one of more texts has to have in common with the one meant."""
+
+
+def near_names(name: str, names: Iterable[str], *, most: int = 3) -> list[str]:
+    """Up to ``most`` of ``names`` that are like ``name``, the most likely first.
+
+    They differ in how one part is written, or in what is in front of the same last parts.
+    """
+    candidates = [other for other in names if other != name]
+    found = [*_alike_but_for_a_part(name, candidates), *_alike_at_the_end(name, candidates)]
+    if not found:
+        found = close_to(name, candidates, most=most)
+    return list(dict.fromkeys(found))[:most]
+
+
+def close_to(text: str, texts: Iterable[str], *, most: int = 3) -> list[str]:
+    """Up to ``most`` of ``texts`` that are written almost as ``text`` is, case aside."""
+    lowered = text.lower()
+    originals: dict[str, str] = {}
+    for other in texts:
+        originals.setdefault(other.lower(), other)
+    few: Sequence[str] = list(originals)
+    if len(few) > _COMPARED:
+        begin, end = lowered[:_SHARED], lowered[-_SHARED:]
+        few = [
+            other
+            for other in few
+            if abs(len(other) - len(lowered)) <= _SHARED and (other.startswith(begin) or other.endswith(end))
+        ][:_COMPARED]
+    return [originals[other] for other in difflib.get_close_matches(lowered, few, n=most)]
+
+
+def listed(names: Sequence[str], *, most: int = 3, show: Callable[[str], str] = repr) -> str:
+    """The first ``most`` of ``names``, and how many more there are."""
+    told = ", ".join(map(show, names[:most]))
+    return told if len(names) <= most else f"{told} and {len(names) - most:,} more"
+
+
+def _alike_but_for_a_part(name: str, names: Sequence[str]) -> list[str]:
+    """Names of which one part is written almost as in ``name``, and all others are equal."""
+    parts = name.split(".")
+    prefix, rest = "", list(names)
+    for depth, part in enumerate(parts):
+        tail = "".join(f".{other}" for other in parts[depth + 1 :])
+        whole = {other[len(prefix) :]: other for other in rest if other.endswith(tail)}
+        others = [key.removesuffix(tail) if tail else key for key in whole]
+        close = close_to(part, (other for other in others if "." not in other))
+        if close:
+            return [whole[other + tail] for other in close]
+        prefix = f"{prefix}{part}."
+        rest = [other for other in rest if other.startswith(prefix)]
+        if not rest:
+            break
+    return []
+
+
+def _alike_at_the_end(name: str, names: Sequence[str]) -> list[str]:
+    """Names that end as ``name`` does, with as many parts as there are, and begin otherwise."""
+    parts = name.split(".")
+    for first in range(len(parts) - 1 if len(parts) > 1 else 1):
+        suffix = ".".join(parts[first:])
+        found = [other for other in names if other == suffix or other.endswith(f".{suffix}")]
+        if found:
+            return sorted(found, key=len)
+    return []
