@@ -1,4 +1,4 @@
-"""From a source and options to a target layout, and to the parts of the source that each copy is made of."""
+"""From a source and options to a target layout."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ import numpy as np
 from dcp.conversion.entries import Entries, Value
 from dcp.conversion.extras import extras_of, metadata_of
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.pieces import SourceBox
 from dcp.conversion.targets.dcp import Chunks, EncodedValue, dcp_layout
 from dcp.conversion.targets.places import Format, Place
 from dcp.conversion.targets.safetensors import DEFAULT_SHARD_BYTES, safetensors_layout
 from dcp.conversion.targets.torch_save import torch_layout
-from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES, source_box
+from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES
 from dcp.conversion.values import SourceValues, torch_allows
-from dcp.planners.load_plan import WantedColumns, plan_load
-from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, PlanError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, Path, starts
+from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.torch_pickle_writer import SizeValue
 from dcp.storage.formats.torch_structure import restore_structure
@@ -38,7 +35,6 @@ __all__ = [
     "LayoutOptions",
     "Planned",
     "SourceChangedError",
-    "copy_sources",
     "fingerprint",
     "plan_layout",
     "with_save_id",
@@ -225,47 +221,6 @@ def _own_structure(entries: Entries) -> dict[str, Any] | None:
     known = structure.get("values")
     kinds = {name: known[old] for name, old in entries.source_names.items() if known and old in known}
     return {"version": 1, "containers": containers, "values": kinds}
-
-
-# -- where the bytes come from -------------------------------------------------------------------------------
-
-
-def copy_sources(engine: ReadEngine, layout: TargetLayout) -> list[list[SourceBox]]:
-    """The parts of each copy, with their places in the source's files.
-
-    Opens the records of foreign formats whose payloads' places are not known. PlanError for tensors of which
-    elements are not stored.
-    """
-    index, copies = engine.index, layout.copies
-    rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
-    names = [index.fqns[row] for row in rows.tolist()]
-    shapes = [index.shape(row) for row in rows.tolist()]
-    plan = plan_load(
-        index,
-        WantedColumns(
-            fqns=names,
-            dtype_codes=index.dtype_codes[rows],
-            shape_start=starts([len(shape) for shape in shapes]),
-            shape_values=np.array([size for shape in shapes for size in shape], np.int64),
-            box_tensors=tensor_of.astype(np.int64),
-            box_offsets=copies.box_offsets,
-            box_sizes=copies.box_sizes,
-            box_local_offsets=np.zeros(len(copies.box_offsets), np.int64),
-            box_dests=np.arange(len(copies), dtype=np.int64),
-        ),
-    )
-    engine.resolve(np.unique(plan.chunks).tolist())
-    offsets, order = item_view(engine.payloads.offsets), engine.payloads.order
-    found: list[list[SourceBox]] = [[] for _ in range(len(copies))]
-    bounds = plan.box_start.tolist()
-    at, target, lengths = plan.storage_offsets.tolist(), plan.dest_offsets.tolist(), plan.lengths.tolist()
-    for number, (chunk, copy) in enumerate(zip(plan.chunks.tolist(), plan.dests.tolist(), strict=True)):
-        part = slice(bounds[number], bounds[number + 1])
-        box = source_box(
-            index, offsets, chunk, tuple(at[part]), tuple(lengths[part]), tuple(target[part]), order(chunk)
-        )
-        found[copy].append(box)
-    return found
 
 
 # -- identity ------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dcp.conversion.checks import SourceChecks, TargetChecksums
 from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.executors import open_executor
@@ -19,13 +21,13 @@ from dcp.conversion.layout import TargetLayout
 from dcp.conversion.plan import (
     LayoutOptions,
     SourceChangedError,
-    copy_sources,
     fingerprint,
     plan_layout,
     with_save_id,
 )
 from dcp.conversion.publish import Publisher, publisher_of
 from dcp.conversion.report import ConversionReport
+from dcp.conversion.sources import SourceColumns, copy_sources
 from dcp.conversion.targets.dcp import Chunks
 from dcp.conversion.targets.places import Format, Place, place_of
 from dcp.conversion.tasks import Job, Task, TaskResult, close_all, make_tasks, run_task
@@ -211,9 +213,9 @@ class _Work:
         engine, by_file = self.engine, self.place.path is None
         return fingerprint(engine.store, engine.index, self._planned, self.to, by_file=by_file)
 
-    def plan(self, sources: Any) -> None:
+    def plan(self, sources: SourceColumns) -> None:
         """Cut the work into tasks."""
-        self._chunks = sorted({box.chunk for boxes in sources for box in boxes})
+        self._chunks = np.unique(sources.chunks).tolist()
         self._tasks = make_tasks(self.engine.index, self.layout, sources, by_file=self.place.path is None)
         self._checks = SourceChecks(self.engine)
         self._checksums = TargetChecksums(self.layout.copies)

@@ -18,6 +18,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Final, Self
 
+import numpy as np
+
 from dcp.conversion.checks import SourceChecks, TargetChecksums
 from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.extras import with_extras
@@ -27,11 +29,11 @@ from dcp.conversion.plan import (
     LayoutOptions,
     Planned,
     SourceChangedError,
-    copy_sources,
     fingerprint,
     plan_layout,
 )
 from dcp.conversion.report import ConversionReport
+from dcp.conversion.sources import copy_sources
 from dcp.conversion.staged_targets import save_id_of, staged_target
 from dcp.conversion.targets.places import Place
 from dcp.conversion.tasks import Task, TaskResult, carry_out, make_tasks
@@ -172,7 +174,7 @@ class StagedConversion:
         return _Layout(
             planned,
             make_tasks(engine.index, planned.layout, sources, by_file=by_file),
-            sorted({box.chunk for boxes in sources for box in boxes}),
+            np.unique(sources.chunks).tolist(),
             mark,
         )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dcp.conversion.gather import Fragment, Gatherer
-from dcp.conversion.pieces import SourceBox
 from dcp.conversion.tasks import Task, TaskResult, _Runner
 from dcp.storage.stores.base import Store
 
-__all__ = ["StretchReader", "is_sequential"]
+__all__ = ["StretchReader"]
 
 
 class StretchReader:
@@ -38,10 +37,3 @@ class StretchReader:
         """Checksums of what was read since the last call; nobody else needs them."""
         found, self._gatherer.sources = self._gatherer.sources, []
         return found
-
-
-def is_sequential(source: SourceBox) -> bool:
-    """Whether rows of a copy follow one another in the stored payload, so that a range of the copy is a few
-    ranges of the payload."""
-    strides = [step for step, n in zip(source.strides, source.lengths, strict=True) if n > 1]
-    return strides == sorted(strides, reverse=True)

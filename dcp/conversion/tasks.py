@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgpack
 import numpy as np
@@ -22,6 +22,7 @@ from dcp.conversion.gather import Fragment, Gatherer, Wanted
 from dcp.conversion.layout import Hole, TargetLayout
 from dcp.conversion.pieces import SourceBox
 from dcp.conversion.sinks import FileSink, Sink, StreamSink
+from dcp.conversion.sources import SourceColumns, TaskCopies, TaskCopy, source_files
 from dcp.storage.engine.boxes import c_strides
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
@@ -34,13 +35,11 @@ __all__ = [
     "TASK_BYTES",
     "Job",
     "Task",
-    "TaskCopy",
     "TaskResult",
     "carry_out",
     "close_all",
     "make_tasks",
     "run_task",
-    "source_box",
 ]
 
 TASK_BYTES: Final = 64 << 20
@@ -62,18 +61,6 @@ class Job:
     replace: bool
 
 
-class TaskCopy(NamedTuple):
-    """A copy of the layout: ``size_bytes`` from ``begin`` of the target file on."""
-
-    copy: int
-    begin: int
-    size_bytes: int
-    shape: tuple[int, ...]
-    source_code: int
-    target_code: int
-    sources: tuple[SourceBox, ...]
-
-
 @dataclass(frozen=True)
 class Task:
     """Bytes ``begin`` to ``end`` of the target file ``name``, of ``file_bytes``.
@@ -89,7 +76,7 @@ class Task:
     begin: int
     end: int
     literals: tuple[tuple[int, bytes], ...]
-    copies: tuple[TaskCopy, ...]
+    copies: TaskCopies
     source_files: dict[int, tuple[str, int]]
     holes: tuple[Hole, ...] = ()
 
@@ -127,91 +114,39 @@ class TaskResult:
 
 
 def make_tasks(
-    index: CheckpointIndex, layout: TargetLayout, sources: Sequence[Sequence[SourceBox]], *, by_file: bool
+    index: CheckpointIndex, layout: TargetLayout, sources: SourceColumns, *, by_file: bool
 ) -> list[Task]:
-    """The tasks of a layout; ``sources`` are the parts of each copy. ``by_file``: one for each file."""
+    """The tasks of a layout; ``sources`` are the parts of its copies. ``by_file``: one for each file."""
     tasks: list[Task] = []
     copies = layout.copies
-    source_codes = index.dtype_codes[copies.tensors].tolist()
+    source_codes = index.dtype_codes[copies.tensors].astype(np.int64)
+    literals_of: list[list[tuple[int, bytes]]] = [[] for _ in layout.file_names]
+    for file, offset, data in layout.literals:
+        literals_of[file].append((offset, data))
     for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
-        literals = sorted(
-            (literal.offset, literal.data) for literal in layout.literals if literal.file == file
-        )
-        rows = np.flatnonzero(copies.files == file)
-        rows = rows[np.lexsort((copies.size_bytes[rows], copies.offsets[rows]))]
+        literals = sorted(literals_of[file])
+        rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
+        rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
         begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
         starts = [offset for offset, _ in literals]
         stops = [offset + len(data) for offset, data in literals]
+        holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
         cuts = [0, size] if by_file else [*range(0, size, TASK_BYTES), size]
         for begin, end in pairwise(cuts):
-            chosen = rows[
-                np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")
-            ].tolist()
-            own = [
-                TaskCopy(
-                    row,
-                    int(copies.offsets[row]),
-                    int(copies.size_bytes[row]),
-                    copies.sizes(row),
-                    source_codes[row],
-                    int(copies.dtype_codes[row]),
-                    tuple(sources[row]),
-                )
-                for row in chosen
-                if copies.size_bytes[row]
-            ]
+            chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
+            own = TaskCopies.of(copies, chosen, source_codes, sources)
             first, last = np.searchsorted(stops, begin, "right"), np.searchsorted(starts, end, "left")
             parts = tuple(
                 _clipped(offset, data, begin, end) for offset, data in literals[int(first) : int(last)]
             )
-            needed = {box.file for copy in own for box in copy.sources}
-            files = {number: (index.files[number], int(index.file_sizes[number])) for number in needed}
-            holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
-            tasks.append(Task(len(tasks), name, size, begin, end, parts, tuple(own), files, holes))
+            files = source_files(index, own.sources)
+            tasks.append(Task(len(tasks), name, size, begin, end, parts, own, files, holes))
     return tasks
 
 
 def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes]:
     first = max(begin, offset)
     return first, data[first - offset : min(end, offset + len(data)) - offset]
-
-
-def source_box(
-    index: CheckpointIndex,
-    offsets: memoryview[int],
-    chunk: int,
-    at: tuple[int, ...],
-    lengths: tuple[int, ...],
-    target: tuple[int, ...],
-    order: tuple[int, ...] | None,
-) -> SourceBox:
-    """The box ``at``/``lengths`` of a chunk, at ``target`` of a copy, with its place in the stored payload.
-
-    ``offsets`` are the payloads' places in their files; ``order`` says how dimensions are stored, if not in C
-    order.
-    """
-    sizes = index.box(chunk)[1]
-    itemsize = int(index.itemsizes[int(index.chunk_tensors[chunk])])
-    own = index.payload_strides.get(chunk)
-    if own is not None:
-        strides = tuple(stride * itemsize for stride in own)
-    elif order is not None:
-        stored = c_strides([sizes[d] for d in order], itemsize)
-        by_dimension = dict(zip(order, stored, strict=True))
-        strides = tuple(by_dimension[d] for d in range(len(sizes)))
-    else:
-        strides = c_strides(sizes, itemsize)
-    begin = sum(o * s for o, s in zip(at, strides, strict=True))
-    return SourceBox(
-        chunk,
-        int(index.chunk_files[chunk]),
-        offsets[chunk],
-        int(index.payload_lengths[chunk]),
-        target,
-        lengths,
-        begin,
-        strides,
-    )
 
 
 # -- running them --------------------------------------------------------------------------------------------
@@ -298,7 +233,7 @@ class _Runner:
         self._task = task
         self._gatherer = gatherer
         self._result = result
-        self._literal = self._copy = 0
+        self._literal = 0
         self._holes = sorted(task.holes, key=lambda hole: hole.offset)
         self._hole = 0
         self._indexed = [0, 0]
@@ -318,7 +253,7 @@ class _Runner:
     def _assemble(self, buffer: memoryview, begin: int, end: int) -> None:
         later: list[Callable[[], None]] = []
         wanted: list[Wanted] = []
-        for copy in self._copies(begin, end):
+        for copy in self._task.copies.between(begin, end):
             self._want(copy, buffer, begin, end, wanted, later)
         for offset, data in self._literals(begin, end):
             first, last = max(begin, offset), min(end, offset + len(data))
@@ -328,15 +263,6 @@ class _Runner:
             action()
         if self._holes:
             self._fill_holes(buffer, begin, end)
-
-    def _copies(self, begin: int, end: int) -> Iterator[TaskCopy]:
-        copies = self._task.copies
-        while self._copy < len(copies) and copies[self._copy].begin + copies[self._copy].size_bytes <= begin:
-            self._copy += 1
-        place = self._copy
-        while place < len(copies) and copies[place].begin < end:
-            yield copies[place]
-            place += 1
 
     def _literals(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         literals = self._task.literals

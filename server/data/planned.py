@@ -17,8 +17,8 @@ import numpy as np
 from dcp.conversion.checks import SourceChecks
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.pieces import range_boxes
-from dcp.conversion.plan import copy_sources
-from dcp.conversion.stretches import StretchReader, is_sequential
+from dcp.conversion.sources import copy_sources
+from dcp.conversion.stretches import StretchReader
 from dcp.conversion.tasks import Task, make_tasks
 from dcp.elements import Array
 from dcp.server.data import bodies
@@ -77,14 +77,13 @@ class PlannedBody(Body):
         if self._plan is None:
             sources = copy_sources(engine, self._layout)
             (task,) = make_tasks(self._index, self._layout, sources, by_file=True)
-            boxes = [box for boxes in sources for box in boxes]
-            in_order = all(map(is_sequential, boxes))
+            in_order = sources.is_sequential
             part_bytes = bodies.part_bytes_of(self._store)
             self._plan = _Plan(
                 task,
                 can_seek=in_order and not self._layout.holes,
                 stretch_bytes=part_bytes if in_order else _TURNED_PART_BYTES,
-                chunks=sorted({box.chunk for box in boxes}),
+                chunks=np.unique(sources.chunks).tolist(),
             )
         else:
             engine.resolve(self._plan.chunks)
