@@ -114,7 +114,7 @@ def _middleware(service: Service) -> list[Middleware]:
     settings = service.settings
     stack = [
         Middleware(RequestMiddleware),
-        Middleware(HostMiddleware, allowed=settings.allowed_hosts),
+        Middleware(HostMiddleware, allowed=settings.allowed_hosts, is_keyless=settings.auth == "off"),
         Middleware(AuthenticationMiddleware, service=service),
         Middleware(LimitMiddleware, max_body_bytes=settings.max_body_bytes, seconds=settings.request_seconds),
         Middleware(IdempotencyMiddleware, service=service),

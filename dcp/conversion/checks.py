@@ -73,7 +73,7 @@ class SourceChecks:
     def __init__(self, engine: ReadEngine) -> None:
         self._engine = engine
         self._blocks = _Blocks()
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[int] = set()  # as `_number`: there may be millions
         self._lock = threading.Lock()
         self.stats = ReadStats()
 
@@ -83,11 +83,11 @@ class SourceChecks:
         with self._lock:
             for fragment in fragments:
                 block = fragment.begin // BLOCK_BYTES
-                if (fragment.owner, block) in self._seen:
+                if _number(fragment.owner, block) in self._seen:
                     continue
                 crc = self._blocks.add(fragment, int(lengths[fragment.owner]))
                 if crc is not None:
-                    self._seen.add((fragment.owner, block))
+                    self._seen.add(_number(fragment.owner, block))
                     self._engine.check_block(self.stats, fragment.owner, block, crc)
 
     def finish(self, chunks: Iterable[int]) -> None:
@@ -110,7 +110,7 @@ class SourceChecks:
     def _finish_chunk(self, chunk: int) -> None:
         engine = self._engine
         size = int(engine.payload_lengths[chunk])
-        left = [n for n in range(-(-size // BLOCK_BYTES)) if (chunk, n) not in self._seen]
+        left = [n for n in range(-(-size // BLOCK_BYTES)) if _number(chunk, n) not in self._seen]
         if not left:
             return
         for block in left:
@@ -121,6 +121,10 @@ class SourceChecks:
         handle, origin = engine.locate(chunk)
         size = min(BLOCK_BYTES, int(engine.payload_lengths[chunk]) - begin)
         engine.check_block(self.stats, chunk, block, crc32(handle.pread(size, origin + begin)))
+
+
+def _number(chunk: int, block: int) -> int:
+    return chunk << 32 | block
 
 
 class TargetChecksums:

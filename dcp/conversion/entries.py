@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcp.conversion.casting import CASTABLE, check_castable
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
@@ -62,7 +64,12 @@ class Entries:
 
     def shape(self, entry: Entry) -> tuple[int, ...]:
         """Shape of an entry's tensor."""
-        return self.index.shape(entry.tensor)
+        return self._shapes[entry.tensor]
+
+    @cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
+        return [tuple(values[begin:end]) for begin, end in pairwise(bounds)]
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -82,6 +89,7 @@ class Entries:
         return any(new != old for new, old in self.source_names.items())
 
 
+@garbage_collection_paused()
 def choose_entries(
     index: CheckpointIndex,
     *,
@@ -105,12 +113,13 @@ def choose_entries(
     cast = _Casts(dtype)
     tensors: list[Entry] = []
     first: dict[tuple[Any, ...], int] = {}
-    for row, name in enumerate(index.fqns):
-        if name not in new_names:
+    may_be_tied = _may_be_tied(index)
+    for row, (name, code) in enumerate(zip(index.fqns, index.dtype_codes.tolist(), strict=True)):
+        new = new_names.get(name)
+        if new is None:
             continue
-        new, code = new_names[name], cast.code(name, int(index.dtype_codes[row]))
-        number = len(tensors)
-        tied_to = first.setdefault((code, *_identity(index, row)), number)
+        code, number = cast.code(name, code), len(tensors)
+        tied_to = first.setdefault((code, *_identity(index, row)), number) if row in may_be_tied else number
         tensors.append(Entry(row, new, _path(name, new, paths.get(name)), code, tied_to))
     values = [
         Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
@@ -191,6 +200,19 @@ def _path(name: str, new: str, path: Path | None) -> Path:
     if isinstance(path[kept], int) and rest.isdecimal():
         return (*path[:kept], int(rest))
     return (*path[:kept], rest)
+
+
+def _may_be_tied(index: CheckpointIndex) -> set[int]:
+    """Tensors whose first chunk begins where another one's does."""
+    rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
+    chunks = index.chunk_start[rows]
+    offsets = index.payload_offsets[chunks]
+    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
+    order = np.lexsort((places, index.chunk_files[chunks]))
+    files, places = index.chunk_files[chunks][order], places[order]
+    same = np.zeros(len(rows) + 1, bool)
+    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
+    return set(rows[order][same[1:] | same[:-1]].tolist())
 
 
 def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:

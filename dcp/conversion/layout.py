@@ -7,6 +7,7 @@ CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,9 +77,7 @@ class CopyBuilder:
     ) -> int:
         """Append a copy; returns its number."""
         begin, sizes = box
-        size = dtypes.BY_CODE[dtype_code].itemsize
-        for extent in sizes:
-            size *= extent
+        size = dtypes.BY_CODE[dtype_code].itemsize * math.prod(sizes)
         self.tensors.append(tensor)
         self.ndims.append(len(sizes))
         self.box_offsets += begin

@@ -21,6 +21,7 @@ from dcp.conversion.targets.safetensors import DEFAULT_SHARD_BYTES, safetensors_
 from dcp.conversion.targets.torch_save import torch_layout
 from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES
 from dcp.conversion.values import SourceValues, torch_allows
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, PlanError
 from dcp.storage.formats.checksums import crc32
@@ -70,6 +71,7 @@ class Planned:
     dropped: tuple[str, ...]
 
 
+@garbage_collection_paused()
 def plan_layout(
     entries: Entries, engine: ReadEngine, place: Place, options: LayoutOptions, save_id: str
 ) -> Planned:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -84,6 +85,10 @@ class SourceColumns:
         for begin, end in pairwise(bounds):
             yield tuple(found[begin - bounds[0] : end - bounds[0]])
 
+    def chunks_of(self, first: int, last: int) -> Int64:
+        """The chunks of the copies ``first`` to ``last``."""
+        return np.unique(self.chunks[self.start[first] : self.start[last]])
+
     @property
     def is_sequential(self) -> bool:
         """Whether rows of each copy follow one another in the stored payloads, so that a range of a copy is a
@@ -132,11 +137,25 @@ class TaskCopies:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def rows_between(self, begin: int, end: int) -> tuple[int, int]:
+        """The first and the one behind the last that reach into bytes ``begin`` to ``end`` of the file."""
+        first = int(np.searchsorted(self._ends, begin, "right"))
+        return first, max(first, int(np.searchsorted(self.begins, end, "left")))
+
+    @cached_property
+    def _ends(self) -> Int64:
+        return self.begins + self.size_bytes
+
+    def end_of(self, begin: int, count: int) -> int | None:
+        """Where the stretch from byte ``begin`` on ends that ``count`` copies reach into; None if that is all
+        there are."""
+        last = self.rows_between(begin, begin)[0] + count
+        return int(self.begins[last]) if last < len(self) else None
+
     def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
         """Those that reach into bytes ``begin`` to ``end`` of the file, in order."""
-        first = int(np.searchsorted(self.begins + self.size_bytes, begin, "right"))
-        last = int(np.searchsorted(self.begins, end, "left"))
-        if first >= last:
+        first, last = self.rows_between(begin, end)
+        if first == last:
             return
         bounds = self.shape_start[first : last + 1].tolist()
         shapes = self.shapes[bounds[0] : bounds[-1]].tolist()

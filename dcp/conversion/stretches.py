@@ -17,7 +17,9 @@ class StretchReader:
         self._end = task.end
         self._gatherer = Gatherer(store, verify=verify)
         self._gatherer.begin(task.source_files)
-        self._runner = _Runner(task, self._gatherer, TaskResult(task.number))
+        self._has_holes = bool(task.holes)
+        self._result = TaskResult(task.number)
+        self._runner = _Runner(task, self._gatherer, self._result)
 
     def __enter__(self) -> StretchReader:
         return self
@@ -32,6 +34,9 @@ class StretchReader:
             raise ValueError(f"byte {end} is behind the end of the task, {self._end}")
         self._runner._assemble(buffer, self.position, end)
         self.position = end
+        if not self._has_holes:  # then nobody asks for the checksums of what was made
+            self._gatherer.targets.clear()
+            self._result.targets.clear()
 
     def take_sources(self) -> list[Fragment]:
         """Checksums of what was read since the last call; nobody else needs them."""

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.context import Service
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
+from dcp.server.data.plans import Plans
 from dcp.server.data.responses import Streams
 from dcp.server.dependencies import ServiceDep
 from dcp.server.problems import ConflictError, GoneError
@@ -55,6 +56,7 @@ class DataAccess:
         self._service = service
         self.checkpoints = OpenCheckpoints()
         self.streams = Streams(service.settings.max_downloads)
+        self.plans = Plans()
 
     def row(self, checkpoint_id: int, caller: Principal) -> CheckpointDetail:
         """The checkpoint as the catalog has it. Raises MissingError."""

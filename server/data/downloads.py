@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
+from dcp.server.data.responses import SMALL_BYTES
 from dcp.version import __version__
 
 __all__ = [
@@ -15,11 +17,13 @@ __all__ = [
     "Planned",
     "download_etag",
     "download_name",
+    "is_small_download",
     "plan_download",
 ]
 
 DownloadFormat = Literal["safetensors", "torch"]
 
+_SMALL_ENTRIES: Final = 1_000
 _SUFFIXES: Final = {"safetensors": ".safetensors", "torch": ".pt"}
 
 
@@ -37,10 +41,13 @@ class DownloadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """``dropped`` names values that are not in it."""
+    """A file to be made of ``source``. ``dropped`` names values that are not in it; ``held_bytes`` is about
+    what both take."""
 
+    source: OpenCheckpoint
     body: Body
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[str, ...]
+    held_bytes: int
 
 
 def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
@@ -56,8 +63,17 @@ def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
     return f"{stem}{_SUFFIXES[options.to]}"
 
 
-def plan_download(opened: OpenCheckpoint, options: DownloadOptions) -> Planned:
-    """The file that ``options`` make of the checkpoint.
+def is_small_download(opened: OpenCheckpoint) -> bool:
+    """Whether planning and sending all of it is a matter of milliseconds."""
+    index = opened.index
+    entries = index.tensor_count + len(index.objects)
+    return entries <= _SMALL_ENTRIES and index.tensor_bytes <= SMALL_BYTES // 4  # a cast may make it larger
+
+
+def plan_download(
+    opened: OpenCheckpoint, options: DownloadOptions, check: Callable[[], None] = lambda: None
+) -> Planned:
+    """The file that ``options`` make of the checkpoint. ``check`` is called between steps, to give up.
 
     Raises PlanError for what such a file cannot hold, and for globs that match nothing.
     """
@@ -69,11 +85,15 @@ def plan_download(opened: OpenCheckpoint, options: DownloadOptions) -> Planned:
     from dcp.storage.engine.read import ReadEngine
 
     store, index = opened.store, opened.whole_index
+    check()
     only, exclude = list(options.only) or None, list(options.exclude) or None
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
+    check()
     place = Place(store.url, store, f"download{_SUFFIXES[options.to]}", None)
     with ReadEngine(store, index, verify="blocks") as engine:
         layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
         planned = plan_layout(entries, engine, place, layout_options, save_id="")
-    planned.layout.check()
-    return Planned(PlannedBody(store, index, planned.layout), planned.dropped)
+        check()
+        planned.layout.check()
+        body = PlannedBody(engine, planned.layout)
+    return Planned(opened, body, planned.dropped, opened.held_bytes + body.held_bytes)

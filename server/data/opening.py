@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakValueDictionary
 
+from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
@@ -20,8 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenCheckpoint", "OpenCheckpoints"]
 
-_KEPT_BYTES: Final = 24 << 20
+_KEPT_BYTES: Final = 64 << 20
 _KEPT: Final = 16
+_LARGE_BYTES: Final = 4 << 20
+_MAX_WAITING: Final = 24
+"""Of the threads that answer; the others are for whoever asks for something else."""
+
+_NAME_BYTES: Final = 400
+"""Of a name as text, its place in a dict, and its path, which is a tuple of texts."""
 _MOVING: Final = frozenset({"notes.msgpack"})
 """Files of a checkpoint that change without its data."""
 
@@ -38,6 +47,11 @@ class OpenCheckpoint:
     stamp: str
 
     @cached_property
+    def held_bytes(self) -> int:
+        """About how much memory the index takes."""
+        return _size_bytes(self.index)
+
+    @cached_property
     def whole_index(self) -> CheckpointIndex:
         """The index with what a conversion to safetensors has kept in a file's metadata; tensors noted there
         as tied are compared, once. Raises errors of the formats and the storage."""
@@ -52,45 +66,95 @@ class OpenCheckpoint:
 
 
 class OpenCheckpoints:
-    """Indexes by root and key, the last ones used. Thread-safe; large ones are not kept."""
+    """Indexes by root and key, the last ones used. Thread-safe; large ones are not kept, but shared.
+
+    Each is read once, however many ask for it; those with large indexes one at a time, because what is made
+    of them takes ten times the memory.
+    """
 
     def __init__(self, *, kept_bytes: int = _KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[OpenCheckpoint, int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], OpenCheckpoint] = OrderedDict()
+        self._in_use: WeakValueDictionary[tuple[str, str], OpenCheckpoint] = WeakValueDictionary()
+        self._opening: dict[tuple[str, str, str], Future[OpenCheckpoint]] = {}
+        self._waiting = 0
         self._lock = threading.Lock()
+        self._large = threading.Lock()
 
     def open(self, root: Root, key: str) -> OpenCheckpoint:
-        """The checkpoint as it is now. Raises a ProblemError: GoneError if it is not there any more."""
-        from dcp.storage.formats.sources import index_at
-
+        """The checkpoint as it is now. Raises a ProblemError: GoneError if it is not there any more,
+        UnavailableError where very many wait for one."""
         try:
             place = root.place(key)
             stamp = _stamp(place)
-            with self._lock:
-                known = self._kept.get((root.name, key))
-                if known is not None and known[0].stamp == stamp:
-                    self._kept.move_to_end((root.name, key))
-                    return known[0]
-            index = index_at(place)
+            return self._shared(root, key, place, stamp)
         except (CheckpointError, OSError) as error:
             raise root.problem(error, is_known=True) from error
-        opened = OpenCheckpoint(root.name, key, place.store, index, place.file, stamp)
-        self._keep(opened)
-        return opened
+
+    def _shared(self, root: Root, key: str, place: Place, stamp: _Stamp) -> OpenCheckpoint:
+        place_key, mark = (root.name, key), (root.name, key, stamp.text)
+        with self._lock:
+            known = self._kept.get(place_key) or self._in_use.get(place_key)
+            if known is not None and known.stamp == stamp.text:
+                if place_key in self._kept:
+                    self._kept.move_to_end(place_key)
+                return known
+            opening, is_mine = self._opening.get(mark), False
+            if opening is None:
+                opening, is_mine = self._opening.setdefault(mark, Future()), True
+            if stamp.is_large and self._waiting >= _MAX_WAITING:
+                if is_mine:
+                    del self._opening[mark]
+                raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
+            self._waiting += 1
+        try:
+            if is_mine:
+                self._read(root, key, place, stamp, opening)
+            return opening.result()
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _read(
+        self, root: Root, key: str, place: Place, stamp: _Stamp, opening: Future[OpenCheckpoint]
+    ) -> None:
+        from dcp.storage.formats.sources import index_at
+
+        try:
+            with self._large if stamp.is_large else nullcontext():
+                index = index_at(place)
+            opened = OpenCheckpoint(root.name, key, place.store, index, place.file, stamp.text)
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            opening.set_exception(error)
+        else:
+            self._keep(opened)
+            opening.set_result(opened)
+        with self._lock:
+            del self._opening[root.name, key, stamp.text]
 
     def _keep(self, opened: OpenCheckpoint) -> None:
-        size = _size_bytes(opened.index)
         with self._lock:
             self._kept.pop((opened.root, opened.key), None)
-            if size > self._kept_bytes:
+            self._in_use[opened.root, opened.key] = opened
+            if opened.held_bytes > self._kept_bytes:
                 return
-            self._kept[opened.root, opened.key] = opened, size
-            while len(self._kept) > _KEPT or sum(own for _, own in self._kept.values()) > self._kept_bytes:
+            self._kept[opened.root, opened.key] = opened
+            while (
+                len(self._kept) > _KEPT
+                or sum(one.held_bytes for one in self._kept.values()) > self._kept_bytes
+            ):
                 self._kept.popitem(last=False)
 
 
-def _stamp(place: Place) -> str:
+class _Stamp(NamedTuple):
+    text: str
+    is_large: bool
+
+
+def _stamp(place: Place) -> _Stamp:
     """Of all files of the checkpoint: one listing. CheckpointNotFoundError if there is nothing."""
+    from dcp.storage.formats.open import is_commit_object
+
     if place.file is not None:
         info = place.store.stat(place.file)
         listing = [] if info is None else [info]
@@ -105,13 +169,14 @@ def _stamp(place: Place) -> str:
     digest = hashlib.sha256()
     for info in listing:
         digest.update(f"{info.name}\0{info.size_bytes}\0{info.modified_seconds!r}\n".encode())
-    return digest.hexdigest()
+    indexes = sum(info.size_bytes for info in listing if is_commit_object(info.name))
+    return _Stamp(digest.hexdigest(), indexes > _LARGE_BYTES)
 
 
 def _size_bytes(index: CheckpointIndex) -> int:
     import numpy as np
 
-    arrays = [getattr(index, field.name) for field in fields(index)]
-    total = sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
-    total += sum(sys.getsizeof(name) + 100 for name in index.fqns)  # 100: of its place in a dict
-    return total + sum(len(value) for value in index.objects.values) + 200 * len(index.objects)
+    values = vars(index).values()  # not by name: what is decoded when it is asked for stays as it is
+    total = sum(array.nbytes for array in values if isinstance(array, np.ndarray))
+    total += sum(map(len, index.fqns)) + _NAME_BYTES * (len(index.fqns) + len(index.objects))
+    return total + sum(len(value) for value in index.objects.values)

@@ -7,9 +7,10 @@ answer soon after its start.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from dcp.conversion.layout import TargetLayout
 from dcp.conversion.pieces import range_boxes
 from dcp.conversion.sources import copy_sources
 from dcp.conversion.stretches import StretchReader
-from dcp.conversion.tasks import Task, make_tasks
+from dcp.conversion.tasks import make_tasks
 from dcp.elements import Array
 from dcp.server.data import bodies
 from dcp.server.data.bodies import Body, empty_part
@@ -35,69 +36,74 @@ _TURNED_PART_BYTES: Final = 16 << 20
 
 _ARRAY_PART_BYTES: Final = 8 << 20
 
+_LITERAL_BYTES: Final = 150  # of the objects around the bytes
+_HOLE_BYTES: Final = 150
+
+
+_STRETCH_COPIES: Final = 2_048
+"""So many tensors at a time at most: the objects of one take more than a small one's bytes."""
+
+_dense: Final = threading.Semaphore(1)
+"""Of stretches with so many, whose reading is work for the interpreter: others want to be answered, too."""
+
 
 class PlannedBody(Body):
-    """The one file of a conversion's layout, made while it is read."""
+    """The one file of a conversion's layout, made while it is read. May be read by several at once.
 
-    def __init__(self, store: Store, index: CheckpointIndex, layout: TargetLayout) -> None:
+    ``engine`` is of the source, and only needed while this is made. Raises errors of the storage, and of
+    records that are opened to find payloads.
+    """
+
+    def __init__(self, engine: ReadEngine, layout: TargetLayout) -> None:
         (self.size_bytes,) = layout.file_sizes
-        self._store = store
-        self._index = index
-        self._layout = layout
-        self._plan: _Plan | None = None
+        self._store = engine.store
+        self._index = engine.index
+        sources = copy_sources(engine, layout)
+        (self._task,) = make_tasks(self._index, layout, sources, by_file=True)
+        in_order = sources.is_sequential
+        self._can_seek = in_order and not layout.holes
+        self._stretch_bytes = bodies.part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """About how much memory it takes, beside the index."""
+        task = self._task
+        columns = (*vars(task.copies).values(), *vars(task.copies.sources).values())
+        held = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+        held += sum(len(data) + _LITERAL_BYTES for _, data in task.literals)
+        return held + _HOLE_BYTES * len(task.holes)
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
         """Source checksums are compared as soon as a block is complete; what was read of others in part is
         read to its end before the last part is handed out."""
         with ExitStack() as stack:
             engine = stack.enter_context(ReadEngine(self._store, self._index, verify="blocks"))
-            plan = self._planned(engine)
-            first = begin if plan.can_seek else 0
+            first = begin if self._can_seek else 0
+            copies = self._task.copies
+            chunks = copies.sources.chunks_of(*copies.rows_between(first, end))
+            engine.resolve(chunks)
             reader = stack.enter_context(
-                StretchReader(self._store, replace(plan.task, begin=first, end=end), verify=True)
+                StretchReader(self._store, replace(self._task, begin=first, end=end), verify=True)
             )
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
                 # A checksum at the end of a zip needs all before it: then the part before is read, too.
-                stop = end if at >= begin else begin
-                stretch = empty_part(min(plan.stretch_bytes, stop - at))
-                reader.fill(stretch)
-                checks.add(reader.take_sources())
+                stop = min(at + self._stretch_bytes, end if at >= begin else begin)
+                limit = copies.end_of(at, _STRETCH_COPIES)
+                is_dense = limit is not None and at < limit < stop
+                stretch = empty_part((limit if limit is not None and is_dense else stop) - at)
+                with _dense if is_dense else nullcontext():
+                    reader.fill(stretch)
+                    checks.add(reader.take_sources())
                 if reader.position == end:
                     if first == 0 and end == self.size_bytes:
-                        checks.finish(plan.chunks)
+                        checks.finish(chunks.tolist())
                     else:
                         checks.finish_begun()
                 if at >= begin:
                     step = bodies.part_bytes_of(self._store)
                     yield from (stretch[low : low + step] for low in range(0, len(stretch), step))
-
-    def _planned(self, engine: ReadEngine) -> _Plan:
-        if self._plan is None:
-            sources = copy_sources(engine, self._layout)
-            (task,) = make_tasks(self._index, self._layout, sources, by_file=True)
-            in_order = sources.is_sequential
-            part_bytes = bodies.part_bytes_of(self._store)
-            self._plan = _Plan(
-                task,
-                can_seek=in_order and not self._layout.holes,
-                stretch_bytes=part_bytes if in_order else _TURNED_PART_BYTES,
-                chunks=np.unique(sources.chunks).tolist(),
-            )
-        else:
-            engine.resolve(self._plan.chunks)
-        return self._plan
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a file is made; ``chunks`` are all that it is made of, ``stretch_bytes`` what is made at a time."""
-
-    task: Task
-    can_seek: bool
-    stretch_bytes: int
-    chunks: list[int]
 
 
 class ArrayBody(Body):

@@ -12,10 +12,10 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import structlog
@@ -28,9 +28,11 @@ from dcp.server.roots import storage_problem
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
+    "SMALL_BYTES",
     "BodyResponse",
     "BrokenBodyError",
     "ByteRange",
+    "PlannedResponse",
     "Streams",
     "choose_range",
     "disposition",
@@ -44,7 +46,7 @@ CACHE: Final = "private, no-cache"
 STALL_SECONDS: Final = 120.0
 """A client that has taken nothing for so long is gone, or means to hold the place of another."""
 
-_SMALL_BYTES: Final = 4 << 20
+SMALL_BYTES: Final = 4 << 20
 """So little is no download: it holds no place, and waits for no more than a thread."""
 
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
@@ -191,16 +193,30 @@ class BodyResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
         if scope["method"] == "HEAD":
-            await self._start(send)
-            await send({"type": "http.response.body", "body": b""})
+            await self._send_head(send)
             return
-        is_small = self._chosen.end - self._chosen.begin <= _SMALL_BYTES
-        with contextlib.nullcontext() if is_small else self._streams.slot():
+        with contextlib.nullcontext() if self.is_small else self._streams.slot():
             gone = asyncio.ensure_future(_departure(receive))
             try:
                 await self._send_body(scope, send, gone)
             finally:
                 gone.cancel()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is too little to hold the place of a download."""
+        return self._chosen.end - self._chosen.begin <= SMALL_BYTES
+
+    async def answer(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
+        """As ASGI, for who has a place if it needs one, and waits for ``gone``, the client's departure."""
+        if scope["method"] == "HEAD":
+            await self._send_head(send)
+        else:
+            await self._send_body(scope, send, gone)
+
+    async def _send_head(self, send: Send) -> None:
+        await self._start(send)
+        await send({"type": "http.response.body", "body": b""})
 
     async def _start(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -236,6 +252,53 @@ class BodyResponse(Response):
             raise BrokenBodyError("the source cannot be read any further") from error
         finally:
             reader.close()
+
+
+class PlannedResponse(Response):
+    """An answer that is planned first: by one that has a place among the downloads, where ``is_costly``.
+
+    ``plan`` is cancelled if the client goes away.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[], Coroutine[Any, Any, BodyResponse]],
+        streams: Streams,
+        is_costly: Callable[[], bool],
+    ) -> None:
+        super().__init__(None)
+        self._plan = plan
+        self._streams = streams
+        self._is_costly = is_costly
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        with contextlib.ExitStack() as place:
+            has_place = self._is_costly()
+            if has_place:
+                place.enter_context(self._streams.slot())
+            gone = asyncio.ensure_future(_departure(receive))
+            try:
+                response = await _unless(gone, self._plan())
+                if response.is_small or scope["method"] == "HEAD":
+                    place.close()
+                elif not has_place:
+                    place.enter_context(self._streams.slot())
+                await response.answer(scope, send, gone)
+            finally:
+                gone.cancel()
+
+
+async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResponse]) -> BodyResponse:
+    planning = asyncio.ensure_future(plan)
+    try:
+        await asyncio.wait((planning, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not planning.done():
+            planning.cancel()
+    if not planning.done():
+        raise UnavailableError("the client has gone away")
+    return planning.result()
 
 
 class _Reader:

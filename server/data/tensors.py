@@ -18,6 +18,7 @@ from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.data.planned import ArrayBody, PlannedBody
 from dcp.server.data.slices import TensorFormat
 from dcp.server.problems import NotFoundError, UnprocessableError
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.safetensors_writer import HeaderTensor, header_order, safetensors_header
@@ -62,7 +63,8 @@ def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: Ten
         copies.add(row, ((0,) * len(shape), shape), target.code, 0, len(head))
         size = len(head) + math.prod(shape) * target.itemsize
         layout = TargetLayout(["tensor"], [size], [LiteralBytes(0, 0, head)], copies.build())
-        body = PlannedBody(opened.store, index, layout)
+        with ReadEngine(opened.store, index, verify="blocks") as engine:
+            body = PlannedBody(engine, layout)
     else:
         body = ArrayBody(
             opened.store,

@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dcp.server.context import Service
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.handlers import problem_of, problem_response
+from dcp.server.middleware.hosts import API_PREFIX
 from dcp.server.problems import ProblemError, UnauthorizedError, UnavailableError
 from dcp.server.security.keys import KeyRecord
 from dcp.server.security.principal import LOCAL, Principal
 
-__all__ = ["API_PREFIX", "AuthenticationMiddleware"]
+__all__ = ["AuthenticationMiddleware"]
 
-API_PREFIX: Final = "/api/"
 _UNCOUNTED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked by machines, often, and answered from memory or nearly so."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -16,10 +17,18 @@ from dcp.server.data.downloads import (
     DownloadOptions,
     download_etag,
     download_name,
+    is_small_download,
     plan_download,
 )
 from dcp.server.data.files import file_etag, file_of, files_of, presigned_url
-from dcp.server.data.responses import BodyResponse, choose_range, disposition, is_unchanged, not_modified
+from dcp.server.data.responses import (
+    BodyResponse,
+    PlannedResponse,
+    choose_range,
+    disposition,
+    is_unchanged,
+    not_modified,
+)
 from dcp.server.dependencies import Caller, requires
 from dcp.server.schemas.common import IdPath, problems, rfc3339
 from dcp.server.schemas.data import FileAnswer, FileList, binary
@@ -70,16 +79,23 @@ def download(
     checkpoint turns out to be damaged, the connection is closed before the last byte.
     """
     found = data.open(checkpoint_id, caller)
-    etag = download_etag(found.opened, options)
+    opened = found.opened
+    is_small = is_small_download(opened)
+    etag = download_etag(opened, options)
     if is_unchanged(request.headers, etag):
         return not_modified(etag)
-    with found.problems():
-        planned = plan_download(found.opened, options)
-    headers = {"ETag": etag, "Content-Disposition": disposition(download_name(found.opened, options))}
-    if planned.dropped:
-        headers["X-DCP-Dropped"] = str(len(planned.dropped))
-    chosen = choose_range(request.headers, planned.body.size_bytes, etag)
-    return BodyResponse(planned.body, chosen, data.streams, headers=headers, problem=found.root.problem)
+
+    async def plan() -> BodyResponse:
+        with found.problems():
+            make = partial(plan_download, opened, options)
+            planned = await data.plans.get(etag, make, is_small=is_small)
+        headers = {"ETag": etag, "Content-Disposition": disposition(download_name(opened, options))}
+        if planned.dropped:
+            headers["X-DCP-Dropped"] = str(len(planned.dropped))
+        chosen = choose_range(request.headers, planned.body.size_bytes, etag)
+        return BodyResponse(planned.body, chosen, data.streams, headers=headers, problem=found.root.problem)
+
+    return PlannedResponse(plan, data.streams, lambda: not is_small and etag not in data.plans)
 
 
 @router.get("/files", responses=problems(*DATA_PROBLEMS))

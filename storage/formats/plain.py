@@ -95,7 +95,11 @@ class _Encoder:
         else:
             self.packer.pack_array_header(len(value))
         for item in value:
-            self.write(item, depth)
+            if type(item) is str:  # the most there is: names, and parts of paths
+                self._spend(1 + len(item))
+                self.packer.pack(item)
+            else:
+                self.write(item, depth)
 
     def _write_int(self, value: int) -> None:
         if _SMALLEST_INT <= value <= _LARGEST_INT:

@@ -11,6 +11,7 @@ import binascii
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple
 
 from dcp.storage.errors import CheckpointFormatError, PlanError
@@ -40,6 +41,9 @@ _RANK: Final = {
 }
 
 
+_CODES: Final = {code: dtypes.BY_CODE[code].safetensors for code in _RANK}
+
+
 class HeaderTensor(NamedTuple):
     """A tensor to be described."""
 
@@ -66,9 +70,8 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
             "convert to "
             "another format"
         )
-    return sorted(
-        range(len(tensors)), key=lambda row: (_RANK[tensors[row].dtype_code], tensors[row].name.encode())
-    )
+    keys = [(_RANK[tensor.dtype_code], tensor.name.encode()) for tensor in tensors]
+    return sorted(range(len(tensors)), key=keys.__getitem__)
 
 
 def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str]) -> bytes:
@@ -76,16 +79,17 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
 
     PlanError if it would be larger than readers accept.
     """
-    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    items = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
     position = 0
-    for tensor in tensors:
-        document[tensor.name] = {
-            "dtype": dtypes.BY_CODE[tensor.dtype_code].safetensors,
-            "shape": list(tensor.sizes),
-            "data_offsets": [position, position + tensor.size_bytes],
-        }
-        position += tensor.size_bytes
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    # Written by hand, because there may be millions, and as one document they would be as many dicts.
+    for name, dtype_code, sizes, size_bytes in tensors:
+        end = position + size_bytes
+        items.append(
+            f'{encode_basestring(name)}:{{"dtype":"{_CODES[dtype_code]}",'
+            f'"shape":[{",".join(map(str, sizes))}],"data_offsets":[{position},{end}]}}'
+        )
+        position = end
+    text = f"{{{','.join(items)}}}".encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise PlanError(
@@ -94,6 +98,10 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
             "make smaller shards"
         )
     return len(text).to_bytes(8, "little") + text
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def encode_extras(extras: Mapping[str, Any]) -> str:
@@ -124,4 +132,4 @@ def decode_extras(text: str) -> dict[str, Any]:
 
 
 def _is_text(name: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in name)
+    return name.isascii() or not any("\ud800" <= char <= "\udfff" for char in name)

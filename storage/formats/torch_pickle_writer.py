@@ -10,6 +10,7 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from dcp.storage.errors import PlanError
@@ -65,7 +66,8 @@ def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> by
     """The pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
     None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
     devices as `Dtype` and `DevicePickle`, and what is harmless (`python_values`). ``keys`` names the
-    storages of every `StoredTensor` in it. PlanError for anything else."""
+    storages of every `StoredTensor` in it, and anew those of `TensorRef`s that it has. PlanError
+    for anything else."""
     writer = _Writer(keys or {})
     writer.write(value, 0)
     return b"\x80\x02" + b"".join(writer.parts) + b"."
@@ -81,9 +83,10 @@ class _Writer:
         if atom is not None:
             self.parts.append(atom(value))
         elif type(value) is TensorRef:
-            self.parts.append(_tensor(value))
+            self.parts.append(_tensor(value, self._keys.get(value.key, value.key)))
         elif type(value) is StoredTensor:
-            self.parts.append(_tensor(value.ref(self._keys[value])))
+            key = self._keys[value]
+            self.parts.append(_tensor(value.ref(key), key))
         elif type(value) is dtypes.Dtype:
             self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
         elif type(value) is DevicePickle:
@@ -200,30 +203,30 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _tensor(tensor: TensorRef) -> bytes:
-    dtype = dtypes.BY_CODE[tensor.dtype_code]
+def _tensor(tensor: TensorRef, key: str) -> bytes:
+    facts = tensor.dtype_code, tensor.storage_elements, tensor.sizes
+    before, after = _tensor_parts(*facts, tensor.requires_grad, tensor.is_parameter)
+    return before + _text(key) + after
+
+
+@lru_cache(maxsize=256)
+def _tensor_parts(
+    dtype_code: int, storage_elements: int, sizes: tuple[int, ...], requires_grad: bool, is_parameter: bool
+) -> tuple[bytes, bytes]:
+    """What stands before and after the key of a storage: a checkpoint has many tensors of few shapes."""
+    dtype = dtypes.BY_CODE[dtype_code]
     if dtype.storage_class is None:
         rebuild, storage, unit = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
         last = b"ctorch\n" + dtype.name.encode() + b"\n"
     else:
         rebuild, unit, last = b"_rebuild_tensor_v2", 1, b""
         storage = b"ctorch\n" + dtype.storage_class.encode() + b"\n"
-    storage_id = b"(" + _text("storage") + storage + _text(tensor.key) + _text("cpu")
-    storage_id += _integer(tensor.storage_elements * unit) + b"tQ"
-    geometry = b"K\0" + _numbers(tensor.sizes) + _numbers(_strides(tensor.sizes))
-    grad = b"\x88" if tensor.requires_grad else b"\x89"
-    plain_grad = b"\x89" if tensor.is_parameter else grad
-    data = (
-        b"ctorch._utils\n"
-        + rebuild
-        + b"\n("
-        + storage_id
-        + geometry
-        + plain_grad
-        + _EMPTY_ORDERED
-        + last
-        + b"tR"
-    )
-    if not tensor.is_parameter:
-        return data
-    return b"ctorch._utils\n_rebuild_parameter\n(" + data + grad + _EMPTY_ORDERED + b"tR"
+    before = b"ctorch._utils\n" + rebuild + b"\n((" + _text("storage") + storage
+    geometry = b"K\0" + _numbers(sizes) + _numbers(_strides(sizes))
+    grad = b"\x88" if requires_grad else b"\x89"
+    after = _text("cpu") + _integer(storage_elements * unit) + b"tQ" + geometry
+    after += (b"\x89" if is_parameter else grad) + _EMPTY_ORDERED + last + b"tR"
+    if is_parameter:
+        before = b"ctorch._utils\n_rebuild_parameter\n(" + before
+        after += grad + _EMPTY_ORDERED + b"tR"
+    return before, after

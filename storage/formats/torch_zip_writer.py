@@ -63,6 +63,9 @@ class ZipLayout:
         self.size_bytes = 0
         self._folder = folder
         self._entries: list[_Entry] = []
+        self._part_begin = 0
+        self._pieces: list[bytes] = []
+        self._holes: list[tuple[int, int]] = []
 
     def add(self, name: str, data: bytes) -> None:
         """An entry whose contents are ``data``."""
@@ -76,8 +79,9 @@ class ZipLayout:
         ``key`` (not negative) names it in the parts' ``crc_holes``.
         """
         self._begin(name, size, 0, key)
+        self._close_part()
         offset = self.size_bytes
-        self.size_bytes += size
+        self.size_bytes = self._part_begin = offset + size
         self._end_entry(size, 0, key)
         return offset
 
@@ -98,10 +102,19 @@ class ZipLayout:
             b"PK\5\6", 0, 0, short_count, short_count, min(size, _UNSET_32), min(begin, _UNSET_32), 0
         )
         self._put(bytes(directory), tuple(holes))
+        self._close_part()
 
     def _put(self, data: bytes, holes: tuple[tuple[int, int], ...] = ()) -> None:
-        self.parts.append(ZipPart(self.size_bytes, data, holes))
+        at = self.size_bytes - self._part_begin
+        self._holes += [(key, at + place) for key, place in holes] if holes else ()
+        self._pieces.append(data)
         self.size_bytes += len(data)
+
+    def _close_part(self) -> None:
+        """What was put since the last reserved entry is one part."""
+        if self._pieces:
+            self.parts.append(ZipPart(self._part_begin, b"".join(self._pieces), tuple(self._holes)))
+            self._pieces, self._holes = [], []
 
     def _begin(self, name: str, size: int, crc: int, key: int) -> None:
         encoded = f"{self._folder}/{name}".encode()

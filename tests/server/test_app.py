@@ -116,6 +116,25 @@ def test_hosts(sqlite_app: App) -> None:
         answer = client.get("/healthz", headers={"Host": host})
         assert answer.status_code == 421, host
         assert answer.headers["content-type"] == "application/problem+json"
+    for host in ("x@evil.example", "127.0.0.1:80@evil.example", "localhost:x", "localhost/", "[::1]x"):
+        assert client.get("/healthz", headers={"Host": host}).status_code == 400, host
+
+
+def test_pages_of_other_sites_read_nothing_without_keys(tmp_path: Path) -> None:
+    """An image on another site's page has no download made; links lead to pages, and other clients ask."""
+    url = f"{API}/checkpoints/1/download"
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, auth="off") as app:
+        client = app.client()
+        for site in ("cross-site", "same-site"):
+            image = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+            link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+            frame = link | {"Sec-Fetch-Dest": "iframe"}
+            assert client.get(url, headers=image).status_code == 403
+            assert client.get(url, headers=link).status_code == 403
+            assert client.get("/docs", headers=frame).status_code == 403
+            assert client.get("/docs", headers=link).status_code == 200
+        for own in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
+            assert client.get(url, headers=own).status_code == 404
 
 
 def test_pages_of_other_sites(sqlite_app: App) -> None:

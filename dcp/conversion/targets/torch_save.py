@@ -48,12 +48,11 @@ def torch_layout(
     contents |= {value.fqn: content for value, content in values}
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
     # Storages are numbered as torch.load comes across them: it may compute their places from that.
-    keys: dict[int | StoredTensor, str] = {}
-    for ref in _refs(build(paths, contents)):
-        keys.setdefault(ref if isinstance(ref, StoredTensor) else int(ref.key), str(len(keys)))
-    for number, entry in enumerate(entries.tensors):
-        contents[entry.fqn] = _ref(entries, number, keys[entry.tied_to])
-    pickled = encode_torch_pickle(build(paths, contents), keys)
+    keys: dict[str | StoredTensor, str] = {}
+    nested = build(paths, contents)
+    for ref in _refs(nested):
+        keys.setdefault(ref if isinstance(ref, StoredTensor) else ref.key, str(len(keys)))
+    pickled = encode_torch_pickle(nested, keys)
     _check_readable(len(keys), len(pickled))
     archive = ZipLayout(_FOLDER)
     archive.add("data.pkl", pickled)
@@ -66,11 +65,11 @@ def torch_layout(
         if isinstance(storage, StoredTensor):
             archive.add(f"data/{key}", storage.data)
             continue
-        entry = entries.tensors[storage]
+        entry = entries.tensors[int(storage)]
         sizes = entries.shape(entry)
         size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
-        copy_of[storage] = len(copies.tensors)
-        offset = archive.reserve(f"data/{key}", size, copy_of[storage])
+        copy_of[int(storage)] = len(copies.tensors)
+        offset = archive.reserve(f"data/{key}", size, len(copies.tensors))
         copies.add(entry.tensor, ((0,) * len(sizes), sizes), entry.dtype_code, 0, offset)
     tensor_copies = {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
     archive.add("version", b"3\n")
