@@ -18,8 +18,9 @@ Progress = Callable[[int, int], None]
 class Finding:
     """One thing that is wrong, or is told because somebody may wonder (`is_note`).
 
-    ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable" or
-    "metadata". ``offset`` and ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
+    ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable",
+    "metadata", or "unsupported": written by a newer version, and not known to be damaged. ``offset`` and
+    ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
     """
 
     kind: str

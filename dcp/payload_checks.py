@@ -17,7 +17,13 @@ from typing import Final
 import numpy as np
 
 from dcp.findings import Finding, Progress, VerifyReport
-from dcp.storage.errors import CheckpointError, CheckpointFormatError, CorruptCheckpointError, StorageError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.record import OpenRecord, begin_record
@@ -401,6 +407,7 @@ class PayloadChecks:
             raise
         except CheckpointError as error:
             kind = "record" if isinstance(error, CheckpointFormatError) else "unreadable"
+            kind = "unsupported" if isinstance(error, UnsupportedFormatError) else kind
             self._found(kind, f"the record cannot be read: {error}", part, offset, length)
             return None
 

@@ -15,7 +15,7 @@ from dcp.findings import Finding, Progress, VerifyReport
 from dcp.manager.notes import NOTES_NAME
 from dcp.payload_checks import PayloadChecks
 from dcp.plain_errors import plain_errors
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
@@ -62,7 +62,8 @@ def verify_place(
     try:
         index = index_at(place)
     except (CheckpointFormatError, CorruptCheckpointError) as error:
-        report.findings.append(Finding("index", str(error), error.facts.get("path")))
+        kind = "unsupported" if isinstance(error, UnsupportedFormatError) else "index"
+        report.findings.append(Finding(kind, str(error), error.facts.get("path")))
         return report
     listing = {file.name: file for file in store.list()}
     if index.format in FILE_FORMATS:  # what else is there is no concern of theirs

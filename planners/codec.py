@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
 from dcp.planners.replica_sets import RankSets
-from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.column_codec import (
     Budget,
@@ -127,7 +127,7 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
     """
     parts = _fields(_unpack(data, "a save plan"), ("version", *_SAVE_PARTS), "a save plan")
     if parts["version"] != VERSION:
-        raise CheckpointFormatError(
+        raise UnsupportedFormatError(
             f"a save plan of version {parts['version']!r} was received, this is {VERSION}; "
             "all ranks must run the same version of dcphub"
         )
@@ -265,8 +265,9 @@ def decode_write_columns(data: bytes) -> WriteColumns:
     wanted = (*_WRITE_COLUMNS, *_WRITE_BOXES, "ndims")
     raw = _fields(_unpack(data, "a write plan"), ("version", *wanted), "a write plan")
     if raw["version"] != VERSION:
-        raise CheckpointFormatError(
-            f"a write plan of version {raw['version']!r} was received, this is {VERSION}"
+        raise UnsupportedFormatError(
+            f"a write plan of version {raw['version']!r} was received, this is {VERSION}; "
+            "all ranks must run the same version of dcphub"
         )
     budget = Budget(len(data))
     column = {name: decode_column(raw[name], budget) for name in wanted}

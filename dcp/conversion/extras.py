@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from dcp.conversion.entries import Entries, Value
-from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.safetensors_writer import EXTRAS_KEY, decode_extras
@@ -78,8 +78,9 @@ def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
         return replace(index, user=user) if len(user) < len(index.user) and _FORMAT in index.format else index
     extras = decode_extras(text)
     if extras.get("version") != _VERSION:
-        raise CheckpointFormatError(
-            f"{store.url}: the metadata {EXTRAS_KEY!r} is of another version; read it with a newer dcphub"
+        raise UnsupportedFormatError(
+            f"{store.url}: the metadata {EXTRAS_KEY!r} is of another version than {_VERSION}: it was written "
+            "by a newer dcphub; read it with one"
         )
     paths = _checked(extras, "paths", dict)
     known = {*index.fqns, *_checked(extras, "values", dict)}

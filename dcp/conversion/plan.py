@@ -23,7 +23,12 @@ from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES
 from dcp.conversion.values import SourceValues, torch_allows
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, PlanError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointFormatError,
+    PlanError,
+    UnsupportedFormatError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.plain import encode_plain
@@ -44,6 +49,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED: Final = 10
+_STRUCTURE_VERSION: Final = 1
 _MAX_VALUE_BYTES: Final = 64 << 20
 _SIZE: Final = "torch.Size"
 
@@ -198,6 +204,11 @@ def _own_structure(entries: Entries) -> dict[str, Any] | None:
     structure = entries.index.provenance.get("structure")
     if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
         return None
+    if structure.get("version") != _STRUCTURE_VERSION:
+        raise UnsupportedFormatError(
+            f"how the state was nested is noted in another version than {_STRUCTURE_VERSION}: it was written "
+            "by a newer dcphub; read it with one"
+        )
     paths = [entry.path for entry in entries.tensors] + [value.path for value in entries.values]
     total = entries.index.tensor_count + len(entries.index.objects)
     is_whole = len(paths) == total and not entries.is_renamed
@@ -222,7 +233,7 @@ def _own_structure(entries: Entries) -> dict[str, Any] | None:
         containers.append(note)
     known = structure.get("values")
     kinds = {name: known[old] for name, old in entries.source_names.items() if known and old in known}
-    return {"version": 1, "containers": containers, "values": kinds}
+    return {"version": _STRUCTURE_VERSION, "containers": containers, "values": kinds}
 
 
 # -- identity ------------------------------------------------------------------------------------------------

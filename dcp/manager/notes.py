@@ -22,6 +22,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.plain import decode_plain, encode_plain
+from dcp.storage.formats.versions import reading_version
 from dcp.storage.stores.base import Store
 
 __all__ = [
@@ -137,8 +138,9 @@ def encode_notes(notes: Notes) -> bytes:
 def decode_notes(data: bytes) -> Notes:
     """The notes in the bytes of a file; time and memory are bounded by its size.
 
-    Raises `CorruptCheckpointError` for bytes other than those written, `UnsupportedFormatError` for another
-    major version, `CheckpointFormatError` for what no writer produces.
+    Raises `CorruptCheckpointError` for bytes other than those written, `UnsupportedFormatError` for what a
+    newer dcphub wrote, as far as this one does not know it, `CheckpointFormatError` for what no writer
+    produces.
     """
     body = data[: -_CRC.size]
     if len(data) > MAX_NOTES_BYTES:
@@ -148,22 +150,14 @@ def decode_notes(data: bytes) -> Notes:
     fields = decode_plain(data, limit_bytes=MAX_NOTES_BYTES)
     if type(fields) is not dict or fields.pop("kind", None) != _KIND:
         raise CheckpointFormatError("the file has no notes of dcphub")
-    version = fields.pop("version", None)
-    if type(version) is not list or [type(part) for part in version] != [int, int]:
-        raise CheckpointFormatError("the notes have no version")
-    if version[0] != _VERSION[0]:
-        raise UnsupportedFormatError(
-            f"the notes have version {version[0]}.{version[1]}, and this reader knows {_VERSION[0]}.x: use a "
-            "newer dcphub",
-            version=version,
-        )
     fields.pop("crc32", None)
-    return Notes(
-        pinned=_take(fields, "pinned", bool),
-        verified=_verified(fields.pop("verified", None)),
-        deleting=_deleting(fields.pop("deleting", None)),
-        others=fields,
-    )
+    with reading_version(fields.pop("version", None), _VERSION, "the file of notes"):
+        return Notes(
+            pinned=_take(fields, "pinned", bool),
+            verified=_verified(fields.pop("verified", None)),
+            deleting=_deleting(fields.pop("deleting", None)),
+            others=fields,
+        )
 
 
 def _verified(fields: Any) -> Verified | None:

@@ -19,7 +19,12 @@ import numpy as np
 from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.edges import MAX_RECORDS, Edges
 from dcp.storage.engine.memory import item_view
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.formats.record_reader import locate_payload
@@ -116,8 +121,8 @@ class Payloads:
             )
         try:
             stored = locate_payload(read, begin, length, fqn=fqn)
-        except UnsupportedFormatError:
-            raise
+        except (UnsupportedFormatError, UnsafeObjectError):
+            raise  # what it needs is refused; its bytes are not found to be damaged
         except CheckpointFormatError as error:
             raise CorruptCheckpointError(
                 f"{name}: the record of {fqn!r} at byte {begin} cannot be read: {error}", path=name, fqn=fqn

@@ -21,7 +21,6 @@ from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
     PlanError,
-    UnsupportedFormatError,
 )
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
@@ -58,6 +57,7 @@ from dcp.storage.formats.manifest_fields import (
 from dcp.storage.formats.plain import decode_plain
 from dcp.storage.formats.planner_section import decode_planner_data, encode_planner_data
 from dcp.storage.formats.strided_columns import decode_strided, encode_strided, extent_elements
+from dcp.storage.formats.versions import reading_version
 
 __all__ = [
     "MANIFEST_NAME",
@@ -98,15 +98,15 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
 def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
     """The index of a manifest; consistent in itself, and never larger than the size of ``data`` warrants.
 
-    CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for a format
-    version newer than this reader, CheckpointFormatError for anything that no writer produces; for planner
-    data that is so, when it is asked for.
+    CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for what a
+    newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
+    produces; for planner data that is so, when it is asked for.
     """
     data = bytes(data)
     fields = unpack_manifest(data)
-    budget = Budget(len(data))
-    index = _decode(fields, budget)
-    index.check()
+    with reading_version(fields["version"], _VERSION, "the manifest"):
+        index = _decode(fields, Budget(len(data)))
+        index.check()
     return index
 
 
@@ -202,19 +202,8 @@ def unpack_manifest(data: bytes) -> dict[str, Any]:
         raise CheckpointFormatError(f"the manifest is not msgpack as specified: {error}") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
         raise CheckpointFormatError("the file is not a dcphub manifest")
-    _check_version(fields.get("version"))
-    return fields
-
-
-def _check_version(version: Any) -> None:
-    if not isinstance(version, list) or len(version) != 2 or not all(type(part) is int for part in version):
-        raise CheckpointFormatError("the manifest has no version")
-    if version[0] != _VERSION[0]:
-        raise UnsupportedFormatError(
-            f"the manifest has format version {version[0]}.{version[1]}, and this reader knows "
-            f"{_VERSION[0]}.x: read it with a newer dcphub",
-            version=version,
-        )
+    with reading_version(fields.get("version"), _VERSION, "the manifest"):
+        return fields
 
 
 def _decode(fields: dict[str, Any], budget: Budget) -> CheckpointIndex:
@@ -355,7 +344,14 @@ def _planner_data(fields: Mapping[str, Any], budget: Budget) -> Deferred | None:
     """Decoded when somebody asks: a load does not, and it takes longer than all the rest."""
     if fields.get("planner_data") is None:
         return None
-    return Deferred(partial(decode_planner_data, get_section(fields, "planner_data"), copy(budget)))
+    version, section = fields["version"], get_section(fields, "planner_data")
+
+    def decode() -> Any:
+        with reading_version(version, _VERSION, "the manifest"):
+            return decode_planner_data(section, budget)
+
+    budget = copy(budget)
+    return Deferred(decode)
 
 
 def _decode_plain_dict(fields: Mapping[str, Any], name: str, budget: Budget) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch_pickle import decode_torch_pickle
-from dcp.storage.formats.torch_zip import Window, entry_start, read_directory
+from dcp.storage.formats.torch_zip import Window, check_version, entry_start, read_directory
 
 __all__ = ["MAX_BLOB_BYTES", "ObjectBlob"]
 
@@ -36,6 +36,7 @@ class ObjectBlob:
         if name is None:
             raise CheckpointFormatError("the object was not written by torch.save, or is damaged")
         self._entries, self._folder = entries, name.removesuffix(b"data.pkl")
+        check_version(self._content(b"version", b""))
         if self._content(b"byteorder", b"little") != b"little":
             raise UnsupportedFormatError("the object was saved on a big-endian machine")
         pickled = self._content(b"data.pkl")

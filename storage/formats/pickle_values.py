@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 
 __all__ = [
     "BuiltDict",
@@ -18,6 +19,8 @@ __all__ = [
     "allow_list",
     "instances",
 ]
+
+_DTYPE_NAME: Final = re.compile(r"q?u?(int|bits|b?float|b?complex)\d[a-z0-9_]{0,40}")
 
 Find: TypeAlias = Callable[[str, str], Any]
 """(module, name) -> the inert value or `Constructor` that stands for the global, or UnsafeObjectError."""
@@ -121,13 +124,22 @@ def instances(name: str) -> Constructor:
 
 
 def allow_list(allowed: Mapping[tuple[str, str], Any], *, what: str) -> Find:
-    """A ``find`` which knows ``allowed`` alone; ``what`` names the file's kind in the error."""
+    """A ``find`` which knows ``allowed`` alone; ``what`` names the file's kind in the error.
+
+    It raises UnsafeObjectError for other names, UnsupportedFormatError for what can only be a dtype of torch.
+    """
 
     def find(module: str, name: str) -> Any:
         try:
             return allowed[module, name]
         except KeyError:
             full = f"{module}.{name}"[:200]
+            if module == "torch" and _DTYPE_NAME.fullmatch(name):
+                raise UnsupportedFormatError(
+                    f"{what} names {full}, a dtype that is not known here: it was written by a newer torch; "
+                    "load it with that",
+                    global_name=full,
+                ) from None
             raise UnsafeObjectError(
                 f"{what} names {full!a}, which is not on the list of what such a file may contain. Nothing "
                 "was run; if you trust the file, load it with stock torch and save it again",

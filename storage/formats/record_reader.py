@@ -15,7 +15,14 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.safetensors import parse_header
 from dcp.storage.formats.tensor_pickle import MAX_TENSOR_PICKLE_BYTES, TensorPickle, decode_tensor_pickle
-from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, Entry, Window, entry_start, read_directory
+from dcp.storage.formats.torch_zip import (
+    LOCAL_SIGNATURE,
+    Entry,
+    Window,
+    check_version,
+    entry_start,
+    read_directory,
+)
 
 __all__ = ["StoredTensor", "locate_payload"]
 
@@ -62,6 +69,8 @@ def locate_payload(
 def _locate_in_zip(window: Window, record_offset: int) -> StoredTensor:
     entries = read_directory(window)
     root = next(iter(entries), b"").partition(b"/")[0] + b"/"
+    if root + b"version" in entries:
+        check_version(_content(window, entries, root + b"version", 16))
     pickled = _content(window, entries, root + b"data.pkl", MAX_TENSOR_PICKLE_BYTES)
     tensor = (
         _decode_cached(pickled) if len(pickled) <= _CACHED_PICKLE_BYTES else decode_tensor_pickle(pickled)

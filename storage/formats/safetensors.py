@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -127,13 +126,23 @@ class _Compact:
 
     def __init__(self) -> None:
         self._others = 0
+        self._unknown_type = ""
 
     def convert(self, fields: dict[str, Any]) -> Any:
         if fields.keys() >= _FIELDS:
-            with suppress(CheckpointFormatError):  # told later, when its name is known
+            try:
                 return _entry("", fields)
+            except UnsupportedFormatError as error:
+                self._unknown_type = error.element_type
+            except CheckpointFormatError:
+                pass  # told later, when its name is known
         self._others += 1
         if self._others > _MAX_OTHER_OBJECTS:
+            if self._unknown_type:
+                raise UnsupportedFormatError(
+                    "the safetensors header has element types that are not known here "
+                    f"({self._unknown_type!r}): it was written by a newer safetensors"
+                )
             raise CheckpointFormatError("the safetensors header is full of what describes no tensor")
         return fields
 
@@ -189,8 +198,10 @@ def _entry(name: str, fields: Any) -> SafetensorsEntry:
         )
     if not isinstance(type_name, str) or type_name not in _BY_SAFETENSORS_NAME:
         raise UnsupportedFormatError(
-            f"tensor {name!r} has the safetensors element type {str(type_name)[:40]!r}, unknown here",
+            f"tensor {name!r} has the safetensors element type {str(type_name)[:40]!r}, which is not known "
+            "here: it was written by a newer safetensors",
             fqn=name,
+            element_type=str(type_name)[:40],
         )
     dtype = _BY_SAFETENSORS_NAME[type_name]
     begin, end = offsets

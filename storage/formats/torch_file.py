@@ -22,7 +22,7 @@ from dcp.storage.formats.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch_archive import TorchArchive
 from dcp.storage.formats.torch_pickle import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
 from dcp.storage.formats.torch_structure import FlatFile, flatten_torch
-from dcp.storage.formats.torch_zip import Entry
+from dcp.storage.formats.torch_zip import Entry, check_version
 
 __all__ = ["TORCH_FORMAT", "dense_order", "index_of_torch_file"]
 
@@ -44,6 +44,10 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
     where the pickle differs from its checksum.
     """
     archive = TorchArchive(read, size_bytes, name)
+    try:
+        check_version(archive.content(b"version", 16))
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{name}: {error}", **error.facts) from error
     _check_byte_order(archive.content(b"byteorder", 16), name)
     pickled = archive.content(b"data.pkl", MAX_FILE_PICKLE_BYTES)
     try:

@@ -1,8 +1,8 @@
 """What may stand in stock's `.metadata`: the allow-list of its classes, kept as inert values; torch-free.
 
-Layouts of torch 2.0 to 2.13 differ in where a class lives (`TensorProperties` moved, `pathlib` was split) and
-in which fields an object has; an absent field is its default. Seen in files of torch 2.13; for older
-versions taken from torch's sources and pull requests: `storage_meta` came with 2.4, its `modules` with 2.7.
+Layouts of torch 2.0 to 2.15 differ in where a class lives (`TensorProperties` moved, `pathlib` was split) and
+in which fields an object has; an absent field is its default. Seen in files of torch 2.13; for others
+taken from torch's sources and pull requests: `storage_meta` came with 2.4, its `modules` with 2.7.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.pickle_decoder import Constructor, allow_list, instances
 from dcp.storage.formats.tensor_pickle import MAX_DIMENSIONS
 
-__all__ = ["BYTES", "CHUNK", "HF_INFO", "INDEX", "INFO", "META", "METADATA", "PROPERTIES", "TENSOR"]
+__all__ = ["BYTES", "CHUNK", "FIELDS", "HF_INFO", "INDEX", "INFO", "META", "METADATA", "PROPERTIES", "TENSOR"]
 __all__ += ["Layout", "UnknownDtype", "find_metadata_class"]
 
 METADATA = "Metadata"
@@ -27,6 +27,17 @@ INDEX = "MetadataIndex"
 INFO = "_StorageInfo"
 HF_INFO = "_HFStorageInfo"
 META = "StorageMeta"
+
+FIELDS = {
+    METADATA: frozenset(("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")),
+    TENSOR: frozenset(("properties", "size", "chunks")),
+    BYTES: frozenset[str](),
+    CHUNK: frozenset(("offsets", "sizes")),
+    INDEX: frozenset(("fqn", "offset", "index")),
+    INFO: frozenset(("relative_path", "offset", "length", "transform_descriptors")),
+    HF_INFO: frozenset(("relative_path", "shape", "dtype", "offset", "length")),
+}
+"""What the classes have up to torch 2.15; those of `StorageMeta` say nothing of what is stored."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"

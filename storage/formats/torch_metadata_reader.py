@@ -1,6 +1,6 @@
 """Stock torch's `.metadata` as a `CheckpointIndex`; torch-free, and nothing of the pickle is run.
 
-Reads what `torch.distributed.checkpoint` of torch 2.0 to 2.13 writes: whole checkpoints and the
+Reads what `torch.distributed.checkpoint` of torch 2.0 to 2.15 writes: whole checkpoints and the
 `__{rank}.metadata` of ranks which saved on their own.
 """
 
@@ -41,13 +41,15 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
     ``planner_data_dropped`` says why.
 
     Raises UnsafeObjectError for a class that does not belong into such a file, UnsupportedFormatError for
-    what is recognised and cannot be read (stream transforms, sparse or quantised tensors),
+    what is recognised and cannot be read (stream transforms, sparse or quantised tensors, what a newer torch
+    has added),
     CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such a file when
     a writer thread fails), CheckpointFormatError for the rest.
     """
     limits = Limits(data_bytes=MAX_METADATA_BYTES)
     metadata = decode_pickle(data, find=classes.find_metadata_class, limits=limits)
     state = _fields(metadata, classes.METADATA, "the file")
+    _check_version(state.get("version"))
     entries = state.get("state_dict_metadata")
     if type(entries) is not dict:
         raise CheckpointFormatError("the metadata has no state_dict_metadata")
@@ -73,7 +75,30 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
         return {}
     if type(state) is not dict:
         raise CheckpointFormatError(f"{where}: the state of a {kind} is not a dict of its fields")
+    known = classes.FIELDS.get(kind)
+    if known is not None and not state.keys() <= known:
+        _check_new_fields(state, known, kind, where)
     return state
+
+
+def _check_new_fields(state: Mapping[str, Any], known: frozenset[str], kind: str, where: str) -> None:
+    """A field that is not known may change what the others mean; one that is empty does not."""
+    for name in state.keys() - known:
+        if state[name]:
+            raise UnsupportedFormatError(
+                f"{where}: the field {str(name)[:80]!a} of a {kind} is not known here; a newer torch has "
+                "written it, or a package that extends torch: load the checkpoint with that"
+            )
+
+
+def _check_version(version: Any) -> None:
+    major = version.partition(".")[0] if type(version) is str else ""
+    if major.isdecimal() and len(major) < 10 and int(major) > 1:
+        raise UnsupportedFormatError(
+            f"the metadata has version {version[:40]}, and 1 is the newest known here: it was written by a "
+            "newer torch; load it with that",
+            version=version[:40],
+        )
 
 
 def _integers(value: Any, what: str, fqn: str) -> tuple[int, ...]:
@@ -259,15 +284,25 @@ def _missing(fqn: str, offsets: _Box | None) -> NoReturn:
 
 
 def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
-    """(dtype, requires_grad) from the state that TensorProperties pickles: its five fields in order."""
+    """(dtype, requires_grad) from the state that TensorProperties pickles: its five fields in order.
+
+    torch 2.15 has added a sixth, the strides of the tensor that was saved; those of what was stored are in
+    its record.
+    """
     where = f"the properties of {fqn!a}"
     state = value.state if isinstance(value, Instance) and value.kind == classes.PROPERTIES else None
-    if type(state) is not tuple or len(state) != 5:
-        raise CheckpointFormatError(f"{where} are not the five that torch writes", fqn=fqn)
+    if type(state) is not tuple or len(state) < 5:
+        raise CheckpointFormatError(f"{where} are not those that torch writes", fqn=fqn)
+    if len(state) > 6:
+        raise UnsupportedFormatError(
+            f"{where} have {len(state)} fields, and 6 are known here: a newer torch has written them; load "
+            "the checkpoint with that",
+            fqn=fqn,
+        )
     dtype, layout, requires_grad = state[:3]
     if isinstance(dtype, classes.UnknownDtype):
         raise UnsupportedFormatError(
-            f"{fqn!a} has the dtype torch.{dtype.name}, which dcp cannot hold", fqn=fqn
+            f"{fqn!a} has the dtype torch.{dtype.name}, which this version of dcp cannot hold", fqn=fqn
         )
     if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, classes.Layout):
         raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)

@@ -21,6 +21,7 @@ __all__ = [
     "Window",
     "check_entries",
     "check_names",
+    "check_version",
     "entry_start",
     "read_directory",
 ]
@@ -39,6 +40,9 @@ _END: Final = struct.Struct("<4sHHHHIIH")
 _END64: Final = struct.Struct("<4s28xQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _NAME_LENGTHS: Final = struct.Struct("<HH")
+_NEWEST_VERSION: Final = 10
+"""What torch's reader takes at most; its writer has written 3 since torch 1.6."""
+
 _ZIP64_FIELD: Final = 1
 _UNSET_16: Final = 0xFFFF
 _UNSET_32: Final = 0xFFFFFFFF
@@ -182,6 +186,16 @@ def check_names(entries: dict[bytes, Entry]) -> None:
     needed = {folder + b"/data.pkl", folder + b"/version"}
     if not folder or not needed <= entries.keys() or not all(name.isascii() for name in entries):
         raise CheckpointFormatError("the record's zip lacks what torch.save writes: its directory is damaged")
+
+
+def check_version(version: bytes) -> None:
+    """UnsupportedFormatError where the entry ``version`` of a zip is above what torch 2.15 reads."""
+    text = version.strip()
+    if text.isdigit() and len(text) < 10 and int(text) > _NEWEST_VERSION:
+        raise UnsupportedFormatError(
+            f"the zip of torch.save has version {int(text)}, and {_NEWEST_VERSION} is the newest known here: "
+            "it was written by a newer torch; load it with that, and save it again"
+        )
 
 
 def check_entries(data: bytes) -> None:
