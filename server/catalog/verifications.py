@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.sql import insert_or_update
 from dcp.server.catalog.values import clean_json, clean_text
-from dcp.server.database.tables import checkpoints, statistics, verifications
+from dcp.server.database.tables import checkpoints, statistics, statistics_parts, verifications
 
 __all__ = [
     "Statistics",
@@ -22,7 +22,11 @@ __all__ = [
     "get_statistics",
     "list_verifications",
     "set_statistics",
+    "statistics_tensors",
 ]
+
+_PART: Final = 100
+"""Tensors in a row of their statistics."""
 
 Outcome = Literal["good", "damaged"]
 
@@ -56,11 +60,15 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Statistics of a checkpoint's values; of content that has been replaced since if ``is_stale``."""
+    """Statistics of a checkpoint's values; of content that has been replaced since if ``is_stale``.
+
+    ``result`` is what is of all of its ``tensor_count`` tensors together.
+    """
 
     checkpoint_id: int
     fingerprint: str
     result: Any
+    tensor_count: int
     created_seconds: float
     job_id: int | None
     is_stale: bool
@@ -156,15 +164,24 @@ def set_statistics(
     job_id: int | None = None,
     now: float | None = None,
 ) -> None:
-    """Keep statistics, in place of earlier ones. ``result`` is JSON."""
+    """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``."""
+    tensors = result.get("tensors", [])
+    kept = {name: value for name, value in result.items() if name != "tensors"}
     row = {
         "checkpoint_id": checkpoint_id,
         "fingerprint": fingerprint,
-        "result": result,
+        "result": kept | {"tensor_count": len(tensors)},
         "created_seconds": time.time() if now is None else now,
         "job_id": job_id,
     }
     insert_or_update(connection, statistics, [row])
+    connection.execute(delete(statistics_parts).where(statistics_parts.c.checkpoint_id == checkpoint_id))
+    parts = [
+        {"checkpoint_id": checkpoint_id, "position": begin, "tensors": tensors[begin : begin + _PART]}
+        for begin in range(0, len(tensors), _PART)
+    ]
+    if parts:
+        connection.execute(insert(statistics_parts), parts)
 
 
 def get_statistics(
@@ -178,7 +195,20 @@ def get_statistics(
     is_stale = row.fingerprint != detail.fingerprint
     if detail.fingerprint is None:  # not known yet
         is_stale = row.created_seconds < detail.committed_seconds
-    return Statistics(**row._mapping, is_stale=is_stale)
+    kept = {name: value for name, value in row.result.items() if name != "tensor_count"}
+    columns = {**row._mapping, "result": kept, "tensor_count": row.result["tensor_count"]}
+    return Statistics(**columns, is_stale=is_stale)
+
+
+def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, end: int) -> list[Any]:
+    """Those of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
+    table = statistics_parts.c
+    query = select(table.position, table.tensors).where(
+        table.checkpoint_id == checkpoint_id, table.position > begin - _PART, table.position < end
+    )
+    parts = connection.execute(query.order_by(table.position)).all()
+    first = parts[0].position if parts else 0
+    return [tensor for part in parts for tensor in part.tensors][begin - first : end - first]
 
 
 def _first(findings: Any) -> str:

@@ -358,6 +358,7 @@ class Job:
     max_attempts: int = 0
     progress: Progress | None = None
     result: Mapping[str, Any] | None = None
+    is_result_whole: bool = True
     error: JobFailure | None = None
 
     @property

@@ -256,6 +256,15 @@ statistics: Final = Table(
     _ref("job_id", "jobs.id"),
 )
 
+statistics_parts: Final = Table(
+    "checkpoint_statistics_parts",
+    metadata,
+    _ref("checkpoint_id", "checkpoints.id", primary_key=True),
+    Column("position", Integer, primary_key=True),  # of the first of its tensors among all
+    Column("tensors", _Json, nullable=False),
+)
+"""The tensors of ``statistics``, some in a row, so that a page reads a page."""
+
 audit: Final = Table(
     "audit",
     metadata,
@@ -339,6 +348,14 @@ jobs: Final = Table(
         name="state",
     ),
 )
+
+job_results: Final = Table(
+    "job_results",
+    metadata,
+    _ref("job_id", "jobs.id", primary_key=True),
+    Column("result", _Json, nullable=False),
+)
+"""Results that are too large for rows which lists read: these have what is short of it."""
 
 tasks: Final = Table(
     "tasks",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, null, or_, select
 
-from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
+from dcp.server.database.tables import checkpoints, job_events, job_results, jobs, roots, tasks
 from dcp.server.jobs.ledger_rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
 from dcp.server.jobs.states import Job, JobEvent, JobState, Task
 from dcp.server.problems import NotFoundError
@@ -16,6 +16,7 @@ from dcp.server.problems import NotFoundError
 __all__ = [
     "JobFilter",
     "find_job",
+    "find_state",
     "get_job",
     "job_events_after",
     "list_jobs",
@@ -48,7 +49,18 @@ def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None
     """As `get_job`; None if there is none."""
     query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
     row = connection.execute(query).one_or_none()
-    return None if row is None else job_of_row(row)
+    if row is None:
+        return None
+    job = job_of_row(row)
+    if job.is_result_whole:
+        return job
+    kept = connection.execute(select(job_results.c.result).where(job_results.c.job_id == job_id))
+    return replace(job, result=kept.scalar_one(), is_result_whole=True)
+
+
+def find_state(connection: Connection, job_id: int) -> JobState | None:
+    """Of the job, None if there is none; nothing else is read."""
+    return connection.execute(select(jobs.c.state).where(jobs.c.id == job_id)).scalar()
 
 
 def list_jobs(
@@ -59,7 +71,8 @@ def list_jobs(
     limit: int = 50,
     visible: frozenset[str] | None = None,
 ) -> list[Job]:
-    """The newest first; the next page has those before the last one's id."""
+    """The newest first; the next page has those before the last one's id. Of large results they have what is
+    short, and nothing of their plans."""
     conditions = [*_seen(visible)]
     if before_id is not None:
         conditions.append(jobs.c.id < before_id)
@@ -73,16 +86,23 @@ def list_jobs(
         conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
     if wanted.created_by is not None:
         conditions.append(jobs.c.created_by == wanted.created_by)
-    rows = connection.execute(select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit))
+    query = select_jobs()
+    columns = [null().label("plan") if one.name == "plan" else one for one in query.exported_columns]
+    query = query.with_only_columns(*columns)
+    rows = connection.execute(query.where(*conditions).order_by(jobs.c.id.desc()).limit(limit))
     return [job_of_row(row) for row in rows]
 
 
 def list_tasks(
     connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
 ) -> list[Task]:
-    """Tasks of a job by number, behind ``after_number``."""
+    """Tasks of a job by number, behind ``after_number``: how far they are, not what they do."""
+    unread = ("payload", "result")
+    columns: list[ColumnElement[Any]] = [
+        null().label(one.name) if one.name in unread else one for one in tasks.c
+    ]
     query = (
-        select(tasks)
+        select(*columns)
         .where(tasks.c.job_id == job_id, tasks.c.number > after_number)
         .order_by(tasks.c.number)
         .limit(limit)

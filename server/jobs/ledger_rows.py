@@ -6,12 +6,13 @@ that they are the last, and the events of a job are numbered in the order in whi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Select, case, func, insert, null, select, update
 
-from dcp.server.database.tables import job_events, jobs, roots, tasks
+from dcp.server.database.tables import job_events, job_results, jobs, roots, tasks
 from dcp.server.jobs.states import (
     FINAL_STATES,
     Held,
@@ -38,16 +39,21 @@ __all__ = [
     "lock_job",
     "progress_of",
     "select_jobs",
+    "short_result",
     "task_of_row",
 ]
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
 _KEY_END: Final = "\n"
+_MAX_RESULT_BYTES: Final = 2048
+_MAX_VALUE_BYTES: Final = 256
 
 
 def select_jobs() -> Select[Any]:
     """Jobs with the names of their roots."""
-    return select(jobs, roots.c.name.label("root")).outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
+    kept_apart = select(job_results.c.job_id).where(job_results.c.job_id == jobs.c.id).exists()
+    columns = jobs, roots.c.name.label("root"), (~kept_apart).label("is_result_whole")
+    return select(*columns).outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
 
 
 def by_priority(query: Select[Any]) -> Select[Any]:
@@ -77,6 +83,7 @@ def job_of_row(row: Row[Any]) -> Job:
         plan=row.plan,
         progress=row.progress,
         result=row.result,
+        is_result_whole=row.is_result_whole,
         error=row.error,
         dedup_key=None if row.dedup_key is None else row.dedup_key.partition(_KEY_END)[0],
     )
@@ -89,7 +96,7 @@ def task_of_row(row: Row[Any]) -> Task:
         job_id=row.job_id,
         number=row.number,
         state=row.state,
-        payload=row.payload,
+        payload=row.payload or {},
         weight_bytes=row.weight_bytes,
         done_bytes=row.done_bytes,
         attempt=row.attempt,
@@ -177,11 +184,26 @@ def finish(
     } | NO_LEASE
     values["progress"] = _progress_document(connection, job.id)
     if result is not None:
-        values["result"] = dict(result)
+        values["result"] = short = short_result(result)
+        if short != result:
+            connection.execute(insert(job_results).values(job_id=job.id, result=dict(result)))
     if error is not None:
         values["error"] = error.document()
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
     emit(connection, job.id, "state", now, state=state, error=values.get("error", job.error))
+
+
+def short_result(result: Json) -> dict[str, Any]:
+    """What of a result stands in lists: all of a small one, of others what is short."""
+    if _size(result) <= _MAX_RESULT_BYTES:
+        return dict(result)
+    return {name: value for name, value in result.items() if _size(value) <= _MAX_VALUE_BYTES}
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | list | tuple | dict) and len(value) > _MAX_RESULT_BYTES:
+        return len(value)
+    return len(json.dumps(value))
 
 
 def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Progress]:

@@ -127,6 +127,7 @@ class Job:
     plan: Json | None
     progress: Json | None
     result: Json | None
+    is_result_whole: bool  # False: a large one, of which this is what is short
     error: Json | None
     dedup_key: str | None
 

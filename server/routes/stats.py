@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.verifications import get_statistics as find_statistics
+from dcp.server.catalog.verifications import statistics_tensors
 from dcp.server.dependencies import Author, Caller, Db, Page, ServiceDep, requires
 from dcp.server.jobs.kinds.stats import StatsParams
 from dcp.server.once import OnceDep
@@ -25,15 +26,16 @@ def get_statistics(checkpoint_id: IdPath, database: Db, caller: Caller, page: Pa
     """What is kept; not found before the first computation. A page is of tensors."""
     with database.read() as connection:
         found = find_statistics(connection, checkpoint_id, caller.roots)
-    if found is None:
-        raise NotFoundError(
-            f"no statistics of checkpoint {checkpoint_id} are kept; POST here to compute them"
-        )
-    mark = query_mark("statistics", checkpoint_id, found.created_seconds)
-    begin = max(0, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else 0
-    end = begin + page.limit
-    is_last = end >= len(found.result.get("tensors", []))
-    return StatisticsAnswer.of(found, begin, end, None if is_last else encode_cursor(mark, end))
+        if found is None:
+            raise NotFoundError(
+                f"no statistics of checkpoint {checkpoint_id} are kept; POST here to compute them"
+            )
+        mark = query_mark("statistics", checkpoint_id, found.created_seconds)
+        begin = max(0, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else 0
+        end = begin + page.limit
+        tensors = statistics_tensors(connection, checkpoint_id, begin, end)
+    is_last = end >= found.tensor_count
+    return StatisticsAnswer.of(found, tensors, None if is_last else encode_cursor(mark, end))
 
 
 @router.post("/statistics", status_code=202, responses=problems(404, 409, 410))

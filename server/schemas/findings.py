@@ -60,15 +60,14 @@ class StatisticsAnswer(Answer):
     next_cursor: str | None
 
     @classmethod
-    def of(cls, found: Statistics, begin: int, end: int, next_cursor: str | None) -> Self:
-        """With the tensors ``begin`` to ``end`` of those that are kept."""
-        tensors = found.result.get("tensors", [])
+    def of(cls, found: Statistics, tensors: list[Any], next_cursor: str | None) -> Self:
+        """With ``tensors`` of those that are kept."""
         return cls(
             is_stale=found.is_stale,
             created_at=rfc3339(found.created_seconds),
             job_id=found.job_id,
             total=found.result.get("total"),
-            tensor_count=len(tensors),
-            tensors=tensors[begin:end],
+            tensor_count=found.tensor_count,
+            tensors=tensors,
             next_cursor=next_cursor,
         )

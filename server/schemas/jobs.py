@@ -92,6 +92,10 @@ class JobAnswer(Answer):
     max_attempts: int
     progress: ProgressAnswer | None
     result: dict[str, Any] | None
+    is_result_whole: bool = Field(
+        default=True,
+        description="In lists false for a large one: this is what is short of it. Ask for the job.",
+    )
     error: JobErrorAnswer | None
 
     @classmethod
@@ -117,6 +121,7 @@ class JobAnswer(Answer):
             max_attempts=job.max_attempts,
             progress=kept if progress is None else ProgressAnswer.of(progress),
             result=None if job.result is None else dict(job.result),
+            is_result_whole=job.is_result_whole,
             error=None if job.error is None else JobErrorAnswer(**job.error),
         )
 

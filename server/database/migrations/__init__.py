@@ -23,11 +23,11 @@ __all__ = ["check", "current", "head", "is_current", "upgrade"]
 _LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": of all processes that start at once, one migrates
 
 
-def upgrade(database: Database) -> str | None:
+def upgrade(database: Database, to: str | None = None) -> str | None:
     """Bring the database up to date, all of it or nothing; the revision it had, None if it was empty.
 
-    Does nothing if it is up to date. Raises `DatabaseUnavailableError`, also for one of a newer version
-    of this program.
+    ``to`` is an older revision to stop at, for tests. Does nothing if it is up to date. Raises
+    `DatabaseUnavailableError`, also for one of a newer version of this program.
     """
     with database.write() as connection:
         if database.dialect == "postgresql":
@@ -43,7 +43,7 @@ def upgrade(database: Database) -> str | None:
         if before != head():
             config = _config()
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            command.upgrade(config, to or "head")
         return before
 
 

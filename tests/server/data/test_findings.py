@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sqlalchemy import select
 
 import dcp
 from dcp.server.catalog.verifications import add_verification, set_statistics
+from dcp.server.database.tables import statistics, statistics_parts
 from tests.support.app import App, running_app
 from tests.support.databases import MakeDatabase
 
@@ -100,3 +102,27 @@ def test_statistics(make_database: MakeDatabase, saved: Path) -> None:
         assert rest["next_cursor"] is None
         assert (page["total"], page["tensor_count"]) == ({"mean": 0.6}, 5)
         assert app.client("read", roots=["other"]).get(url).status_code == 404
+
+
+def test_a_page_of_statistics_reads_a_page(make_database: MakeDatabase, saved: Path) -> None:
+    """Tensors lie in rows of a hundred; each page is of those it has, wherever it begins."""
+    with running_app(make_database(), saved) as app:
+        number = _known(app)
+        tensors = [{"fqn": f"layers.{n}", "statistics": {"mean": float(n)}} for n in range(1_050)]
+        for kept in (tensors, tensors[:1_049]):  # the second takes the place of the first
+            with app.service.database.write() as connection:
+                set_statistics(
+                    connection, number, fingerprint="f", result={"tensors": kept, "total": {"mean": 0.6}}
+                )
+        with app.service.database.read() as connection:
+            assert len(str(connection.execute(select(statistics.c.result)).scalar_one())) < 200
+            assert len(connection.execute(select(statistics_parts.c.tensors)).scalars().all()) == 11
+        client, url = app.client("read"), f"/api/v1/checkpoints/{number}/statistics"
+        found: list[object] = []
+        cursor = None
+        while cursor or not found:
+            page = client.get(url, params={"limit": 70} | ({"cursor": cursor} if cursor else {})).json()
+            found += page["tensors"]
+            cursor = page["next_cursor"]
+            assert page["tensor_count"] == 1_049
+        assert found == tensors[:1_049]

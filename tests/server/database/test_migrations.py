@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
+from dcp.server.catalog.verifications import get_statistics, statistics_tensors
 from dcp.server.database import migrations
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
+from dcp.server.jobs.ledger import get_job, list_jobs
 
 
 def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
@@ -64,6 +67,49 @@ def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None
         connection.execute(text("DROP TABLE webhooks"))
     assert migrations.upgrade(empty_database) is None
     assert migrations.is_current(empty_database)
+
+
+def test_large_results_move_to_tables_of_their_own(empty_database: Database) -> None:
+    """From revision 0001: a large result, and the tensors of statistics, lie elsewhere afterwards, whole."""
+    large = {"tensors": [{"fqn": f"layers.{n}"} for n in range(250)], "bytes_read": 7, "total": {"mean": 1.0}}
+    migrations.upgrade(empty_database, "0001")
+    with empty_database.write() as connection:
+        for statement in (
+            "INSERT INTO roots (id, name, url, created_seconds) VALUES (1, 'main', '/main', 0)",
+            "INSERT INTO runs (id, root_id, key, created_seconds, updated_seconds) VALUES (1, 1, 'r', 0, 0)",
+            "INSERT INTO checkpoints (id, root_id, run_id, key, name, format, state, committed_seconds, "
+            "discovered_seconds, updated_seconds) VALUES (1, 1, 1, 'r/a', 'a', 'dcp', 'committed', 0, 0, 0)",
+        ):
+            connection.execute(text(statement))
+        for number, result in ((1, large), (2, {"count": 3})):
+            columns = {"id": number, "result": json.dumps(result)}
+            connection.execute(
+                text(
+                    "INSERT INTO jobs (id, kind, state, params, created_by, created_seconds, result)"
+                    " VALUES (:id, 'stats', 'succeeded', '{}', 'me', 0, :result)"
+                ),
+                columns,
+            )
+        connection.execute(
+            text(
+                "INSERT INTO checkpoint_statistics (checkpoint_id, fingerprint, result, created_seconds)"
+                " VALUES (1, 'f', :result, 0)"
+            ),
+            {"result": json.dumps(large)},
+        )
+    assert migrations.upgrade(empty_database) == "0001"
+    with empty_database.read() as connection:
+        assert [get_job(connection, number).result for number in (1, 2)] == [large, {"count": 3}]
+        (small, short) = list_jobs(connection)
+        assert (short.result, short.is_result_whole, small.is_result_whole) == (
+            {"bytes_read": 7},
+            False,
+            True,
+        )
+        kept = get_statistics(connection, 1)
+        assert kept is not None
+        assert (kept.tensor_count, kept.result) == (250, {"bytes_read": 7, "total": {"mean": 1.0}})
+        assert statistics_tensors(connection, 1, 95, 205) == large["tensors"][95:205]  # type: ignore[index]
 
 
 def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import text
 from sse_starlette.sse import AppStatus
 
 from dcp.server.app import API
 from dcp.server.catalog import audit
 from dcp.server.jobs import ledger
+from dcp.server.jobs.cleaning import forget_jobs
 from dcp.server.jobs.ledger import JobError, JobSpec, TaskSpec
 from dcp.server.routes import job_events
 from tests.support.app import App
@@ -351,3 +353,38 @@ def test_streams_end_whole_when_the_server_stops(app: App, monkeypatch: pytest.M
         assert "id" in next(event for event in (next(events), next(events)) if "" not in event)
         monkeypatch.setattr(AppStatus, "should_exit", True)  # as the handler of SIGTERM does it
         assert [event for event in events if "" not in event] == []
+
+
+def test_large_results_are_not_in_lists(app: App) -> None:
+    """A list has what is short of them, and says so; the job itself has all, its tasks nothing of it."""
+    client = app.client("read")
+    large = {"tensors": [{"fqn": f"layers.{n}.weight", "mean": 1.0} for n in range(20_000)], "count": 20_000}
+    for result in (large, {"damaged": [], "count": 3}):
+        job_id = submit(app)
+        plan(app, job_id, 1)
+        made = claim(app)
+        step(app, ledger.complete_task, made.held, result, time.time())
+        made = claim(app)
+        assert made.results == (result,)
+        assert step(app, ledger.complete_publish, made.held, result, time.time()).state == "succeeded"
+    listed = client.get(JOBS)
+    assert len(listed.content) < 5_000
+    small, short = listed.json()["items"]
+    assert (small["result"], small["is_result_whole"]) == ({"damaged": [], "count": 3}, True)
+    assert (short["result"], short["is_result_whole"]) == ({"count": 20_000}, False)
+    whole = client.get(f"{JOBS}/{short['id']}").json()
+    assert (whole["result"], whole["is_result_whole"]) == (large, True)
+    assert len(client.get(f"{JOBS}/{short['id']}/tasks").content) < 1_000
+    assert step(app, forget_jobs, time.time() + 1000) == 1  # all but the newest one
+    assert client.get(f"{JOBS}/{short['id']}").status_code == 404
+
+
+def test_a_list_reads_no_large_result(app: App) -> None:
+    """What a page of the list takes does not grow with the results: their rows have nothing of them."""
+    job_id = submit(app)
+    plan(app, job_id, 0)
+    made = claim(app)
+    step(app, ledger.complete_publish, made.held, {"text": "x" * 1_000_000}, time.time())
+    with app.service.database.read() as connection:
+        row = connection.execute(text("SELECT * FROM jobs")).one()
+    assert sum(len(str(value)) for value in row) < 5_000
