@@ -40,7 +40,10 @@ __all__ = [
 OTHER, TENSOR, MAPPING, LIST, PER_RANK = range(5)
 """Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them."""
 _MAX_LISTED = 10
+_MAX_SHOWN = 80
 _STRINGS = frozenset({str})
+MAX_NESTING = 256
+"""Levels of containers; deeper ones contain themselves, or cannot be walked through."""
 
 
 def _kind_of(cls: type) -> int:
@@ -99,12 +102,14 @@ class _Flattener:
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
         kind = self.kinds[type(value)]
+        if len(path) > MAX_NESTING:
+            raise _too_deep(fqn)
         if kind == PER_RANK:
             key = rank_key(self.rank)
             self.visit(f"{fqn}.{key}", (*path, key), value.value)
-        elif kind == MAPPING and not (self.legacy and self.closed(value.values())):
+        elif kind == MAPPING and not (self.legacy and self.closed(value.values(), fqn)):
             self.visit_all(f"{fqn}.", path, value)
-        elif kind == LIST and not self.closed(value):
+        elif kind == LIST and not self.closed(value, fqn):
             for position, entry in enumerate(value):
                 self.visit(f"{fqn}.{position}", (*path, position), entry)
         elif fqn in self.flat:
@@ -146,18 +151,29 @@ class _Flattener:
         if not (all_have_entries and keys and _STRINGS.issuperset(map(type, keys))):
             self.notes.append(note_of(path, keys, all_have_entries=all_have_entries))
 
-    def closed(self, entries: Iterable[Any]) -> bool:
-        """True when a container of these entries is kept as one value."""
+    def closed(self, entries: Iterable[Any], fqn: str = "", depth: int = 0) -> bool:
+        """True when a container of these entries, in what is called ``fqn``, is kept as one value."""
         kinds = self.kinds
+        if depth > MAX_NESTING:
+            raise _too_deep(fqn)
         for entry in entries:
             kind = kinds[type(entry)]
             if kind in (TENSOR, PER_RANK):
                 return False
-            if kind == MAPPING and not (self.legacy and self.closed(entry.values())):
+            if kind == MAPPING and not (self.legacy and self.closed(entry.values(), fqn, depth + 1)):
                 return False
-            if kind == LIST and not self.closed(entry):
+            if kind == LIST and not self.closed(entry, fqn, depth + 1):
                 return False
         return True
+
+
+def _too_deep(fqn: str) -> PlanError:
+    name = fqn if len(fqn) <= _MAX_SHOWN else f"{fqn[:_MAX_SHOWN]}..."
+    return PlanError(
+        f"{name!r} is nested deeper than {MAX_NESTING} levels, as a dict or list that contains itself is: "
+        "keep it out of the state dict, or flat",
+        fqn=name,
+    )
 
 
 def flatten_state_dict(

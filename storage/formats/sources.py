@@ -20,7 +20,9 @@ from dcp.storage.formats.open import open_index
 from dcp.storage.formats.safetensors_folder import SAFETENSORS_FORMAT, index_of_file, index_of_folder
 from dcp.storage.formats.torch_file import TORCH_FORMAT
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import Store, place_text
+from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix_files import broken_link, storage_error
 
 __all__ = ["FILE_FORMATS", "FILE_SUFFIXES", "Place", "Source", "index_at", "locate", "open_source"]
 
@@ -66,11 +68,11 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
     A link to a file is followed, since the caller named it. Raises what ``open_store`` raises and, for a URL
     that could be a file, what asking its store does.
     """
-    text = os.fspath(checkpoint_id)
+    text = place_text(checkpoint_id)
     is_file_url = _FILE_URL.match(text) is not None
     if is_file_url or "://" not in text:
         path = Path(unquote(urlsplit(text).path) if is_file_url else text)
-        if text.endswith("/") or not path.is_file():
+        if text.endswith("/") or not _is_file(path):
             return Place(open_store(checkpoint_id))
         real = path.resolve()
         return Place(open_store(real.parent), real.name)
@@ -80,6 +82,13 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
         if folder.stat(match["name"]) is not None:
             return Place(folder, match["name"])
     return Place(open_store(checkpoint_id))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise storage_error(error, "stat", path) from error
 
 
 def index_at(place: Place, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
@@ -102,8 +111,12 @@ def index_at(place: Place, *, rank: int | None = None, own_rank: int | None = No
 
 
 def _explain_links(place: Place) -> None:
-    """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow."""
+    """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow, or is
+    itself a link that leads nowhere."""
     folder = Path(place.store.url)
+    fault = broken_link(folder) if isinstance(place.store, PosixStore) else None
+    if fault is not None:
+        raise CheckpointNotFoundError(f"{fault}: there is no checkpoint", path=str(folder))
     links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []
     if any(name.endswith(FILE_SUFFIXES) for name in links):
         raise CheckpointNotFoundError(

@@ -18,6 +18,7 @@ from dcp.storage.stores.base import (
     Version,
     WriteHandle,
     check_name,
+    place_text,
 )
 from dcp.storage.stores.memory import MemoryStore
 from dcp.storage.stores.posix import PosixStore
@@ -56,10 +57,11 @@ def open_store(
     or any other URL that fsspec has a file system for.
 
     ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
-    `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for an
-    unknown scheme and for options where none apply; for a missing package the first operation does.
+    `dcp.storage.stores.objects.options.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
+    names no place, an unknown scheme and options where none apply; for a missing package the first operation
+    does.
     """
-    text = os.fspath(checkpoint_id)
+    text = place_text(checkpoint_id)
     url = _URL.fullmatch(text)
     if url is None:
         _refuse_mangled(text)

@@ -11,6 +11,7 @@ Errors are typed (`dcp.storage.errors`) and carry ``path`` and, where an operati
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
-from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.errors import CheckpointFormatError, StorageError
 
 __all__ = [
     "ANY",
@@ -39,6 +40,7 @@ __all__ = [
     "byte_view",
     "check_name",
     "content_version",
+    "place_text",
 ]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
@@ -125,6 +127,28 @@ def check_name(name: str) -> str:
         "the metadata that names it is damaged or hostile",
         name=name,
     )
+
+
+def place_text(place: object) -> str:
+    """The path or URL that names a place, as text; `StorageError` for what names none."""
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(text, str):
+        raise StorageError(
+            f"a checkpoint is named by a str or a path, and {text!r:.100} is of type {type(text).__name__}"
+            + (": decode it, as by os.fsdecode()" if isinstance(text, bytes | bytearray) else ""),
+            op="open",
+        )
+    if not text:
+        raise StorageError("an empty path names no folder: pass '.' for the current one", op="open")
+    if "\0" in text:
+        raise StorageError(f"{text!r:.200} has a NUL character in it, which no path may have", op="open")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise StorageError(
+            f"{text!r:.200} has a character that the file system's encoding lacks", op="open"
+        ) from None
+    return text
 
 
 def content_version(data: Buffer) -> Version:

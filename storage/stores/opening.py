@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dcp.storage.stores import open_store
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import Store, place_text
 
 __all__ = ["OpenWith", "check_storage_options"]
 
@@ -35,7 +35,7 @@ class OpenWith:
 
     def __call__(self, checkpoint_id: str | os.PathLike[str]) -> Store:
         """The store of a path or URL; nothing is touched. Raises what `open_store` raises."""
-        options, text = self.storage_options, os.fspath(checkpoint_id)
+        options, text = self.storage_options, place_text(checkpoint_id)
         if self.through_fsspec:
             if _MEMORY.match(text):
                 from dcp.storage.stores.objects.store import FsspecStore

@@ -33,6 +33,7 @@ from dcp.storage.stores.base import (
     Version,
     check_name,
     content_version,
+    place_text,
 )
 from dcp.storage.stores.buffers import POOL
 from dcp.storage.stores.posix_files import (
@@ -40,6 +41,7 @@ from dcp.storage.stores.posix_files import (
     Observe,
     PageCacheFile,
     PosixReadHandle,
+    broken_link,
     is_below,
     path_of_descriptor,
     step,
@@ -92,9 +94,7 @@ class PosixStore(Store):
         direct_io: bool = True,
         hard_links: bool = True,
     ) -> None:
-        if not os.fspath(path):
-            raise ValueError("an empty path names no folder: pass '.' for the current one")
-        self._root = Path(path).absolute()
+        self._root = Path(place_text(path)).absolute()
         self._observe: Observe = observe
         self._follow_links = follow_links
         self._links_within = None if links_within is None else os.path.realpath(links_within)
@@ -115,7 +115,10 @@ class PosixStore(Store):
 
     def make_root(self) -> None:
         """Each folder that is new is made durable in its parent."""
-        for created in self._missing_folders():
+        missing = self._missing_folders()
+        if missing and (fault := broken_link(missing[0])):
+            raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
+        for created in missing:
             with step(self._observe, "mkdir", created):
                 # Other ranks create the same folder at the same time.
                 created.mkdir(exist_ok=True)
@@ -182,6 +185,8 @@ class PosixStore(Store):
             raise CheckpointNotFoundError(f"{path} does not exist", path=str(path)) from error
         except OSError as error:
             if error.errno == errno.ELOOP:
+                if fault := broken_link(self._root):
+                    raise CheckpointNotFoundError(fault, path=self.url) from error
                 raise CheckpointFormatError(
                     f"{path} is a symbolic link, which could point at any file of yours; "
                     "if you trust the folder, open it with follow_links=True",

@@ -71,6 +71,15 @@ def is_below(path: str, folder: str) -> bool:
     return bool(folder) and path.startswith(f"{folder.rstrip('/')}/")
 
 
+def broken_link(path: Path) -> str | None:
+    """What is wrong with ``path`` or a folder above, if that is a symbolic link that leads nowhere."""
+    for part in (path, *path.parents):
+        with suppress(OSError):
+            if part.is_symlink() and not part.exists():
+                return f"{part} is a symbolic link to {part.readlink()}, which is not there or leads back"
+    return None
+
+
 @contextmanager
 def step(observe: Observe, op: str, path: Path) -> Iterator[None]:
     """Announce a primitive to the observer, and turn its failure into a typed error."""

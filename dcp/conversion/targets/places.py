@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from dcp.storage.errors import CheckpointConflictError, PlanError
-from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix_files import storage_error
 
 __all__ = ["Format", "Place", "place_of"]
 
@@ -68,23 +69,29 @@ class Place:
 
 def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -> Place:
     """The place of a target: one file for ``torch``, for ``safetensors`` if it ends so, else a folder."""
-    text = os.fspath(target)
+    text = place_text(target)
     is_file = to == "torch" or (to == "safetensors" and text.rstrip("/").endswith(".safetensors"))
     store = open_store(text)
     if isinstance(store, PosixStore):
-        path = Path(store.url)
-        if not path.name:
-            raise PlanError(f"{text!r} names no file or folder that could be made")
-        if is_file:
-            if path.is_dir():
-                raise PlanError(f"{path} is a folder; give the name of the file to write", path=str(path))
-            return Place(str(path), PosixStore(path.parent), check_name(path.name), path)
-        if path.exists() and not path.is_dir():
-            raise PlanError(f"{path} is a file; give the name of a folder to write", path=str(path))
-        return Place(str(path), store, None, path)
+        try:
+            return _local_place(text, Path(store.url), store, is_file=is_file)
+        except OSError as error:  # of a name that is too long, or a folder that is not ours
+            raise storage_error(error, "stat", store.url) from error
     if not is_file:
         return Place(store.url, store, None, None)
     parent, _, name = store.url.rpartition("/")
     if not name or parent.endswith("/") or "://" not in parent:
         raise PlanError(f"{text!r} names no file below a bucket or folder")
     return Place(store.url, open_store(parent), check_name(name), None)
+
+
+def _local_place(text: str, path: Path, store: PosixStore, *, is_file: bool) -> Place:
+    if not path.name:
+        raise PlanError(f"{text!r} names no file or folder that could be made")
+    if is_file:
+        if path.is_dir():
+            raise PlanError(f"{path} is a folder; give the name of the file to write", path=str(path))
+        return Place(str(path), PosixStore(path.parent), check_name(path.name), path)
+    if path.exists() and not path.is_dir():
+        raise PlanError(f"{path} is a file; give the name of a folder to write", path=str(path))
+    return Place(str(path), store, None, path)

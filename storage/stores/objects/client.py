@@ -6,6 +6,7 @@ system). Repeating, counting and naming what failed is `dcp.storage.stores.objec
 
 from __future__ import annotations
 
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import IO, TypeAlias
+from typing import IO, Final, TypeAlias
 
 from dcp.storage.stores.base import Buffer, Inflow
 
@@ -30,7 +31,10 @@ __all__ = [
     "RequestError",
     "StreamClient",
     "Upload",
+    "is_unresolved",
 ]
+
+_LONGEST_CHAIN: Final = 8
 
 
 class Failure(Enum):
@@ -51,12 +55,39 @@ class Failure(Enum):
 
 
 class RequestError(Exception):
-    """One attempt failed; the service's or the library's error is chained."""
+    """One attempt failed; the service's or the library's error is chained.
 
-    def __init__(self, kind: Failure, message: str, *, retry_after_seconds: float = 0.0) -> None:
+    ``is_unresolved``: the name of the service's host has no address.
+    """
+
+    def __init__(
+        self,
+        kind: Failure,
+        message: str,
+        *,
+        retry_after_seconds: float = 0.0,
+        is_unresolved: bool = False,
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.retry_after_seconds = retry_after_seconds
+        self.is_unresolved = is_unresolved
+
+
+def is_unresolved(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was made of, says that a host's name has no address."""
+    for _ in range(_LONGEST_CHAIN):
+        if error is None:
+            return False
+        if isinstance(error, socket.gaierror) or "DNSError" in type(error).__name__:
+            return True
+        within = getattr(error, "kwargs", None)  # of botocore
+        inner = within.get("error") if isinstance(within, dict) else None
+        error = next(
+            (one for one in (inner, getattr(error, "os_error", None)) if isinstance(one, BaseException)),
+            error.__cause__ or error.__context__,
+        )
+    return False
 
 
 CALLED_OFF: ContextVar[threading.Event | None] = ContextVar("CALLED_OFF", default=None)

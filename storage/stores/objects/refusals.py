@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from dcp.storage.stores.objects.client import Failure, RequestError
+from dcp.storage.stores.objects.client import Failure, RequestError, is_unresolved
 
 __all__ = ["as_request_error"]
 
@@ -43,9 +43,13 @@ def as_request_error(error: Exception, place: str) -> RequestError:
     """``error`` of one attempt in the file system ``place`` as a `RequestError`. What is not known to be
     settled may pass."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, _MISSING):
-        return RequestError(Failure.MISSING, text)
     chain = list(_chain(error))
+    if isinstance(error, _MISSING):
+        unanswered = next(filter(_is_of_the_network, chain), None)
+        if unanswered is None:
+            return RequestError(Failure.MISSING, text)
+        text = f"{type(unanswered).__name__}: {unanswered}"
+        return RequestError(Failure.PASSING, text, is_unresolved=is_unresolved(unanswered))
     if any(isinstance(one, ImportError) for one in chain):
         return RequestError(Failure.FINAL, f"{text} (install the package that {place} needs)")
     status = next((found for one in chain if (found := _status(one))), 0)
@@ -55,7 +59,14 @@ def as_request_error(error: Exception, place: str) -> RequestError:
             f"{text} (credentials are missing, wrong, or not allowed to do this: give them as "
             f"storage_options, or as the package of {place} looks for them)",
         )
-    return RequestError(_of_status(status) if status else _of_type(error), text)
+    kind = _of_status(status) if status else _of_type(error)
+    return RequestError(kind, text, is_unresolved=is_unresolved(error))
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    """Whether there was no answer at all: fsspec's HTTP says of that, too, that there is no such file."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in names
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

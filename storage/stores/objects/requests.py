@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 from dcp.storage.errors import StorageError, StorageFullError
 from dcp.storage.stores.objects.client import CALLED_OFF, Failure, RequestError
@@ -29,6 +30,10 @@ T = TypeVar("T")
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 15.0
 _QUIET_ATTEMPTS: Final = 2
+_UNRESOLVED_SECONDS: Final = 5.0
+"""The patience with a host that has no address and never answered: most likely its name is misspelt."""
+_answered_hosts: set[tuple[str, str]] = set()
+"""Of this process, whose stores come and go: there the patience is that with any outage."""
 _ANSWERS: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
 
 
@@ -50,6 +55,7 @@ class Requests:
     def __init__(self, url: str, place: str, options: ObjectOptions) -> None:
         self._url = url
         self._place = place
+        self._host = urlsplit(url)[:2]
         self._retry_seconds = options.retry_seconds
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -106,7 +112,8 @@ class Requests:
         sent_bytes: int,
         called_off: threading.Event,
     ) -> T:
-        give_up = time.monotonic() + self._retry_seconds
+        since = time.monotonic()
+        give_up = since + self._retry_seconds
         bound_seconds, attempts = _FIRST_PAUSE_SECONDS, 0
         while True:
             attempts += 1
@@ -116,8 +123,11 @@ class Requests:
             except RequestError as error:
                 self._count(op, time.perf_counter() - begun, again=attempts > 1)
                 if error.kind in _ANSWERS:
+                    _answered_hosts.add(self._host)
                     raise ServiceError(error.kind, str(error), is_ambiguous=attempts > 1) from error
                 pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
+                if error.is_unresolved and self._host not in _answered_hosts:
+                    give_up = min(give_up, since + _UNRESOLVED_SECONDS)
                 late = time.monotonic() + pause > give_up
                 if error.kind is not Failure.PASSING or late or called_off.is_set():
                     raise self._error(op, key, error, attempts) from error
@@ -130,6 +140,7 @@ class Requests:
                 called_off.wait(pause)
                 bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
                 continue
+            _answered_hosts.add(self._host)
             self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)
             return result
 

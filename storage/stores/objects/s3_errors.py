@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dcp.storage.stores.objects.client import Failure, RequestError
+from dcp.storage.stores.objects.client import Failure, RequestError, is_unresolved
 
 __all__ = ["answered", "request_error"]
 
@@ -63,7 +63,8 @@ def request_error(error: BaseException, bucket: str) -> RequestError:
         EOFError,
     )
     if isinstance(error, passing):
-        return RequestError(Failure.PASSING, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        return RequestError(Failure.PASSING, text, is_unresolved=is_unresolved(error))
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return RequestError(
             Failure.FINAL,

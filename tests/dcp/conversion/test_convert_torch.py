@@ -50,11 +50,17 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_the_file_is_what_stock_makes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Nesting, keys, values and bytes are those of dcp_to_torch_save, read with weights_only and mapped."""
+    """Nesting, values and bytes are those of dcp_to_torch_save, read with weights_only and mapped.
+
+    So are the keys, but that stock makes strings of an optimizer's, which ours notes when it saves.
+    """
     source = request.getfixturevalue(kind)
     convert(source, tmp_path / "model.pt", to="torch")
     format_utils.dcp_to_torch_save(source, tmp_path / "stock.pt")
     expected = torch.load(tmp_path / "stock.pt", weights_only=False)
+    if kind == "ours":
+        state = expected["optimizer"]["state"]
+        expected["optimizer"]["state"] = {int(key): value for key, value in state.items()}
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), expected)
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True, mmap=True), expected)
     assert folder_of(tmp_path / "model.pt") == ["model.pt", "stock.pt"]

@@ -46,7 +46,7 @@ def test_unsupported_urls(text: str) -> None:
 
 def test_empty_path() -> None:
     """An empty id is most likely an unset variable: it must not mean the current folder."""
-    with pytest.raises(ValueError, match="empty path"):
+    with pytest.raises(StorageError, match="empty path"):
         open_store("")
 
 
