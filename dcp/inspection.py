@@ -29,6 +29,7 @@ from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.object_blob import ObjectBlob
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
+from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.python_values import decode_value, python_value
 from dcp.storage.formats.safetensors_folder import index_of_file, index_of_folder
@@ -173,6 +174,11 @@ def list_checkpoints(
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
     opener = OpenWith(storage_options)
+    with near_places_told(checkpoint_id, opener):
+        return _list(checkpoint_id, opener, quick=quick)
+
+
+def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: bool) -> list[CheckpointSummary]:
     place = locate(checkpoint_id, open_store=opener)
     store = place.store
     if place.file is not None:

@@ -20,6 +20,7 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import FILE_FORMATS, Place, index_at, locate
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
@@ -43,8 +44,10 @@ def verify(
     the store likes, on a disk 2; each takes up to 8 MiB of memory. Raises `CheckpointNotFoundError` where
     nothing is committed, and `StorageError` where the store as a whole cannot be read.
     """
-    place = locate(checkpoint_id, open_store=OpenWith(storage_options))
-    return verify_place(place, threads=threads, progress=progress)
+    opener = OpenWith(storage_options)
+    with near_places_told(checkpoint_id, opener):
+        place = locate(checkpoint_id, open_store=opener)
+        return verify_place(place, threads=threads, progress=progress)
 
 
 def verify_store(

@@ -6,7 +6,6 @@ that: ``model`` is all of the model, ``*.bias`` every bias.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp.storage.errors import PlanError
+from dcp.storage.near_names import close_to
 
 __all__ = ["Matches", "Patterns", "Rename", "Selection", "check_matches", "renamer"]
 
@@ -193,7 +193,7 @@ def _close(text: str, keys: Iterable[str]) -> list[str]:
     bare = text.removesuffix(".*")
     depth = bare.count(".") + 1
     names = {".".join(key.split(".", depth)[:depth]) for key in keys}
-    return difflib.get_close_matches(bare, sorted(names), n=3)
+    return close_to(bare, sorted(names))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import encode_manifest
+from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.python_values import decode_value
 from dcp.storage.formats.sources import LOOSE_FORMATS, Place, index_at, locate
 from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
@@ -134,7 +135,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
         """The checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self._index is None:
-            self._index = index_at(self.place, rank=rank, own_rank=own_rank)
+            with near_places_told(self.path, self.open_store):
+                self._index = index_at(self.place, rank=rank, own_rank=own_rank)
             self._read_as = rank, own_rank
             self._listed = self._files()
         return self._index

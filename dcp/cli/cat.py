@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import math
 import os
 import re
 import sys
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
@@ -28,6 +28,7 @@ from dcp.cli.common import (
 )
 from dcp.cli.progress import progress_bar
 from dcp.storage.errors import CheckpointError
+from dcp.storage.near_names import listed, near_names
 
 if TYPE_CHECKING:
     from dcp.elements import Array
@@ -38,6 +39,7 @@ __all__ = ["command"]
 _PRINTED: Final = 1000
 """Of tensors with more elements only the edges are printed, as numpy does it."""
 _EDGE: Final = 3
+_CHILDREN: Final = 8
 _MAX_JSON_ELEMENTS: Final = 1_000_000
 _PART: Final = re.compile(
     r"(?P<start>-?\d+)?(?P<is_slice>:)?(?(is_slice)(?P<stop>-?\d+)?(?::(?P<step>-?\d+)?)?)"
@@ -103,9 +105,7 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
 
     index = reader.index
     if fqn not in index.objects.position:
-        close = difflib.get_close_matches(fqn, [*index.fqns, *index.objects.fqns], n=3)
-        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; dcp show lists all"
-        raise CheckpointError(f"{reader.name}: there is no {fqn!r}{hint}", fqn=fqn)
+        raise CheckpointError(f"{reader.name}: {_absent(fqn, [*index.fqns, *index.objects.fqns])}", fqn=fqn)
     if is_tensor:
         raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
     value = object_row(reader.store, index, fqn)
@@ -119,6 +119,30 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
         print_json({"fqn": fqn, "type": type(value.value).__name__, "value": value.value})
     else:
         print(printable(repr(value.value)))
+
+
+def _absent(fqn: str, names: Sequence[str]) -> str:
+    """What is below a name that has no value of its own, or what may have been meant."""
+    below = [name.removeprefix(f"{fqn}.") for name in names if name.startswith(f"{fqn}.")]
+    if below:
+        return f"{fqn!r} is not a value, {len(below):,} are below it: {_children(fqn, below)}"
+    close = near_names(fqn, names)
+    return f"there is no {fqn!r}; " + (
+        f"did you mean {' or '.join(map(repr, close))}?" if close else "dcp show lists all"
+    )
+
+
+def _children(fqn: str, below: Sequence[str]) -> str:
+    """The parts directly below ``fqn``, or those below the only one, with how many values each has."""
+    counts = Counter(name.partition(".")[0] for name in below)
+    if len(counts) == 1 and all("." in name for name in below):
+        (only,) = counts
+        return _children(f"{fqn}.{only}", [name.partition(".")[2] for name in below])
+    values = {name for name in below if "." not in name}
+    told = [
+        f"{fqn}.{part}" if part in values else f"{fqn}.{part}.* ({count:,})" for part, count in counts.items()
+    ]
+    return listed(told, most=_CHILDREN, show=str)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def _located(path: str) -> Iterator[None]:
 
 def _not_found(store: Store) -> CheckpointNotFoundError:
     data_files = [info.name for info in store.list() if info.name.endswith(_DATA_SUFFIXES)]
-    looked_for = f"{MANIFEST_NAME}, {METADATA_NAME}, __<rank>.{MANIFEST_NAME} or __<rank>{METADATA_NAME}"
+    looked_for = f"{MANIFEST_NAME} or {METADATA_NAME}"
     if data_files:
         return CheckpointNotFoundError(
             f"{store.url} holds no committed checkpoint: there are {len(data_files)} data files, such as "

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from dcp.storage.errors import CheckpointNotFoundError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index
+from dcp.storage.formats.places_near import FILE_SUFFIXES, near_places_told
 from dcp.storage.formats.safetensors_folder import SAFETENSORS_FORMAT, index_of_file, index_of_folder
 from dcp.storage.formats.torch_file import TORCH_FORMAT
 from dcp.storage.stores import OpenStore, open_store
@@ -31,8 +32,6 @@ LOOSE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, "torch_dcp"))
 """Folders of these have files that others replace one by one, under names that stay."""
 
 """Formats of files that are checkpoints without a commit object, and may lie among others."""
-
-FILE_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".torch")
 
 _FILE_URL: Final = re.compile(r"file://", re.IGNORECASE)
 _REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])/+(?P<name>[^/]+)", re.DOTALL)
@@ -135,6 +134,7 @@ def open_source(
     own_rank: int | None = None,
 ) -> Source:
     """`locate` and `index_at` together."""
-    place = locate(checkpoint_id, open_store=open_store)
-    index = index_at(place, rank=rank, own_rank=own_rank)
+    with near_places_told(checkpoint_id, open_store):
+        place = locate(checkpoint_id, open_store=open_store)
+        index = index_at(place, rank=rank, own_rank=own_rank)
     return Source(place.store, index, place.url, place.file)

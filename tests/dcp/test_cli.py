@@ -161,7 +161,7 @@ def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
     assert run("ls", tmp_path, "--json").json == []
     absent = run("ls", tmp_path / "absent")
     assert (absent.status, absent.out) == (3, "")
-    assert absent.err == f"dcp: {tmp_path / 'absent'}: no such folder\n"
+    assert absent.err == f"dcp: {tmp_path / 'absent'} holds no checkpoint: it does not exist.\n"
 
 
 def test_show_prints_provenance_and_tensors(ours: Path) -> None:

@@ -123,6 +123,10 @@ def test_cat_of_what_is_not_there_says_what_is(ours: Path, tmp_path: Path) -> No
     cases: list[tuple[list[str | Path], str]] = [
         (["cat", ours, "model.half2"], "did you mean 'model.half'"),
         (["cat", ours, "qqqqqqqq"], "dcp show"),
+        (
+            ["cat", ours, "model"],
+            "'model' is not a value, 5 are below it: model.w, model.half, model.scalar, ",
+        ),
         (["cat", ours, "model.w", "--slice", "0,0,0"], "2 dimensions"),
         (["cat", ours, "model.w", "--slice", "40"], "40 elements along dimension 0"),
         (["cat", tmp_path / "nothing", "w"], "nothing"),

@@ -1,0 +1,104 @@
+"""What there is near a place that has no checkpoint, for the error that says so."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.near_names import close_to, listed
+from dcp.storage.stores import OpenStore
+from dcp.storage.stores.folders import ObjectRoot, PosixRoot, Root, open_root
+
+__all__ = ["FILE_SUFFIXES", "near_places_told"]
+
+FILE_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".torch")
+"""How names of files of weights end."""
+
+_LOOKED_AT: Final = 200
+"""Folders that are looked into for checkpoints."""
+
+_REQUESTS: Final = 4
+"""The same, where each is a request or two."""
+
+_SHOWN: Final = 4
+_FOLDER: Final = re.compile(r"[^:]+://[^/]+/?[^/]")
+"""What is not the scheme alone."""
+
+
+@contextmanager
+def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> Iterator[None]:
+    """A CheckpointNotFoundError of this block says as well which checkpoints lie below ``checkpoint_id`` or,
+    if that is not there, what is beside it."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        try:
+            told = _told(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
+        except (CheckpointError, OSError):  # the error that is on its way matters more
+            told = ""
+        if not told:
+            raise
+        raise CheckpointNotFoundError(told, **error.facts) from None
+
+
+def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
+    """``message`` and what there is to add; "" where that is nothing."""
+    root = open_root(checkpoint_id, open_store=open_store)
+    if isinstance(root, PosixRoot) and not os.path.lexists(root.url):
+        return f"{root.url} holds no checkpoint: {_beside_missing(Path(root.url))}"
+    names = sorted(root.names(), key=_by_number, reverse=True)
+    if names:
+        return f"{message}\n{_below(root, names)}"
+    if isinstance(root, ObjectRoot):
+        beside = _beside_prefix(root.url, open_store)
+        return beside and f"{message}\n{beside}"
+    files = sorted(info.name for info in open_store(checkpoint_id).list() if _is_weights(info.name))
+    return f"{message}\nFiles in it: {_some(files)}." if files else ""
+
+
+def _below(root: Root, names: Sequence[str]) -> str:
+    looked_at = _REQUESTS if isinstance(root, ObjectRoot) else _LOOKED_AT
+    found = [name for name in names[:looked_at] if has_checkpoint(root.store(name))]
+    if not found:
+        return f"Folders below it: {_some(names)}; dcp ls finds the checkpoints in them."
+    rest = names[len(found) :] if found == list(names[:looked_at]) else []
+    return f"Checkpoints below it: {_some([*found, *rest])}."
+
+
+def _beside_missing(path: Path) -> str:
+    """What is where ``path`` would be, or the last folder on the way there that exists."""
+    what = "it"
+    while not path.parent.is_dir():
+        path = path.parent
+        what = str(path)
+    with os.scandir(path.parent) as entries:
+        names = sorted((entry.name for entry in entries if not entry.name.startswith(".")), key=_by_number)
+    close = close_to(path.name, names) or names[::-1]
+    there = f"\n{path.parent} has {_some(close)}." if close else ""
+    return f"{what} does not exist.{there}"
+
+
+def _beside_prefix(url: str, open_store: OpenStore) -> str:
+    parent, _, name = url.rpartition("/")
+    names = open_root(parent, open_store=open_store).names() if _FOLDER.match(parent) else []
+    close = close_to(name, names) or sorted(names, key=_by_number, reverse=True)
+    return f"{parent} has {_some(close)}." if close else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return listed(names, most=_SHOWN, show=str)
+
+
+def _is_weights(name: str) -> bool:
+    return name.lower().endswith(FILE_SUFFIXES) and not name.startswith(".")
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """So that step-2 comes before step-10."""
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"([0-9]+)", name)]

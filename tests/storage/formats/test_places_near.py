@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp
+from dcp.inspection import list_checkpoints
+from dcp.verification import verify
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs with steps, one of which is only begun, and a file of weights."""
+    root = tmp_path_factory.mktemp("runs")
+    for name in ("a/step-2", "a/step-10", "a/step-9", "b/step-1"):
+        dcp.save({"n": 1}, checkpoint_id=root / name, no_dist=True)
+    (root / "a/step-11").mkdir()
+    (root / "a/step-11/__0_0.00000000.distcp").write_bytes(b"")
+    (root / "files").mkdir()
+    torch.save({"n": 1}, root / "files/model.pt")
+    return root
+
+
+def said(place: Path) -> str:
+    """What `dcp.open_index` says."""
+    with pytest.raises(dcp.CheckpointNotFoundError) as caught:
+        dcp.open_index(place)
+    assert caught.value.path
+    return str(caught.value)
+
+
+def test_the_steps_below_a_run_are_told(runs: Path) -> None:
+    """Committed ones, the newest first."""
+    assert f"{runs}/a holds no checkpoint: " in said(runs / "a")
+    assert said(runs / "a").endswith("\nCheckpoints below it: step-10, step-9, step-2.")
+    assert "\nFolders below it: files, b, a" in said(runs)
+
+
+def test_what_is_beside_a_missing_place_is_told(runs: Path) -> None:
+    """Names like the one that was given; or all, also of the first folder that is there."""
+    assert said(runs / "b/step-7") == (
+        f"{runs}/b/step-7 holds no checkpoint: it does not exist.\n{runs}/b has step-1."
+    )
+    assert f"{runs}/c does not exist.\n{runs} has " in said(runs / "c/step-1")
+    assert f"{runs} has files" in said(runs / "fils")
+
+
+def test_files_of_weights_are_told(runs: Path) -> None:
+    """A folder with one is no checkpoint; the file is."""
+    assert said(runs / "files").endswith("\nFiles in it: model.pt.")
+
+
+def test_a_save_that_did_not_finish_is_still_said_to_be_one(runs: Path) -> None:
+    """That there are data files is what matters there."""
+    assert "1 data files" in said(runs / "a/step-11")
+
+
+def test_loads_verifications_and_listings_say_so_too(runs: Path) -> None:
+    """Whatever takes a place of the user's."""
+    with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-10"):
+        dcp.load({"n": 0}, checkpoint_id=runs / "a", no_dist=True)
+    with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-10"):
+        verify(runs / "a")
+    with pytest.raises(dcp.CheckpointNotFoundError, match=r"does not exist\.\n.* has a"):
+        list_checkpoints(runs / "aa")
+
+
+def test_places_in_memory_have_neighbours_too() -> None:
+    """Whatever kind of root; an empty one has nothing to tell."""
+    dcp.save({"n": 1}, checkpoint_id="memory://near/step-1", no_dist=True)
+    with pytest.raises(dcp.CheckpointNotFoundError, match=r"Checkpoints below it: step-1\."):
+        dcp.open_index("memory://near")
+    with pytest.raises(dcp.CheckpointNotFoundError, match="Check the path"):
+        dcp.open_index("memory://elsewhere")
