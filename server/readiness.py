@@ -92,7 +92,11 @@ def prepare_database(service: Service) -> str | None:
                 f"at revision {migrations.current(database)}, and not at {migrations.head()}: dcp db upgrade"
             )
         before = migrations.upgrade(database)
-        _log.info("database upgraded", before=before, after=migrations.current(database))
+        after = migrations.current(database)
+        if before is None:
+            _log.info("new database", file=database.url.database, revision=after)
+        else:
+            _log.info("database upgraded", before=before, after=after)
     urls = {root.name: root.url for root in service.roots}
     database.transact(lambda connection: sync_roots(connection, urls, now=service.clock()))
     return None

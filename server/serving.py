@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -22,26 +23,36 @@ from dcp.server.context import Service
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.logs import configure_logs
 from dcp.server.monitoring.processes import shared_folder
+from dcp.server.problems import UnavailableError
 from dcp.server.readiness import prepare_database
+from dcp.server.roots import Roots
 from dcp.server.settings import Settings
 from dcp.server.worker_process import worker_beside
+from dcp.storage.errors import CheckpointError
 
-__all__ = ["app_of_environment", "flags_environment", "serve"]
+__all__ = ["PortError", "app_of_environment", "flags_environment", "serve"]
 
 _KEEP_ALIVE_SECONDS: Final = 15
 _SETTLE_SECONDS: Final = 0.5  # the first requests come first
 _log = structlog.get_logger(__name__)
 
 
+class PortError(CheckpointError):
+    """The address cannot be listened on."""
+
+
 def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits.
 
     ``flags`` are those of the settings that came from the command line, for the processes that are started.
+    Raises `PortError`, before anything else is done.
     """
     configure_logs(settings)
+    _check_port(settings.host.strip("[]"), settings.port)
     if "roots" not in settings.model_fields_set:  # nobody has named it, so it is nobody's mistake
         for root in settings.roots.values():
             Path(root.url).mkdir(exist_ok=True)
+    _tell_roots(settings)
     # For before uvicorn listens to signals and after: it sends itself again what has ended it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
@@ -53,6 +64,38 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
         if settings.api_workers == 1:
             return _serve_here(settings, started)
         return _serve_many(settings, started)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Here, because whoever has two of them should know it before a database is made, and in a line."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise PortError(
+                        f"port {port} of {host} is taken, perhaps by another dcp serve: end that, or choose "
+                        "another one with --port"
+                    ) from None
+
+
+def _tell_roots(settings: Settings) -> None:
+    for root in Roots(settings.roots):
+        try:
+            root.check_there()
+            _log.info("root", name=root.name, place=root.url)
+        except UnavailableError:
+            _log.warning(
+                "root is not there: a wrong name, or a disk to mount", name=root.name, place=root.url
+            )
+
+
+def _tell_address(host: str, port: int) -> None:
+    shown = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    address = f"http://{shown}:{port}"
+    _log.info("serving", api=f"{address}/api/v1", docs=f"{address}/docs")
 
 
 def _end(_number: int, _frame: object) -> None:
@@ -68,6 +111,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.started:
+            bound = [each.getsockname() for server in self.servers for each in server.sockets]
+            _tell_address(self.config.host, bound[0][1] if bound else self.config.port)
         asyncio.get_running_loop().call_later(_SETTLE_SECONDS, _settle)
         self._begun.set()
 
@@ -104,7 +150,9 @@ def _serve_many(settings: Settings, begun: threading.Event) -> int:
     gc.enable()
     begun.set()
     with shared_folder():
-        Multiprocess(config, sockets=[config.bind_socket()]).run()
+        bound = config.bind_socket()
+        _tell_address(config.host, bound.getsockname()[1])
+        Multiprocess(config, sockets=[bound]).run()
     return 0
 
 

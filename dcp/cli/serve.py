@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,12 @@ def command(
     port: Annotated[int | None, typer.Option("--port", help="The port to listen on [8470].")] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option("--root", metavar="NAME=URL", help="Where checkpoints are [checkpoints=./checkpoints]."),
+        typer.Option(
+            "--root",
+            metavar="[NAME=]URL",
+            help="Where checkpoints are: a folder or a URL, which is there; several times for several "
+            "[checkpoints=./checkpoints].",
+        ),
     ] = None,
     database: Annotated[
         str | None, typer.Option("--database", metavar="URL", help="[sqlite:///dcp-catalog.sqlite]")
@@ -86,8 +92,19 @@ def _roots(given: list[str] | None) -> dict[str, dict[str, str]] | None:
         return None
     roots: dict[str, dict[str, str]] = {}
     for item in given:
-        name, equals, url = item.partition("=")
-        if not equals or not url:
-            raise typer.BadParameter(f"{item!r} is not NAME=URL", param_hint="--root")
+        before, equals, url = item.partition("=")
+        is_named = bool(equals) and "/" not in before
+        name, url = (before, url) if is_named else (_name_of(item), item)
+        if not name or not url:
+            raise typer.BadParameter(f"{item!r} is neither a folder or URL nor NAME=URL", param_hint="--root")
+        if name in roots:
+            raise typer.BadParameter(f"two roots are called {name}: give NAME=URL", param_hint="--root")
         roots[name] = {"url": url}
     return roots
+
+
+def _name_of(url: str) -> str:
+    """After the folder, or the last part of the URL, in the letters that names of roots have."""
+    _, scheme, place = url.rpartition("://")
+    last = place.rstrip("/").rpartition("/")[2] if scheme else Path(url).expanduser().resolve().name
+    return re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")[:63]

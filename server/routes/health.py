@@ -33,9 +33,26 @@ class Ready(Answer):
     checks: dict[str, str]
 
 
+class Welcome(Answer):
+    """Where to go from here: paths of this service."""
+
+    service: Literal["dcphub"] = "dcphub"
+    version: str
+    api: str
+    docs: str = Field(description="Pages about the API, to try it.")
+    openapi: str
+    ready: str
+
+
 async def _readiness(request: Request) -> Readiness:
     readiness: Readiness = request.app.state.readiness
     return readiness
+
+
+@router.get("/")
+async def get_welcome() -> Welcome:
+    """What this is, and where its pages and its API are."""
+    return Welcome(version=__version__, api="/api/v1", docs="/docs", openapi="/openapi.json", ready="/readyz")
 
 
 @router.get("/healthz")

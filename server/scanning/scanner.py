@@ -54,6 +54,7 @@ class ScanReport:
     those that are gone."""
 
     root: str
+    is_first: bool = False
     found: int = 0
     opened: int = 0
     new: int = 0
@@ -115,6 +116,7 @@ class Scanner:
         try:
             place.check_there()
             scan = _Scan(self._database, place, self._memo, self._clock, self._batch, below)
+            scan.report.is_first = row.scanned_seconds is None
             for _ in scan.steps(accepted, Doubt(row.doubted_runs, row.is_other_place)):
                 scan.report.seconds = time.monotonic() - begun
                 if on_progress is not None:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dcp.cli.app import app
+from dcp.cli.serve import _roots
 from dcp.server.database.engine import Database
 from dcp.server.security.keys import find_key
 from dcp.server.serving import flags_environment
@@ -105,7 +106,33 @@ def test_settings_that_are_none(tmp_path: Path) -> None:
     assert "roots: " in shown
     assert "many" not in shown
     assert "is not a file" in run("serve", "--config", str(tmp_path / "none.toml"), status=3)
-    run("serve", "--root", "nourl", status=2)
+    run("serve", "--root", "noname=", status=2)
+    run("serve", "--root", "/", status=2)
+    run("serve", "--root", "a/runs", "--root", "b/runs", status=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "url"),
+    [
+        ("runs=/data/runs", "runs", "/data/runs"),
+        ("/data/My Runs/", "my-runs", "/data/My Runs/"),
+        ("checkpoints", "checkpoints", "checkpoints"),
+        ("s3://bucket/team/runs/", "runs", "s3://bucket/team/runs/"),
+        ("s3://bucket", "bucket", "s3://bucket"),
+        ("./lr=0.1", "lr-0.1", "./lr=0.1"),
+    ],
+)
+def test_a_root_without_a_name_has_that_of_its_folder(given: str, name: str, url: str) -> None:
+    """In the letters that names of roots have."""
+    assert _roots([given]) == {name: {"url": url}}
+    assert Settings.model_validate({"roots": _roots([given])}).roots[name].url == url
+
+
+def test_the_current_folder_as_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--root .` has its name, too."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert _roots(["."]) == {"here": {"url": "."}}
 
 
 def test_flags_go_on_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

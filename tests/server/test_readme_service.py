@@ -31,7 +31,12 @@ def test_the_examples_run_against_the_service_that_they_start(
     """Registered by the manager, found, tagged, verified, downloaded: the file has the model's values."""
     monkeypatch.chdir(tmp_path)
     (block,) = blocks_of("README.md")
-    (line,) = re.findall(r"^dcp serve [^#\n]*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text()
+    (line,) = re.findall(r"^dcp serve [^#\n]*", readme, re.MULTILINE)
+    (folder,) = re.findall(r"^mkdir -p (\S+)", readme, re.MULTILINE)
+    (tmp_path / folder).mkdir()
+    (own_port,) = set(re.findall(r"127\.0\.0\.1:(\d+)", block))
+    assert shlex.split(line)[-2:] == ["--port", own_port]
     port = free_port()
     model = torch.nn.Linear(3, 4)
     names: dict[str, Any] = {
@@ -43,7 +48,7 @@ def test_the_examples_run_against_the_service_that_they_start(
     address = f"http://127.0.0.1:{port}"
     with DcpProcess(command, tmp_path, {}) as service, Client(address) as client:
         wait_until(lambda: httpx.get(f"{address}/readyz", timeout=60).is_success, "the service is ready")
-        exec(compile(block.replace("http://127.0.0.1:8470", address), "README.md", "exec"), names)
+        exec(compile(block.replace(f"http://127.0.0.1:{own_port}", address), "README.md", "exec"), names)
         best = client.checkpoint(names["best"].id)
         assert (best.run, best.step, best.tags, best.verification) == ("tuned", 10, ("release",), "good")
         downloaded = load_file(tmp_path / "best.safetensors")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dcp.server.database.engine import Database
+from tests.support.catalog_roots import write_manifest
 from tests.support.service import Service, wait_until
 
 _RSS_LIMIT_BYTES = 150 << 20
@@ -126,3 +127,43 @@ def test_requests_under_way_are_finished(tmp_path: Path) -> None:
         wait_until(lambda: service.exit_status is not None, "the end")
         assert service.exit_status == 0
         database.close()
+
+
+def test_what_it_says_on_its_start(tmp_path: Path) -> None:
+    """Its roots, that the database is new, where it listens and has its pages, and what the first scan finds;
+    of a root that is not there that it is not, which is made by nobody."""
+    write_manifest(tmp_path / "My Runs" / "one" / "step-1")
+    service = Service(tmp_path, ready=False)
+    service.arguments += ["--root", "My Runs", "--root", "away=./nowhere"]
+    with service:
+        log = wait_until(lambda: "scanned " in service.log() and service.log(), "the first scan")
+        assert re.search(r"root +\[.*name=my-runs place=.*My Runs", log)
+        assert re.search(r"root is not there.* name=away place=\S*nowhere", log)
+        assert re.search(r"new database .* file=dcp-catalog.sqlite", log)
+        assert re.search(rf"serving .*api={service.url}/api/v1 docs={service.url}/docs", log)
+        assert re.search(r"scanned .* found=1 new=1 root=my-runs", log)
+        with service.client() as client:
+            answer = client.get("/readyz")
+            assert answer.json()["checks"]["root away"] == "the folder of root away is not there"
+            assert client.get("/").json()["docs"] == "/docs"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """One line says so, and nothing has been made."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "dcp", "serve", "--port", str(port)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 3
+    assert re.fullmatch(rf"dcp: port {port} of 127.0.0.1 is taken.*--port\n", done.stderr)
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -269,7 +270,9 @@ class Service(DcpProcess):
         with self.client() as client:
             while time.monotonic() < give_up:
                 if self.exit_status is not None:
-                    taken = "address already in use" in self.log_tail().lower()
+                    taken = re.search(
+                        r"address already in use|port \d+ of \S+ is taken", self.log_tail().lower()
+                    )
                     kind = _PortTakenError if taken else ServiceError
                     raise kind(f"dcp serve ended with {self.exit_status}\n{self.log_tail()}")
                 try:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
+import structlog
 from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.parameters import Parameters
 from dcp.server.jobs.kinds.subjects import open_database, storage_errors
-from dcp.server.jobs.states import JobSpec, Json
+from dcp.server.jobs.states import Job, JobSpec, Json
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.roots import check_key
 from dcp.server.scanning.scanner import Scanner
@@ -21,6 +22,9 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
 __all__ = ["Scan", "ScanParams", "scan_spec"]
+
+_TOLD: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
+_log = structlog.get_logger(__name__)
 
 
 class ScanParams(Parameters):
@@ -86,3 +90,12 @@ class Scan(Kind[ScanParams]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         return dict(results[0])
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Nothing is left to write; the log tells of what was found for the first time."""
+        is_first = result.get("is_first", False)
+        told = {name: result[name] for name in _TOLD if result.get(name)}
+        if is_first or told:
+            _log.info("scanned", root=result["root"], found=result["found"], **told)
+        for line in result["trouble"] if is_first or result.get("lost") else ():
+            _log.warning("scanned with trouble", root=result["root"], trouble=line)
