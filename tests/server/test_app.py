@@ -22,6 +22,7 @@ from tests.support.app import App, running_app
 from tests.support.databases import MakeDatabase
 
 PUBLIC_PATHS = {
+    "/",
     "/healthz",
     "/readyz",
     "/metrics",

@@ -136,7 +136,8 @@ def test_what_it_says_on_its_start(tmp_path: Path) -> None:
     service = Service(tmp_path, ready=False)
     service.arguments += ["--root", "My Runs", "--root", "away=./nowhere"]
     with service:
-        log = wait_until(lambda: "scanned " in service.log() and service.log(), "the first scan")
+        wait_until(lambda: "scanned " in service.log(), "the first scan")
+        log = service.log()
         assert re.search(r"root +\[.*name=my-runs place=.*My Runs", log)
         assert re.search(r"root is not there.* name=away place=\S*nowhere", log)
         assert re.search(r"new database .* file=dcp-catalog.sqlite", log)
