@@ -94,12 +94,13 @@ def find_leftovers(
             found.append((store, left))
     place = open_root(root, open_store=open_store)
     if isinstance(place, PosixRoot):
-        found += _conversions(Path(place.url), now_seconds - older_than_seconds)
+        for folder in ("", *place.names()):
+            found += _conversions(Path(place.url) / folder, now_seconds - older_than_seconds)
     return found
 
 
 def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Leftovers]]:
-    """Folders in which conversions to something in ``root`` were at work, and have noted nothing since."""
+    """Folders in which conversions to something in ``root`` were at work, and have written nothing since."""
     for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
         paths = [path for path in folder.rglob("*") if path.is_file()]
         stats = {str(path.relative_to(folder)): path.stat() for path in paths}

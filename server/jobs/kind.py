@@ -3,7 +3,9 @@
 A job is planned, then its tasks run, in any order and some of them at once, then it is published. These
 three run in a subprocess that may be killed at any instant, without the database, and again if need be:
 
-- `Kind.plan` writes nothing outside of ``context.work_folder``.
+- `Kind.plan` writes nothing outside of ``context.work_folder``, or under names that follow from
+  ``context.attempt_name``: the ledger knows it before the plan begins, so that `Kind.clear_plans` finds what
+  a plan has left of which nobody has heard any more.
 - `Kind.run_task` may be repeated, also while an earlier attempt that was believed dead still runs: what it
   writes must be the same each time, or go to a place that carries ``context.attempt_name``.
 - `Kind.publish` is one atomic step. If it died after that step and before anybody heard of it, it is called
@@ -82,6 +84,12 @@ class JobContext:
     work_folder: Path
     prepared: Json = field(default_factory=dict)
 
+    @property
+    def earlier_attempts(self) -> list[str]:
+        """Names of all attempts at a phase of this job before this one, whatever became of them."""
+        stem, _, fence = self.attempt_name.rpartition("-")
+        return [f"{stem}-{number}" for number in range(1, int(fence))]
+
     @cached_property
     def roots(self) -> Roots:
         """The configured roots."""
@@ -104,6 +112,7 @@ class Kind(ABC, Generic[P]):
     params: type[P]
     needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines
     max_attempts: ClassVar[int] = 3
+    leaves_plans: ClassVar[bool] = False  # what its plans reserve is outside of the work folder
     has_own_slot: ClassVar[bool] = False  # one of them runs in each worker beside `concurrency` others
     preload: ClassVar[tuple[str, ...]] = ()  # modules that subprocesses need, and the API process does not
 
@@ -132,6 +141,10 @@ class Kind(ABC, Generic[P]):
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
         """Clear away what is left of a job that was given up."""
+
+    def clear_plans(self, context: JobContext, params: P) -> None:
+        """Clear away what ``context.earlier_attempts`` at the plan have left; asked for where a kind
+        ``leaves_plans`` and the job has ended without a plan. None of them is at work any more."""
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Write what follows from the result into the catalog."""

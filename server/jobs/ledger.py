@@ -5,8 +5,8 @@ queued -> planning -> running (its tasks) -> publishing -> succeeded, failed or 
 Each function is a step of one transaction of the caller's. Whoever completes something names the claim under
 which it was done; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
 cancelled or has failed is *ending*: none of its tasks is claimed any more, those that run are stopped, then
-what they left is discarded, and only then it is over. Publishing cannot be cancelled once it has begun,
-because nobody could say any more whether it took place.
+what they left is discarded, and what its plans left, too; only then it is over. Publishing cannot be
+cancelled once it has begun, because nobody could say any more whether it took place.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def complete_plan(
     """The job's tasks may be claimed; without any it is published next."""
     job = held_job(connection, held)
     if job.is_ending:
-        finish(connection, job, "cancelled", now)
+        _clear_away(connection, job, plan=dict(plan_data))
         return
     if specs:
         # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
@@ -256,9 +256,10 @@ def _fail_phase(connection: Connection, job: Job, error: JobError, now: float, b
     if error is _LOST and job.state == "publishing" and not job.is_ending:
         # Nobody knows whether it is published: only another attempt finds out, so this is never the last.
         attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
-    if job.is_ending and (job.state == "planning" or is_last):
-        if job.state != "planning":
-            emit(connection, job.id, "discard_failed", now, error=error.document())
+    if job.is_ending and job.state == "planning":
+        _clear_away(connection, job)
+    elif job.is_ending and is_last:
+        emit(connection, job.id, "discard_failed", now, error=error.document())
         _give_up(connection, job, now)
     elif not is_last:
         delay = backoff.seconds(attempt, job.id)
@@ -267,10 +268,16 @@ def _fail_phase(connection: Connection, job: Job, error: JobError, now: float, b
             values["state"] = "queued"
         connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
         _tell_retry(connection, job, error, now, delay, state=job.state, attempt=attempt)
-    elif job.state == "planning":
-        finish(connection, job, "failed", now, error=error)
     else:
         _end(connection, job, error, now)
+        if job.state == "planning":
+            _clear_away(connection, job)
+
+
+def _clear_away(connection: Connection, job: Job, **found: Any) -> None:
+    """An ending job whose plan has begun, and may have left something: it is discarded as one that runs."""
+    values: dict[str, Any] = {"state": "running", "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))
 
 
 def _end(connection: Connection, job: Job, error: JobError, now: float, **where: Any) -> None:
@@ -341,7 +348,7 @@ def release(connection: Connection, held: Held, now: float) -> None:
         return
     job = held_job(connection, held)
     if job.state == "planning" and job.is_ending:
-        _give_up(connection, job, now)
+        _clear_away(connection, job)
         return
     state = "queued" if job.state == "planning" else job.state
     values: dict[str, Any] = {"state": state, **NO_LEASE}
@@ -371,8 +378,10 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
         raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
     connection.execute(update(jobs).where(jobs.c.id == job_id).values(cancel_seconds=now))
     emit(connection, job_id, "cancel_requested", now, actor=actor)
-    if job.state == "queued":
+    if job.state == "queued" and job.started_seconds is None:
         finish(connection, replace(job, cancel_seconds=now), "cancelled", now)
+    elif job.state == "queued":
+        _clear_away(connection, job)
     return lock_job(connection, job_id)
 
 

@@ -238,7 +238,10 @@ def _carry_out(
         return kind.run_task(context, order.payload, _Reporting(connection))
     if order.phase == "publish":
         return kind.publish(context, order.plan_data, order.results)
-    kind.discard(context, order.plan_data)
+    if order.plan_data:
+        kind.discard(context, order.plan_data)
+    if kind.leaves_plans:
+        kind.clear_plans(context, kind.params.model_validate(order.params))
     return {}
 
 

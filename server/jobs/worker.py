@@ -205,7 +205,8 @@ class Worker:
 
     def _start(self, made: Claim) -> None:
         held = made.held
-        if made.phase == "discard" and made.job.plan is None:
+        is_clean = made.job.plan is None and not self._kinds[made.job.kind].leaves_plans
+        if made.phase == "discard" and is_clean:
             self._ended.put((held, Outcome(result={})))
             return
         order = self._order(made)
@@ -232,9 +233,9 @@ class Worker:
             kind=job.kind,
             phase=made.phase,
             job_id=job.id,
-            attempt_name=f"{job.id}-{number}-{made.fence}",
+            attempt_name=f"{job.id}-{int(job.created_seconds * 1e6):x}-{number}-{made.fence}",
             task_number=None if task is None else task.number,
-            params=job.params if made.phase == "plan" else {},
+            params=job.params if made.phase in ("plan", "discard") else {},
             prepared=prepared,
             payload={} if task is None else task.payload,
             plan_data=job.plan or {},

@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import dcp
@@ -155,9 +156,11 @@ def test_gc_finishes_a_removal(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_gc_removes_conversions_that_nobody_resumed(tmp_path: Path) -> None:
-    """The work folder of a killed conversion goes when it is old, and not while a process is at it."""
-    work = tmp_path / ".tmp-convert-0123456789abcdef"
+@pytest.mark.parametrize("folder", ["", "run"])
+def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path) -> None:
+    """The work folder of a killed conversion, to something in the folder or in one of its folders, goes when
+    it is old, and not while a process is at it."""
+    work = tmp_path / folder / ".tmp-convert-0123456789abcdef"
     (work / "output").mkdir(parents=True)
     (work / "output" / "model.pt").write_bytes(b"half")
     (work / "ledger").write_bytes(b"")

@@ -125,6 +125,8 @@ class KindRuns:
                     return _json(kind.publish(context, _json(job.plan), [_json(one) for one in made.results]))
                 if job.plan is not None:
                     kind.discard(context, _json(job.plan))
+                if kind.leaves_plans:
+                    kind.clear_plans(context, params)
                 return {}
         except Exception as error:  # noqa: BLE001 - it is the answer
             return error

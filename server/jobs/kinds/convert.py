@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -107,6 +106,11 @@ class ConvertParams(ConvertOptions):
         return self
 
 
+def _attempt_of(name: str) -> str:
+    """Of the conversion, by the attempt at its plan."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
 def _fault_of_name(to: str, key: str) -> str | None:
     """Checkpoints are found again by their names."""
     if to == "torch":
@@ -128,6 +132,7 @@ class Convert(Kind[ConvertParams]):
     scope: ClassVar[Scope] = "convert"
     params = ConvertParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.stages",)
+    leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
 
     def specify(
         self, connection: Connection, params: ConvertParams, caller: Principal, settings: Settings
@@ -159,10 +164,11 @@ class Convert(Kind[ConvertParams]):
 
     def plan(self, context: JobContext, params: ConvertParams) -> JobPlan:
         """As `Kind.plan`."""
+        self.clear_plans(context, params)
         shared: dict[str, Any] = {
             "params": params.model_dump(mode="json"),
             "subject": dict(context.prepared),
-            "attempt": uuid.uuid4().hex[:16],
+            "attempt": _attempt_of(context.attempt_name),
             "seconds": time.time(),
         }
         with _staged(context, shared) as staged:
@@ -225,6 +231,16 @@ class Convert(Kind[ConvertParams]):
         root = _root(context, params)
         with storage_errors(root):
             discard_attempt(_target(root, params), plan_data["attempt"], len(plan_data["parts"]))
+
+    def clear_plans(self, context: JobContext, params: ConvertParams) -> None:
+        """As `Kind.clear_plans`."""
+        from dcp.conversion.stages import discard_attempt
+
+        root = _root(context, params)
+        with storage_errors(root), suppress(PlanError):  # what is no place for a target has nothing either
+            target = _target(root, params)
+            for name in context.earlier_attempts if target.path is not None else ():
+                discard_attempt(target, _attempt_of(name), 0)
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
         """As `Kind.record`."""

@@ -134,7 +134,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert job.state in ("succeeded", "failed", "publishing")
             return
         assert after.state == "cancelled" or after.is_ending
-        assert (after.state == "cancelled") == (job.state in ("queued", "cancelled"))
+        is_new = job.state == "queued" and job.started_seconds is None
+        assert (after.state == "cancelled") == (is_new or job.state == "cancelled")
         self.jobs[job.id].is_cancelled = True
 
     @rule(data=st.data())
