@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.automation.upkeep import consume_events, has_events, is_anything_due, submit_due
 from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.structures import forget_drafts
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.ledger import submit
@@ -30,6 +31,7 @@ _CLEANING_SECONDS: Final = 600.0
 _MOST_CLEANING_SECONDS: Final = 5.0
 _FORGETTING: Final = (forget_jobs, forget_deliveries)
 _KEEP_SCANS_SECONDS: Final = 3600.0
+_KEEP_DRAFTS_SECONDS: Final = 86_400.0
 _SCAN_PRIORITY: Final = 10
 """They are short, and what others wait for may depend on what they find."""
 
@@ -78,6 +80,7 @@ def _clean(context: ScheduleContext) -> None:
     sealer = Sealer.from_settings(context.settings)
     if sealer.keys:
         context.database.transact(partial(reseal_secrets, sealer=sealer))
+    forget_drafts(context.database, context.now - _KEEP_DRAFTS_SECONDS)
     before = context.now - context.settings.keep_jobs_seconds
     until = time.monotonic() + _MOST_CLEANING_SECONDS
     brief = max(before, context.now - _KEEP_SCANS_SECONDS)

@@ -57,7 +57,12 @@ def register_checkpoint(
 ) -> RegisteredAnswer:
     """Look at a checkpoint now, instead of at the next scan. Saying it twice changes nothing."""
     write = observe(
-        service.roots, body.registration, actor=caller.name, visible=caller.roots, clock=service.clock
+        service.database,
+        service.roots,
+        body.registration,
+        actor=caller.name,
+        visible=caller.roots,
+        clock=service.clock,
     )
 
     def act(connection: Connection) -> RegisteredAnswer:

@@ -20,6 +20,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.structures import prepare_structures
 from dcp.server.database.engine import Database
 from dcp.server.problems import ConflictError, NotFoundError, UnprocessableError
 from dcp.server.roots import Root, Roots, check_key
@@ -74,10 +75,12 @@ def register(
     clock: Callable[[], float] = time.time,
 ) -> Registered:
     """Read what is there, and write it to the catalog: `observe`, and a transaction of its own."""
-    return database.transact(observe(roots, registration, actor=actor, visible=visible, clock=clock))
+    write = observe(database, roots, registration, actor=actor, visible=visible, clock=clock)
+    return database.transact(write)
 
 
 def observe(
+    database: Database,
     roots: Roots,
     registration: Registration,
     *,
@@ -85,7 +88,8 @@ def observe(
     visible: frozenset[str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Callable[[Connection], Registered]:
-    """Read what is there; what is returned writes it to the catalog, in a writing transaction.
+    """Read what is there; what is returned writes it to the catalog, in a writing transaction. A large
+    structure, which says nothing of a checkpoint by itself, is written here, in many short ones.
 
     Raises NotFoundError for a root that is not there (or not ``visible``) and where nothing is, ConflictError
     where nothing is committed (the trainer may ask again), UnprocessableError for a key that is not clean,
@@ -107,6 +111,7 @@ def observe(
         raise ConflictError(f"nothing is committed in root {root.name} under that key, only data of a save")
     if facts.state == "committed" and not registration.deleted:
         facts = _labelled(facts, registration)
+    prepare_structures(database, [facts.structure], clock=clock)
     return partial(_write, facts=facts, actor=actor)
 
 

@@ -21,6 +21,7 @@ from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.roots import LIVING, RootRow, root_row, set_scanned, sync_roots
 from dcp.server.catalog.scans import Known, known_of_run, run_keys
+from dcp.server.catalog.structures import prepare_structures
 from dcp.server.database.engine import Database
 from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root, Roots
@@ -308,6 +309,7 @@ class _Scan:
         self.report.opened += len(facts)
         if not facts:
             return
+        prepare_structures(self._database, (one.structure for one in facts), clock=self._clock)
         upserted = self._database.transact(
             lambda connection: upsert_checkpoints(connection, facts, now=self._clock())
         )

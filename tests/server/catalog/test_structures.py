@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
-from sqlalchemy import func, select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
+from sqlalchemy import Connection, event, func, select
+
+from dcp.server.catalog import structures
 from dcp.server.catalog.checkpoints import CheckpointFacts, get_checkpoint, upsert_checkpoint
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.catalog.structures import StructureFacts, TensorFacts, ensure_structure, get_structure
+from dcp.server.catalog.structures import (
+    StructureFacts,
+    TensorFacts,
+    ensure_structure,
+    forget_drafts,
+    get_structure,
+    prepare_structures,
+)
+from dcp.server.catalog.tensors import tensors_page
 from dcp.server.catalog.verifications import (
     add_verification,
     get_statistics,
@@ -18,6 +31,7 @@ from dcp.server.catalog.verifications import (
 )
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import structure_tensors
+from dcp.server.database.tables import structures as structure_table
 
 MODEL = StructureFacts.of(
     [
@@ -45,6 +59,99 @@ def test_a_structure_is_written_once(database: Database) -> None:
     assert (found.tensor_count, found.object_count, found.element_count) == (25, 2, 12 * 6 + 12 * 3 + 1)
     assert found.dtypes == {"bfloat16": 144, "float32": 148}
     assert rows == 27 + 28
+
+
+def large(count: int) -> StructureFacts:
+    """A structure of so many tensors."""
+    return StructureFacts.of(
+        TensorFacts(f"layers.{n}.w", "tensor", "float32", (n,), 4 * n) for n in range(count)
+    )
+
+
+@contextmanager
+def most_rows_at_once(database: Database) -> Iterator[list[int]]:
+    """The list has the most rows that one transaction has written, which others wait for."""
+    most, now = [0], [0]
+
+    @event.listens_for(database.writer, "before_cursor_execute")
+    def _(_c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, is_many: bool) -> None:
+        if statement.startswith("INSERT"):
+            now[0] += len(parameters) if is_many else 1
+            most[0] = max(most[0], now[0])
+
+    @event.listens_for(database.writer, "commit")
+    def _(_connection: Connection) -> None:
+        now[0] = 0
+
+    yield most
+
+
+def test_a_large_structure_is_written_in_short_transactions(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever registers a checkpoint with very many tensors holds up nobody; what is written is the same."""
+    monkeypatch.setattr(structures, "_DRAFT_TENSORS", 500)
+    monkeypatch.setattr(structures, "_DRAFT_ROWS", 500)
+    facts = large(3_210)
+    with database.write() as connection:
+        sync_roots(connection, {"main": "/main"})
+    with most_rows_at_once(database) as most:
+        prepare_structures(database, [facts, None, MODEL])
+        prepare_structures(database, [facts])
+        checkpoint = CheckpointFacts(
+            root="main", key="r/1", format="dcp", observed_seconds=2.0, structure=facts
+        )
+        database.transact(lambda connection: upsert_checkpoint(connection, checkpoint))
+    assert 400 < most[0] <= 510
+    with database.write() as connection:
+        number = ensure_structure(connection, facts)
+        found = get_structure(connection, number)
+        page = tensors_page(connection, number, limit=5_000)
+        count = connection.execute(select(func.count()).select_from(structure_table)).scalar_one()
+    assert count == 1
+    assert (found.digest, found.tensor_count, found.dtypes["float32"]) == (
+        facts.digest,
+        3_210,
+        sum(4 * n for n in range(3_210)),
+    )
+    assert [(entry.fqn, entry.shape) for entry in page.items] == [
+        (tensor.fqn, tensor.shape) for tensor in facts.tensors
+    ]
+
+
+def test_drafts_of_structures_are_nobodys(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle, a writer leaves a draft that counts for nothing and is removed in time; and if
+    another one was quicker, its own is removed at once."""
+    monkeypatch.setattr(structures, "_DRAFT_TENSORS", 10)
+    monkeypatch.setattr(structures, "_DRAFT_ROWS", 10)
+    facts, real = large(35), structures._tensor_rows
+
+    def killed(number: int, tensors: Any, first: int = 0) -> Any:
+        if first == 20:
+            raise KeyboardInterrupt
+        return real(number, tensors, first)
+
+    monkeypatch.setattr(structures, "_tensor_rows", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_structures(database, [facts], clock=lambda: 1000.0)
+    monkeypatch.setattr(structures, "_tensor_rows", real)
+
+    def quicker(number: int, tensors: Any, first: int = 0) -> Any:
+        if first == 20:
+            monkeypatch.setattr(structures, "_tensor_rows", real)
+            prepare_structures(database, [facts])
+        return real(number, tensors, first)
+
+    monkeypatch.setattr(structures, "_tensor_rows", quicker)
+    prepare_structures(database, [facts])
+    with database.read() as connection:
+        rows = connection.execute(select(func.count()).select_from(structure_tensors)).scalar_one()
+    assert rows == 20 + 35
+    assert forget_drafts(database, 999.0) == 0
+    assert forget_drafts(database, 1001.0) == 1
+    with database.write() as connection:
+        assert connection.execute(select(func.count()).select_from(structure_tensors)).scalar_one() == 35
+        assert get_structure(connection, ensure_structure(connection, facts)).tensor_count == 35
 
 
 @pytest.mark.parametrize(
