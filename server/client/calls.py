@@ -359,7 +359,7 @@ def compute(checkpoint_id: int, what: str) -> Call[models.Job]:
 
 def tensor_data(checkpoint_id: int, fqn: str, slice: str | None, form: str) -> Call[None]:
     path = f"/checkpoints/{checkpoint_id}/tensors/data"
-    return Call("GET", path, nothing, params(name=fqn, slice=slice, format=form))
+    return Call("GET", path, nothing, params(fqn=fqn, slice=slice, format=form))
 
 
 def download(checkpoint_id: int, query: DownloadQuery) -> Call[None]:

@@ -285,11 +285,14 @@ class Client(Administration):
         root: str | None = None,
         checkpoint_id: int | None = None,
         created_by: str | None = None,
+        scans: bool = False,
         page_size: int = 100,
     ) -> Pages[Job]:
-        """Jobs, newest first."""
+        """Jobs, newest first; with ``scans`` also those that the service makes by itself, one a minute."""
         query = {"state": state, "kind": kind, "root": root, "checkpoint_id": checkpoint_id}
-        return Pages(self._send, calls.jobs(query | {"created_by": created_by}), page_size)
+        return Pages(
+            self._send, calls.jobs(query | {"created_by": created_by, "scans": scans or None}), page_size
+        )
 
     def job(self, job_id: int) -> Job:
         """One job."""

@@ -12,6 +12,7 @@ from dcp.server.database.tables import checkpoints, job_events, job_results, job
 from dcp.server.jobs.ledger_rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
 from dcp.server.jobs.states import Job, JobEvent, JobState, Task
 from dcp.server.problems import NotFoundError
+from dcp.server.security.principal import SYSTEM
 
 __all__ = [
     "JobFilter",
@@ -27,13 +28,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Which jobs; what is not given does not matter. ``checkpoint_id``: those about this one."""
+    """Which jobs; what is not given does not matter. ``checkpoint_id``: those about this one. ``own_scans``:
+    also those scans that the service makes by itself."""
 
     states: frozenset[JobState] = frozenset()
     kinds: frozenset[str] = frozenset()
     root: str | None = None
     checkpoint_id: int | None = None
     created_by: str | None = None
+    own_scans: bool = True
 
 
 def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
@@ -86,6 +89,8 @@ def list_jobs(
         conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
     if wanted.created_by is not None:
         conditions.append(jobs.c.created_by == wanted.created_by)
+    if not wanted.own_scans:
+        conditions.append(or_(jobs.c.kind != "scan", jobs.c.created_by != SYSTEM.name))
     query = select_jobs()
     columns = [null().label("plan") if one.name == "plan" else one for one in query.exported_columns]
     query = query.with_only_columns(*columns)

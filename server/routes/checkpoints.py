@@ -9,7 +9,9 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import queries
 from dcp.server.catalog.details import get_checkpoint as find_checkpoint
+from dcp.server.catalog.known import check_filter, notes_of
 from dcp.server.dependencies import Caller, Db, ServiceDep, requires
+from dcp.server.logs import redact
 from dcp.server.once import OnceDep
 from dcp.server.scanning.registering import observe
 from dcp.server.schemas.checkpoints import (
@@ -37,13 +39,18 @@ _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "It has t
 def list_checkpoints(
     query: Annotated[CheckpointQuery, Query()], database: Db, caller: Caller
 ) -> CheckpointList:
-    """Checkpoints, the newest first; deleted and unreadable ones only if `state` asks for them."""
+    """Checkpoints, the newest first; deleted and unreadable ones only if `state` asks for them.
+
+    A root, run or metric that there is not is an error, which names those that are like it.
+    """
     with database.read() as connection:
+        check_filter(connection, query.wanted, query.order, caller.roots)
         page = queries.list_checkpoints(
             connection, query.wanted, query.order, query.cursor, query.limit, caller.roots
         )
+        notes = notes_of(connection, query.root, caller.roots)
     items = [CheckpointAnswer.of(found) for found in page.checkpoints]
-    return CheckpointList(items=items, next_cursor=page.next_cursor)
+    return CheckpointList(items=items, next_cursor=page.next_cursor, notes=redact(notes))
 
 
 @router.post("", dependencies=[requires("write")], responses=_REGISTERED | problems(404, 409, 410))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -10,17 +11,18 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.known import check_root
 from dcp.server.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Job, JobFilter
 from dcp.server.jobs.states import JobState
 from dcp.server.once import OnceDep
-from dcp.server.problems import ForbiddenError
+from dcp.server.problems import ForbiddenError, UnprocessableError
 from dcp.server.routes.job_events import LastEventId, job_stream
 from dcp.server.schemas.common import MAX_ID, IdPath, Name, problems
 from dcp.server.schemas.jobs import JobAnswer, JobList, NewJob, TaskAnswer, TaskList
-from dcp.server.security.principal import Principal, Scope
+from dcp.server.security.principal import SYSTEM, Principal, Scope
 
 __all__ = ["router"]
 
@@ -92,6 +94,9 @@ def list_jobs(
     root: Annotated[Name | None, Query()] = None,
     checkpoint_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
     created_by: Annotated[Name | None, Query()] = None,
+    scans: Annotated[
+        bool, Query(description="Also the scans that the service makes by itself, one a minute.")
+    ] = False,
 ) -> JobList:
     """Jobs, newest first. Of states and kinds, any of those that are given."""
     wanted = JobFilter(
@@ -100,10 +105,14 @@ def list_jobs(
         root=root,
         checkpoint_id=checkpoint_id,
         created_by=created_by,
+        own_scans=scans or "scan" in (kind or ()) or created_by == SYSTEM.name,
     )
-    mark = query_mark("jobs", sorted(wanted.states), sorted(wanted.kinds), root, checkpoint_id, created_by)
+    given = (sorted(wanted.states), sorted(wanted.kinds), root, checkpoint_id, created_by)
+    mark = query_mark("jobs", *given, *([scans] if scans else []))
     before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
+    _check_kinds(wanted.kinds)
     with database.read() as connection:
+        check_root(connection, root, caller.roots)
         found = ledger.list_jobs(
             connection, wanted, before_id=before, limit=page.limit + 1, visible=caller.roots
         )
@@ -112,6 +121,14 @@ def list_jobs(
     items = [JobAnswer.of(job, progress.get(job.id)) for job in shown]
     more = encode_cursor(mark, shown[-1].id) if len(found) > page.limit else None
     return JobList(items=items, next_cursor=more)
+
+
+def _check_kinds(kinds: Iterable[str]) -> None:
+    for kind in kinds:
+        if kind not in KINDS:
+            raise UnprocessableError(
+                f"there is no kind of job {kind!r}: {', '.join(sorted(KINDS))}", field="kind"
+            )
 
 
 @router.get("/{job_id}", dependencies=[requires("read")], responses=problems(404))

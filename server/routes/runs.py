@@ -7,7 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from dcp.server.catalog import runs
+from dcp.server.catalog.known import check_root, notes_of
 from dcp.server.dependencies import Caller, Db, requires
+from dcp.server.logs import redact
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import RunQuery
 from dcp.server.schemas.runs import RunAnswer, RunList
@@ -21,8 +23,11 @@ router = APIRouter(prefix="/runs", tags=["runs"])
 def list_runs(query: Annotated[RunQuery, Query()], database: Db, caller: Caller) -> RunList:
     """Runs, the one with the newest checkpoint first."""
     with database.read() as connection:
+        check_root(connection, query.root, caller.roots)
         page = runs.list_runs(connection, query.wanted, query.sort, query.cursor, query.limit, caller.roots)
-    return RunList(items=[RunAnswer.of(run) for run in page.runs], next_cursor=page.next_cursor)
+        notes = notes_of(connection, query.root, caller.roots)
+    items = [RunAnswer.of(run) for run in page.runs]
+    return RunList(items=items, next_cursor=page.next_cursor, notes=redact(notes))
 
 
 @router.get("/{run_id}", dependencies=[requires("read")], responses=problems(404))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from dcp.server.catalog.tensors import Entry, tensors_page, tree_level
 from dcp.server.data.access import DataDep
 from dcp.server.data.responses import BodyResponse, choose_range, disposition, is_unchanged, not_modified
 from dcp.server.data.slices import TensorFormat, parse_slices
 from dcp.server.dependencies import Caller, Db, Page, requires
+from dcp.server.problems import UnprocessableError
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.data import TensorAnswer, TensorPage, TreeNodeAnswer, TreePageAnswer, binary
 
@@ -23,7 +24,22 @@ router = APIRouter(
 _USUAL = (400, 401, 403, 404, 421, 422, 429, 503)
 _MAX_NAME = 4096
 
-Fqn = Annotated[str, Query(alias="name", min_length=1, max_length=_MAX_NAME)]
+_Fqn = Annotated[str | None, Query(min_length=1, max_length=_MAX_NAME, description="Its name.")]
+_OldFqn = Annotated[
+    str | None,
+    Query(alias="name", min_length=1, max_length=_MAX_NAME, deprecated=True, description="The same as fqn."),
+]
+
+
+async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
+    if fqn is None and old is None:
+        raise UnprocessableError("which tensor? fqn is its name, as the list of tensors has it", field="fqn")
+    if None not in (fqn, old) and fqn != old:
+        raise UnprocessableError("fqn and name are two words for one thing: give one", field="name")
+    return fqn or old or ""
+
+
+Fqn = Annotated[str, Depends(_fqn)]
 
 
 @router.get("", responses=problems(*_USUAL))

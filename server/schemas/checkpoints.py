@@ -137,6 +137,10 @@ class CheckpointList(Answer):
 
     items: list[CheckpointAnswer]
     next_cursor: str | None
+    notes: list[str] = Field(
+        default=[],
+        description="Why something may be missing: a root's first scan has not ended, its last one failed.",
+    )
 
 
 class NewRegistration(Request):

@@ -46,3 +46,7 @@ class RunList(Answer):
 
     items: list[RunAnswer]
     next_cursor: str | None
+    notes: list[str] = Field(
+        default=[],
+        description="Why something may be missing: a root's first scan has not ended, its last one failed.",
+    )

@@ -26,7 +26,8 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
     with Service(tmp_path) as service:
         with service.client() as client:
             assert client.get("/readyz").json()["checks"] == {"database": "ok", "root checkpoints": "ok"}
-            assert client.get("/api/v1/checkpoints").json() == {"items": [], "next_cursor": None}
+            listed = client.get("/api/v1/checkpoints").json()
+            assert (listed["items"], listed["next_cursor"]) == ([], None)
             wait_until(lambda: service.pids("worker"), "a worker")
             for path in ("/openapi.json", "/docs", "/api/v1/runs", "/api/v1/roots", "/metrics"):
                 assert client.get(path).status_code == 200, path

@@ -57,7 +57,6 @@ def test_filters(app: App) -> None:
         ({"state": "any"}, {one, two, model, broken, other}),
         ({"state": ["unreadable", "vanished"]}, {broken}),
         ({"root": "other"}, {other}),
-        ({"root": "unknown"}, set()),
         ({"run": "runs/a"}, {one, two}),
         ({"run_id": run}, {one, two}),
         ({"run_contains": "ns/a"}, {one, two}),
