@@ -125,14 +125,17 @@ def test_keys_for_some_roots_see_those_only(app: App) -> None:
     mine, other = add_checkpoint(database, "run/step-1"), add_checkpoint(database, "run/step-1", root="other")
     client, whole = app.client("read", roots=["main"]), app.client("read", name="all")
     assert [item["id"] for item in client.get(f"{API}/checkpoints").json()["items"]] == [mine]
-    assert client.get(f"{API}/checkpoints", params={"root": "other"}).json()["items"] == []
+    for path in ("checkpoints", "checkpoints?state=any", "runs", "jobs"):  # as of one that there is not
+        for root in ("other", "nowhere"):
+            answer = client.get(f"{API}/{path}", params={"root": root})
+            assert (answer.status_code, answer.json()["detail"]) == (422, f"root: there is no root {root!r}")
     assert client.get(f"{API}/checkpoints/{other}").status_code == 404
     runs = {run["root"]: run["id"] for run in whole.get(f"{API}/runs").json()["items"]}
     assert set(runs) == {"main", "other"}
     assert [run["root"] for run in client.get(f"{API}/runs").json()["items"]] == ["main"]
     assert client.get(f"{API}/runs/{runs['other']}").status_code == 404
     assert client.get(f"{API}/runs/{runs['main']}").json()["checkpoint_count"] == 1
-    for query in ({"run_id": runs["other"]}, {"state": "any", "root": "other"}):
+    for query in ({"run_id": runs["other"]}, {"run_id": runs["other"], "state": "any"}):
         assert client.get(f"{API}/checkpoints", params=query).json()["items"] == []
 
 
