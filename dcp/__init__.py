@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dcp.errors import StagingError as StagingError
     from dcp.errors import StorageError as StorageError
     from dcp.errors import StorageFullError as StorageFullError
+    from dcp.errors import UnexpectedKeyError as UnexpectedKeyError
     from dcp.errors import UnsafeObjectError as UnsafeObjectError
     from dcp.errors import UnsupportedFormatError as UnsupportedFormatError
     from dcp.errors import WriterProcessError as WriterProcessError
@@ -96,6 +97,7 @@ _NAMES = {
         "StagingError",
         "StorageError",
         "StorageFullError",
+        "UnexpectedKeyError",
         "UnsafeObjectError",
         "UnsupportedFormatError",
         "WriterProcessError",

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -68,20 +69,38 @@ class _LostRanksError(Exception):
         self.what = what
 
 
-def works_alone(process_group: ProcessGroup | None, *, no_dist: bool) -> bool:
-    """Whether a save or load is this process's alone: asked for, or without torch.distributed.
+def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation: str) -> bool:
+    """Whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
 
-    Raises CheckpointError for a process group that was destroyed: each rank would save alone to one id.
+    Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
+    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns.
     """
     if no_dist:
         return True
-    initialized = dist.is_available() and dist.is_initialized()
-    if process_group is not None and not initialized:
+    if dist.is_available() and dist.is_initialized():
+        return False
+    if process_group is not None:
         raise CheckpointError(
             "a process group was given, but torch.distributed is not initialised any more: save before "
             "destroy_process_group(), or pass no_dist=True to work on one rank"
         )
-    return not initialized
+    count = os.environ.get("WORLD_SIZE", "")
+    if count.isdecimal() and int(count) > 1:
+        _tell_of_no_group(int(count), operation)
+    return True
+
+
+def _tell_of_no_group(processes: int, operation: str) -> None:
+    facts = f"this is one of {processes} processes (WORLD_SIZE), and torch.distributed is not initialised"
+    if operation == "load":
+        text = f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True"
+        warnings.warn(text, stacklevel=6)  # whoever called dcp.load
+        return
+    raise CheckpointError(
+        f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
+        "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
+        world_size=processes,
+    )
 
 
 class Ranks:

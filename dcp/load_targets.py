@@ -3,23 +3,30 @@ their state before and given it back after."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dcp.optimizer_state import optimizers_without_state, state_dict_with_state
+from dcp.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.planners.selection import Selection, renamer
 from dcp.stateful_values import check_top_level, is_stateful
 from dcp.storage.errors import CheckpointError, PlanError
 
-__all__ = ["LoadTargets"]
+__all__ = ["LoadTargets", "Stored"]
 
 _MAX_LISTED = 5
+
+
+class Stored(NamedTuple):
+    """Names of a checkpoint's entries, and those of them that are no tensors."""
+
+    names: Collection[str]
+    values: Collection[str]
 
 
 class LoadTargets:
@@ -40,16 +47,19 @@ class LoadTargets:
         self._keys: Sequence[Any] = [key for key in keys if reaches(str(key))]
         self.unasked = tuple(str(key) for key in keys if not reaches(str(key)))
         self._plain: dict[str, Any] = {}
+        self._added: list[tuple[dict[Any, Any], str]] = []
 
-    def state(self, stored: Collection[str]) -> dict[str, Any]:
-        """What to load into, from a checkpoint with entries of the names ``stored``.
+    def state(self, stored: Stored) -> dict[str, Any]:
+        """What to load into, from a checkpoint with the entries ``stored``.
 
         Raises PlanError for objects that would not keep what they are given: on the meta device.
         """
+        self.take_back()
         made: set[str] = set()
         for key in self._keys:
             value = self._state_dict[key]
             self._plain[key] = self._state_of(key, value, stored, made) if is_stateful(value) else value
+        self._add_settings(self._plain, "", stored)
         if self._planner is not None:
             self._planner.made_keys = frozenset(made)
         return self._plain
@@ -81,7 +91,7 @@ class LoadTargets:
                 key=str(key),
             ) from error
 
-    def _state_of(self, key: Any, value: Any, stored: Collection[str], made: set[str]) -> dict[str, Any]:
+    def _state_of(self, key: Any, value: Any, stored: Stored, made: set[str]) -> dict[str, Any]:
         state: dict[str, Any] = value.state_dict()
         self._check_real(key, value, state, stored)
         optimizers = optimizers_without_state(value)
@@ -94,23 +104,53 @@ class LoadTargets:
         made |= _flat(key, full).keys() - flat.keys()
         return full
 
-    def _may_lose(self, prefix: str, flat: Mapping[str, Any], stored: Collection[str]) -> bool:
+    # -- settings of optimizers ------------------------------------------------------------------------------
+
+    def _add_settings(self, state: Mapping[Any, Any], prefix: str, stored: Stored) -> None:
+        """Make place for settings of parameter groups that the checkpoint has and ``state`` lacks.
+
+        A scheduler adds them (``initial_lr``); if they were lost, one that is made after the load would take
+        the present rate for the first one.
+        """
+        for name, group in parameter_groups(state, prefix):
+            for key in self._stored_beside(stored, name, group):
+                group[key] = None
+                self._added.append((group, key))
+
+    def take_back(self) -> None:
+        """Undo what `state` has added to the state dict, for a load that has failed."""
+        for group, key in self._added:
+            group.pop(key, None)
+        self._added.clear()
+
+    def _stored_beside(self, stored: Stored, fqn: str, keys: Iterable[str]) -> list[str]:
+        """Keys of values, no tensors, that the checkpoint has beside ``keys`` of the dict ``fqn``."""
+        own = {str(key): f"{fqn}.{key}" for key in keys}
+        names = own if self._renamed is None else {key: self._renamed(name) for key, name in own.items()}
+        begins = {name.removesuffix(key) for key, name in names.items() if name.endswith(f".{key}")}
+        found = {
+            name.removeprefix(begin) for begin in begins for name in stored.values if name.startswith(begin)
+        }
+        more = (key for key in sorted(found - own.keys()) if "." not in key)
+        return [key for key in more if self._selects(f"{fqn}.{key}")]
+
+    def _may_lose(self, prefix: str, flat: Mapping[str, Any], stored: Stored) -> bool:
         """Whether the checkpoint seems to have something that ``flat`` has no place for."""
         return self._renamed is not None or any(
-            name.startswith(prefix) and name not in flat and self._selects(name) for name in stored
+            name.startswith(prefix) and name not in flat and self._selects(name) for name in stored.names
         )
 
-    def _is_stored(self, stored: Collection[str], fqn: str, entry: Any) -> bool:
+    def _is_stored(self, stored: Stored, fqn: str, entry: Any) -> bool:
         """Whether something of ``entry``, which has the flat key ``fqn``, is loaded from the checkpoint."""
         renamed = self._renamed
         return any(
-            self._selects(name) and (name if renamed is None else renamed(name)) in stored
+            self._selects(name) and (name if renamed is None else renamed(name)) in stored.names
             for name in _flat(fqn, entry)
         )
 
     # -- tensors without memory ------------------------------------------------------------------------------
 
-    def _check_real(self, key: Any, value: Any, state: Mapping[str, Any], stored: Collection[str]) -> None:
+    def _check_real(self, key: Any, value: Any, state: Mapping[str, Any], stored: Stored) -> None:
         """Raise PlanError for what copies into tensors of its own that have no memory."""
         if isinstance(value, Optimizer):
             groups = value.param_groups

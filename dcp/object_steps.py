@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import msgpack
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.quantized_hf_storage import (
+    QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp import plan_transport
+from dcp.load_targets import Stored
 from dcp.local_state import warn_of_foreign, warn_of_keys
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.planners.unexpected import unexpected_keys
 from dcp.report import LoadReport
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.open import open_index
@@ -110,7 +116,7 @@ def save(
 
 
 def load(
-    state: Callable[[Collection[str]], dict[str, Any]],
+    state: Callable[[Stored], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -124,7 +130,7 @@ def load(
     def local_plan() -> LoadPlan:
         nonlocal together
         metadata, together = _read_metadata(reader, ranks.rank)
-        planner.set_up_planner(state(metadata.state_dict_metadata), metadata, ranks.is_coordinator)
+        planner.set_up_planner(state(_stored(metadata)), metadata, ranks.is_coordinator)
         _call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),
@@ -145,6 +151,8 @@ def load(
             plan_transport.pack(p) for p in global_plan([plan_transport.unpack(p) for p in parts])
         ],
     )
+    if isinstance(planner, DefaultLoadPlanner) and planner.unexpected == "error":
+        ranks.reduce_broadcast("unexpected", lambda: _left(planner, reader, ranks, together), _check_left)
     report.seconds["plan"] = time.perf_counter() - begun
     begun = time.perf_counter()
 
@@ -160,6 +168,32 @@ def load(
         if reader.index is not None:
             report.note_source(reader.index)
         report.note_reading(reader.stats)
+
+
+def _stored(metadata: Metadata) -> Stored:
+    entries = metadata.state_dict_metadata
+    return Stored(entries, {name for name, kind in entries.items() if isinstance(kind, BytesStorageMetadata)})
+
+
+def _left(planner: DefaultLoadPlanner, reader: StorageReader, ranks: Ranks, together: bool) -> bytes:
+    """Names that this rank does not take, and those of them that it should have a place for."""
+    # What a reader makes other tensors of is no tensor of the model.
+    scales = set(reader._weight_scale_mapping.values()) if isinstance(reader, TorchQuantizedReader) else set()
+    lost = [name for name in planner.lost_keys if name not in scales]
+    names = list(planner.metadata.state_dict_metadata) if lost and planner.metadata is not None else []
+    if not together and lost:
+        raise unexpected_keys(names, lost)  # of metadata that this rank alone has
+    return bytes(msgpack.packb([list(planner.unexpected_keys), lost, names if ranks.is_coordinator else []]))
+
+
+def _check_left(ranks: list[bytes]) -> bytes:
+    """As `dcp.planners.unexpected.check_left`, by names: each rank has read metadata of its own."""
+    told = [msgpack.unpackb(part) for part in ranks]
+    left = set.intersection(*(set(unexpected) for unexpected, _, _ in told))
+    lost = [name for name in dict.fromkeys(name for _, lost, _ in told for name in lost) if name in left]
+    if lost:
+        raise unexpected_keys(max((names for _, _, names in told), key=len), lost)
+    return b""
 
 
 def _warn_of_foreign(plan: SavePlan, values: Mapping[str, Any]) -> None:

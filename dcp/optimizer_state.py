@@ -19,7 +19,9 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
-__all__ = ["optimizers_without_state", "state_dict_with_state"]
+from dcp.planners.flatten import MAPPING, kind_of
+
+__all__ = ["optimizers_without_state", "parameter_groups", "state_dict_with_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,21 @@ def state_dict_with_state(
         state = stateful.state_dict()
     pruned: dict[str, Any] = _pruned(state, without, key, is_stored)
     return pruned
+
+
+def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(flat key, group) of the parameter groups in state dicts of optimizers, in ``state`` or below it.
+
+    ``prefix`` is what the flat keys of the entries of ``state`` begin with.
+    """
+    is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
+    for key, value in state.items():
+        if kind_of(type(value)) == MAPPING and not (is_optimizer and key == "state"):
+            yield from parameter_groups(value, f"{prefix}{key}.")
+        elif is_optimizer and key == "param_groups":
+            for number, group in enumerate(value):
+                if isinstance(group, dict):
+                    yield f"{prefix}{key}.{number}", group
 
 
 def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int]) -> None:

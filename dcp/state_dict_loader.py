@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import msgpack
 from torch.distributed.checkpoint.storage import StorageReader
@@ -18,7 +19,7 @@ from typing_extensions import deprecated
 from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
-from dcp.load_targets import LoadTargets
+from dcp.load_targets import LoadTargets, Stored
 from dcp.plain_errors import plain_errors
 from dcp.planners import load_planner
 from dcp.planners.boxes import row_products
@@ -26,6 +27,7 @@ from dcp.planners.columns import LoadColumns
 from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner
 from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
 from dcp.planners.selection import Matches, Patterns, Rename, check_matches
+from dcp.planners.unexpected import Unexpected, check_left, pack_left
 from dcp.positional_storage import takes_storage_second
 from dcp.progress import ProgressCallback, reporting
 from dcp.report import LoadReport
@@ -47,6 +49,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadOptions", "load", "load_state_dict"]
 
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED = 10
+
 
 class LoadOptions(TypedDict, total=False):
     """Keyword arguments of `load` about what is loaded and how, for those that hand them on."""
@@ -55,6 +61,7 @@ class LoadOptions(TypedDict, total=False):
     exclude: Patterns | None
     rename: Rename | None
     per_rank: PerRankLoad | None
+    unexpected: Unexpected | None
     verify: Verify | None
     dtype: Literal["exact", "cast"] | None
     allow_partial_load: bool | None
@@ -80,6 +87,7 @@ def load(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     per_rank: PerRankLoad | None = None,
+    unexpected: Unexpected | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     progress: bool | ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -103,21 +111,28 @@ def load(
     selected is left as it is, and `Stateful` objects of which nothing can be selected are not asked for their
     state. ``rename`` goes from the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away
     a prefix that the checkpoint lacks; several keys may get one entry. ``per_rank="keep"`` lets `PerRank`
-    values be as they are where another number of ranks saved the checkpoint, or it has none of them; "exact"
-    (default) wants each rank's own.
+    values be as they are, on all ranks, where another number of ranks saved the checkpoint, or it has none of
+    them; "exact" (default) wants each rank's own. A warning names what is kept, and what is left of ranks
+    that are not there any more.
+
+    Entries of the checkpoint under keys of the top level that ``state_dict`` does not have are not asked for
+    and not loaded. But what lies below a key that it has, and has no place in the dict or object there on any
+    rank, would be lost: UnexpectedKeyError, unless ``exclude`` leaves it out by name, or
+    ``unexpected="ignore"`` whatever it is. `LoadReport.unexpected` has what was not loaded.
 
     ``storage_options`` are those of the file system of a URL, as for `dcp.save`.
 
     A checkpoint that is replaced while it is being read is read anew, once.
 
-    Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, ShapeMismatchError,
-    DtypeMismatchError, PlanError (also for a pattern that matches nothing), CorruptCheckpointError,
-    UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an error the tensors of
-    ``state_dict`` may be filled in part; no Stateful object has been touched and, unless planner or storage
-    are of your own, no other value either. But where a ``load_state_dict()`` fails, others have their state
-    already: PlanError if it leaves tensors on the meta device, else CheckpointError that names the object.
+    Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, UnexpectedKeyError,
+    ShapeMismatchError, DtypeMismatchError, PlanError (also for a pattern that matches nothing),
+    CorruptCheckpointError, UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an
+    error the tensors of ``state_dict`` may be filled in part; no Stateful object has been touched and, unless
+    planner or storage are of your own, no other value either. But where a ``load_state_dict()`` fails, others
+    have their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
+    names the object.
     """
-    alone = works_alone(process_group, no_dist=no_dist)
+    alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
     reader = choose_reader(storage_reader, checkpoint_id, storage_options)
     planner = planner if planner is not None else DefaultLoadPlanner()
@@ -134,6 +149,7 @@ def load(
         exclude=exclude,
         rename=rename,
         per_rank=per_rank,
+        unexpected=unexpected,
     )
     with _set_for_now(planner, options), _set_for_now(reader, {"verify": verify} if verify else {}):
         return _load_top_level(state_dict, reader, ranks, planner, progress)
@@ -150,7 +166,11 @@ def _load_top_level(
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     targets = LoadTargets(state_dict, ours)
     with _set_for_now(planner, {"unasked": targets.unasked} if ours is not None else {}):
-        report = _load(targets.state, reader, ranks, planner, progress)
+        try:
+            report = _load(targets.state, reader, ranks, planner, progress)
+        except BaseException:
+            targets.take_back()
+            raise
         ranks.all_gather("load_state_dict", partial(_give_back, targets))
     return report
 
@@ -184,7 +204,7 @@ def _load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """`load` without a look at `Stateful` values: torch's function for a planner that fills an empty dict."""
-    alone = works_alone(process_group, no_dist=no_dist)
+    alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
     _load(lambda _: state_dict, storage_reader, ranks, planner)
@@ -214,7 +234,7 @@ def _planner_options(planner: LoadPlanner, **options: Any) -> dict[str, Any]:
     """Those of the options that are given; PlanError for what cannot be meant."""
     if options["dtype"] not in ("exact", "cast", None):
         raise PlanError(f'dtype must be "exact" or "cast", not {options["dtype"]!r}')
-    check_options(**{name: options[name] for name in ("only", "exclude", "rename", "per_rank")})
+    check_options(**{name: options[name] for name in ("only", "exclude", "rename", "per_rank", "unexpected")})
     given = {name: value for name, value in options.items() if value is not None}
     if given and not isinstance(planner, DefaultLoadPlanner):
         raise CheckpointError(
@@ -236,7 +256,7 @@ def _set_for_now(target: object, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _load(
-    state: Callable[[Collection[str]], dict[str, Any]],
+    state: Callable[[Stored], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -260,7 +280,7 @@ def _load(
 
 
 def _load_once(
-    state: Callable[[Collection[str]], dict[str, Any]],
+    state: Callable[[Stored], dict[str, Any]],
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -284,9 +304,33 @@ def _load_once(
     finally:
         if ours is not None:
             ours.tell_autograd()
+    if ours is not None:
+        _warn_of_other_ranks(ours, report, ranks)
     if isinstance(reader, FileSystemReader):
         report.storage = reader.traffic
     return report
+
+
+def _warn_of_other_ranks(planner: DefaultLoadPlanner, report: LoadReport, ranks: Ranks) -> None:
+    """Say which `PerRank` values do not go on where the ranks that saved them were."""
+    kept, left = map(_listed, (planner.kept_per_rank, planner.left_per_rank))
+    if not kept and not left:
+        return
+    if report.world_size in (None, ranks.world_size):
+        if kept:
+            logger.warning("the checkpoint has no %s of rank %d: left as before the load", kept, ranks.rank)
+    elif ranks.is_coordinator:
+        what = (
+            f"{kept} of every rank is left as before the load, such as a data loader at its beginning"
+            if kept
+            else f"each rank takes its own of {left}, and what the other ranks had is not loaded"
+        )
+        logger.warning("saved by %s ranks, loaded by %d: %s", report.world_size, ranks.world_size, what)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(map(repr, names[:_MAX_LISTED])) + more
 
 
 class _ColumnarLoad:
@@ -294,7 +338,7 @@ class _ColumnarLoad:
 
     def __init__(
         self,
-        state: Callable[[Collection[str]], dict[str, Any]],
+        state: Callable[[Stored], dict[str, Any]],
         reader: FileSystemReader,
         ranks: Ranks,
         planner: DefaultLoadPlanner,
@@ -308,6 +352,7 @@ class _ColumnarLoad:
         self._report = report
         self._progress = progress
         self._ready: CheckpointIndex | None = None
+        self._planned: tuple[CheckpointIndex, LoadColumns, ReadRequest] | None = None
 
     def run(self) -> None:
         """Index, plan, read, and only then the values that are no tensors."""
@@ -317,7 +362,8 @@ class _ColumnarLoad:
         self._report.seconds["index"] = time.perf_counter() - begun
         if self._planner.only is not None or self._planner.exclude is not None:
             self._ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
-        self._ranks.all_gather("read", lambda: self._plan_and_read(shared))
+        self._ranks.reduce_broadcast("plan", lambda: self._plan(shared), self._check_left, short=True)
+        self._ranks.all_gather("read", self._read)
         if self._reader.may_be_mixed:
             self._ranks.broadcast("compare", self._compare)
         self._ranks.all_gather("store", self._store_values)
@@ -343,7 +389,9 @@ class _ColumnarLoad:
         """The index, with the planner set up for it: once, because it asks for the state."""
         if self._ready is None:
             index, ranks = self._index(shared), self._ranks
-            state = self._state(ChainMap(index.position, index.objects.position))  # type: ignore[arg-type]
+            values = index.objects.position
+            names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
+            state = self._state(Stored(names, values))
             self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
             self._ready = index
         return self._ready
@@ -352,7 +400,8 @@ class _ColumnarLoad:
         matches = self._planner.choose(self._set_up(shared))
         return bytes(msgpack.packb(dataclasses.astuple(matches) if matches is not None else None))
 
-    def _plan_and_read(self, shared: bytes) -> bytes:
+    def _plan(self, shared: bytes) -> bytes:
+        """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
         begun = time.perf_counter()
         planner, report, ranks = self._planner, self._report, self._ranks
         index = self._set_up(shared)
@@ -368,7 +417,26 @@ class _ColumnarLoad:
             columns.dest_offsets,
             columns.lengths,
         )
+        self._planned = index, columns, request
         report.seconds["plan"] = time.perf_counter() - begun
+        if planner.unexpected == "ignore":
+            return b""
+        left = pack_left(_names(index), planner.unexpected_keys, planner.lost_keys)
+        if shared or ranks.world_size == 1:
+            return left
+        check_left(_names(index), [left])  # an index of this rank alone
+        return b""
+
+    def _check_left(self, left: list[bytes]) -> bytes:
+        if all(left) and self._planned is not None:
+            check_left(_names(self._planned[0]), left)
+        return b""
+
+    def _read(self) -> bytes:
+        report, ranks = self._report, self._ranks
+        if self._planned is None:
+            raise PlanError("a load was not planned")
+        index, columns, request = self._planned
         begun = time.perf_counter()
         volumes = row_products(columns.lengths, columns.box_start)
         total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
@@ -401,6 +469,10 @@ class _ColumnarLoad:
                 self._planner.store_object(fqn, _plain_value(objects, int(objects.plain[row])))
             else:
                 self._planner.store_blob(fqn, next(blobs))
+
+
+def _names(index: CheckpointIndex) -> list[str]:
+    return [*index.fqns, *index.objects.fqns]
 
 
 def _plain_value(objects: ObjectColumns, row: int) -> Any:

@@ -95,7 +95,7 @@ def save(
 
     Returns torch's `Metadata` of the checkpoint, built when it is looked at.
     """
-    alone = works_alone(process_group, no_dist=no_dist)
+    alone = works_alone(process_group, no_dist=no_dist, operation="save")
     return _save(
         lambda: stateful_to_plain(state_dict),
         choose_writer(storage_writer, checkpoint_id, storage_options),
@@ -176,7 +176,7 @@ def save_state_dict(
 ) -> Metadata:
     """`save` as it was called before torch 2.2; `Stateful` values are saved as they are."""
     storage_writer.reset()
-    alone = works_alone(process_group, no_dist=no_dist)
+    alone = works_alone(process_group, no_dist=no_dist, operation="save")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="save")
     return _save(lambda: state_dict, storage_writer, ranks, planner)
 

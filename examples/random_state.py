@@ -16,8 +16,8 @@ __all__ = ["RandomState"]
 class RandomState:
     """The global generators of torch, of CUDA's current device, of numpy and of Python: each rank's own.
 
-    A rank gets its own back; a rank that the checkpoint does not know goes on with what it has, if it is
-    restored with ``per_rank="keep"``. Tensors and plain numbers throughout, for readers that refuse arrays.
+    A rank gets its own back; on another number of ranks all go on with what they have, if it is restored with
+    ``per_rank="keep"``. Tensors and plain numbers throughout, for readers that refuse arrays.
     """
 
     def state_dict(self) -> dict[str, Any]:

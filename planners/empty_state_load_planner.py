@@ -29,7 +29,7 @@ class EmptyStateLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"unexpected": "ignore"} | kwargs)  # the dict has what was asked for
         self.keys = keys
         self._filled: dict[str, Any] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from dcp.planners.per_rank import PerRank
@@ -59,7 +60,8 @@ def choose(
     if selection is None and renamed is None and keep is None:
         return Choice(flat, None, (), None, frozenset(), None)
     names = None if renamed is None else {fqn: renamed(fqn) for fqn in flat}
-    matches = None if selection is None else selection.match(flat, unasked)
+    stored = chain(index.fqns, index.objects.fqns)
+    matches = None if selection is None else selection.match(flat, unasked, stored)
     values = (
         flat if selection is None else {fqn: value for fqn, value in flat.items() if selection.selects(fqn)}
     )

@@ -24,10 +24,11 @@ from dcp.planners.load_plan import LoadFindings, WantedColumns, plan_load
 from dcp.planners.local import LocalTensors, collect_tensors
 from dcp.planners.lookup import BoxLookup
 from dcp.planners.materialise import has_meta_tensor, materialise
-from dcp.planners.per_rank import rank_holder, rank_key
+from dcp.planners.per_rank import rank_holder, rank_key, rank_number
 from dcp.planners.save_planner import _current_rank, flatten_sharded
 from dcp.planners.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.torch_plans import index_from_metadata, read_items
+from dcp.planners.unexpected import Unexpected, names_within
 from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
@@ -41,13 +42,20 @@ _MAX_LISTED = 10
 
 
 def check_options(
-    *, only: Patterns | None, exclude: Patterns | None, rename: Rename | None, per_rank: PerRankLoad | None
+    *,
+    only: Patterns | None,
+    exclude: Patterns | None,
+    rename: Rename | None,
+    per_rank: PerRankLoad | None,
+    unexpected: Unexpected | None,
 ) -> None:
     """Raise PlanError for options of `DefaultLoadPlanner` that cannot be meant."""
     Selection.of(only, exclude)
     renamer(rename)
     if per_rank is not None and per_rank not in get_args(PerRankLoad):
         raise PlanError(f'per_rank must be "exact" or "keep", not {per_rank!r}')
+    if unexpected is not None and unexpected not in get_args(Unexpected):
+        raise PlanError(f'unexpected must be "error" or "ignore", not {unexpected!r}')
 
 
 class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
@@ -61,10 +69,13 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     ``only`` and ``exclude`` are patterns of the entries to load (`dcp.planners.selection`); others are left
     as they are. ``rename`` goes from the state dict's keys to the checkpoint's. ``per_rank="keep"`` leaves
     `PerRank` values as they are where another number of ranks saved, or the checkpoint has none of them.
+    ``unexpected="ignore"`` lets `dcp.load` leave entries of the checkpoint that lie below a key of the state
+    dict's top level, and have no place there.
 
     After planning, ``missing_keys`` (only with ``allow_partial_load``), ``unexpected_keys``, ``cast_keys``,
     ``renamed_keys`` (those of the checkpoint, by the state dict's) and ``kept_per_rank`` say what was passed
-    over or is called otherwise.
+    over or is called otherwise; ``lost_keys`` are those of the unexpected ones that are not to be ignored;
+    ``left_per_rank`` are values of which the checkpoint has those of ranks that this job has not.
     """
 
     mappings: dict[str, Path]
@@ -92,15 +103,17 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         exclude: Patterns | None = None,
         rename: Rename | None = None,
         per_rank: PerRankLoad = "exact",
+        unexpected: Unexpected = "error",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        check_options(only=only, exclude=exclude, rename=rename, per_rank=per_rank)
+        check_options(only=only, exclude=exclude, rename=rename, per_rank=per_rank, unexpected=unexpected)
         self.dtype = dtype
         self.weights_only = weights_only
         self.only = only
         self.exclude = exclude
         self.rename = rename
         self.per_rank: PerRankLoad = per_rank
+        self.unexpected: Unexpected = unexpected
         self.rank: int | None = None
         self.world_size: int | None = None
         self.missing_keys: tuple[str, ...] = ()
@@ -109,6 +122,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.renamed_keys: dict[str, str] = {}
         self.kept_per_rank: tuple[str, ...] = ()
         self.lost_keys: tuple[str, ...] = ()
+        self.left_per_rank: tuple[str, ...] = ()
         self.materialised_keys: tuple[str, ...] = ()
         self._choice: Choice | None = None
         self._planned: tuple[Choice, set[str]] | None = None
@@ -121,7 +135,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """Forget the load before; this one is of rank ``rank`` of ``world_size``."""
         self.rank, self.world_size = rank, world_size
         self._choice = self._planned = None
-        self.unexpected_keys, self.lost_keys = (), ()
+        self.unexpected_keys, self.lost_keys, self.left_per_rank = (), (), ()
         self.made_keys, self.materialised_keys = frozenset(), ()
         self._touched = self.must_fill
         self._later, self._copies = [], []
@@ -328,6 +342,10 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.missing_keys, self.cast_keys = findings.missing, findings.cast
         self.unexpected_keys = self._of_no_other_rank(choice.unexpected(findings.unexpected), choice)
         self.kept_per_rank = choice.kept
+        if self.unexpected == "error" and self.flatten_state_dict and self.unexpected_keys:
+            self.lost_keys = names_within(
+                self.unexpected_keys, self.original_state_dict, self.mappings, renamer(self.rename)
+            )
         missing, names = set(findings.missing), choice.names or {}
         self.renamed_keys = {
             fqn: names[fqn]
@@ -345,14 +363,18 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             )
 
     def _of_no_other_rank(self, unexpected: tuple[str, ...], choice: Choice) -> tuple[str, ...]:
-        """Without what other ranks have of the `PerRank` values that are loaded here."""
+        """Without what other ranks have of the `PerRank` values here, be they loaded or kept."""
         found = {name: holder for name in unexpected if (holder := rank_holder(name)) is not None}
         if not found:
             return unexpected
         stored = choice.names or {}
-        own = (stored.get(fqn, fqn) for fqn in choice.values if self._per_rank_name(fqn) is not None)
-        holders = {rank_holder(name) for name in own}
-        return tuple(name for name in unexpected if found.get(name) not in holders - {None})
+        own = (stored.get(fqn, fqn) for fqn in self.state_dict if self._per_rank_name(fqn) is not None)
+        holders = {rank_holder(name) for name in own} - {None}
+        of_ranks = {name: holder for name, holder in found.items() if holder in holders}
+        here = self.world_size if self.world_size is not None else _current_world_size()
+        absent = {holder for name, holder in of_ranks.items() if rank_number(name) >= here}
+        self.left_per_rank = tuple(sorted(absent))
+        return tuple(name for name in unexpected if name not in of_ranks)
 
     def _use_legacy_keys(
         self,

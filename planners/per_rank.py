@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["PerRank", "rank_holder", "rank_key"]
+__all__ = ["PerRank", "rank_holder", "rank_key", "rank_number"]
 
-_RANK_KEY: Final = re.compile(r"\.rank-\d+(?=\.|$)")
+_RANK_KEY: Final = re.compile(r"\.rank-(\d{1,9})(?=\.|$)")
 
 
 @dataclass(slots=True)
@@ -32,3 +32,9 @@ def rank_holder(fqn: str) -> str | None:
     """What is before the first component of a flat key that looks like a rank's; None if there is none."""
     found = _RANK_KEY.search(fqn)
     return fqn[: found.start()] if found is not None else None
+
+
+def rank_number(fqn: str) -> int:
+    """The rank that the component found by `rank_holder` names; -1 if there is none."""
+    found = _RANK_KEY.search(fqn)
+    return int(found[1]) if found is not None else -1

@@ -86,20 +86,27 @@ class Selection:
             return False
         return not any(pattern.covers(key) for pattern in self.exclude)
 
-    def match(self, keys: Iterable[str], unasked: Sequence[str]) -> Matches:
+    def match(self, keys: Iterable[str], unasked: Sequence[str], stored: Iterable[str] = ()) -> Matches:
         """How the patterns fare with the flat ``keys`` of a rank.
 
         ``unasked`` are keys whose entries were not looked at, as `reaches` says that none is selected.
+        ``stored`` are names of the checkpoint, which may be left out though the state dict has them not.
         """
         keys = list(keys)
         named = [("only", pattern) for pattern in self.only or ()]
         named += [("exclude", pattern) for pattern in self.exclude]
         idle = [
-            (f"{option}={pattern.text!r}", _close(pattern.text, [*keys, *unasked]))
+            (option, pattern)
             for option, pattern in named
             if not any(map(pattern.matches, keys)) and not any(map(pattern.may_match_below, unasked))
         ]
-        return Matches(dict(idle), sum(map(self.selects, keys)))
+        names = list(stored) if any(option == "exclude" for option, _ in idle) else []
+        told = {
+            f"{option}={pattern.text!r}": _close(pattern.text, [*keys, *unasked])
+            for option, pattern in idle
+            if option == "only" or not any(map(pattern.matches, names))
+        }
+        return Matches(told, sum(map(self.selects, keys)))
 
 
 @dataclass(frozen=True, slots=True)

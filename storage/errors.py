@@ -9,6 +9,7 @@ CheckpointError (Exception)
 ├── CorruptCheckpointError       bytes differ from what was committed
 ├── PlanError                    the plan of a save or load is not valid
 │   ├── MissingKeyError          the state dict wants keys the checkpoint lacks
+│   ├── UnexpectedKeyError       the checkpoint has keys that the state dict has no place for
 │   ├── ShapeMismatchError
 │   ├── DtypeMismatchError
 │   └── ReplicaMismatchError     one name, different data on different ranks
@@ -45,6 +46,7 @@ __all__ = [
     "StagingError",
     "StorageError",
     "StorageFullError",
+    "UnexpectedKeyError",
     "UnsafeObjectError",
     "UnsupportedFormatError",
     "WriterProcessError",
@@ -111,6 +113,10 @@ class MissingKeyError(PlanError, KeyError):
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return Exception.__str__(self)
+
+
+class UnexpectedKeyError(PlanError):
+    """The checkpoint has keys below those that were asked for which no rank's state dict has a place for."""
 
 
 class ShapeMismatchError(PlanError):
@@ -180,6 +186,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         CorruptCheckpointError,
         PlanError,
         MissingKeyError,
+        UnexpectedKeyError,
         ShapeMismatchError,
         DtypeMismatchError,
         ReplicaMismatchError,

@@ -31,7 +31,7 @@ from dcp.background.order import SaveOrder
 from dcp.background.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
 from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
 from dcp.local_state import LocalState, PlanOptions
 from dcp.plain_errors import shorten
 from dcp.planners import save_planner
@@ -77,7 +77,7 @@ class AsyncSession:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         start: bool = False,
     ) -> None:
-        alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        alone = works_alone(process_group, no_dist=no_dist, operation="save")
         self.timeout_seconds = timeout_seconds
         self.kind = AsyncCheckpointerType(kind)
         self._given_stager = stager
@@ -400,7 +400,7 @@ def default_session(
     process_group: ProcessGroup | None, *, no_dist: bool, kind: AsyncCheckpointerType
 ) -> AsyncSession:
     """The session of `dcp.async_save` for a process group: buffers and writer are kept for the next call."""
-    if no_dist or not (dist.is_available() and dist.is_initialized()):
+    if works_alone(process_group, no_dist=no_dist, operation="save"):
         sessions, group = _alone, None
     else:
         group = process_group if process_group is not None else dist.group.WORLD

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.background.session import own_channel
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS
+from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
 from dcp.manager import endings
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
@@ -138,7 +138,7 @@ class CheckpointManager:
         self._timeout_seconds = timeout_seconds
         self._ledger = Ledger(keep_failures=on_failure == "raise")
         self._closed = False
-        alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        alone = works_alone(process_group, no_dist=no_dist, operation="save")
         self._no_dist = alone
         self._expects_no_group = alone and not no_dist and dist.is_available()
         self._process_group = process_group

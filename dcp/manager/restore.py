@@ -101,7 +101,7 @@ def restore(
     After it has returned, everything that a load which failed had filled has been filled from the restored
     step; `Stateful` objects have got their state once.
     """
-    alone = works_alone(process_group, no_dist=no_dist)
+    alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
     planner = planner if planner is not None else DefaultLoadPlanner()
 
@@ -112,7 +112,7 @@ def restore(
             storage_reader=reader(name) if reader is not None else None,
             planner=planner,
             process_group=process_group,
-            no_dist=no_dist,
+            no_dist=alone,
             timeout_seconds=timeout_seconds,
             storage_options=None if reader is not None else storage_options,
             **options,

@@ -94,6 +94,44 @@ def test_schedulers_do_not_count_the_step(tmp_path: Path) -> None:
     assert scheduler.last_epoch == 0
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, steps: int) -> None:
+    """``initial_lr``, without which it would begin at the rate of the last step; also by other names, and for
+    an optimizer that has state."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        train(net, optimizer, 1)
+        scheduler.step()
+    dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
+    for name in ("optim", "other"):
+        new = model(1)
+        resumed = torch.optim.AdamW(new.parameters(), lr=0.5)
+        train(new, resumed, steps)
+        dcp.load({name: resumed}, checkpoint_id=tmp_path, rename={"^other": "optim"})
+        assert resumed.param_groups[0]["initial_lr"] == 0.5
+        later = torch.optim.lr_scheduler.StepLR(resumed, 1, last_epoch=3)
+        assert later.base_lrs == [0.5]
+
+
+def test_settings_in_a_plain_dict(tmp_path: Path) -> None:
+    """They are put into the dict that was given, or, if the load fails, not."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    train(net, optimizer, 1)
+    other = torch.optim.AdamW(net.parameters(), lr=0.5)
+    train(net, other, 1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    dcp.save({"app": {"optim": optimizer.state_dict()}}, checkpoint_id=tmp_path)
+    given = other.state_dict()
+    with pytest.raises(MissingKeyError):
+        dcp.load({"app": {"optim": given, "more": 1}}, checkpoint_id=tmp_path)
+    assert "initial_lr" not in given["param_groups"][0]
+    dcp.load({"app": {"optim": given}}, checkpoint_id=tmp_path)
+    assert given["param_groups"][0]["initial_lr"] == 0.5
+
+
 class Trainer:
     """Holds optimizers in a list and a dict, and gives their states nested in its own."""
 

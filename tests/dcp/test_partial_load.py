@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,40 @@ def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None
     for result in run_ranks(2, load_stages, path, road, ["stages.0", "stages.2"], failures=True):
         assert isinstance(result, RankRaised)
         assert "only='stages.2'" in result.message
+
+
+def _told(rank: int, world_size: int, path: str, saving: bool, options: dict[str, Any]) -> list[str]:
+    state = {"app": {"loader": dcp.PerRank({"position": rank}), "w": torch.ones(2)}}
+    if saving:
+        dcp.save(state, checkpoint_id=path)
+        return []
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dcp.state_dict_loader")
+    logger.addHandler(handler)
+    try:
+        for road in ROADS[:2]:
+            load(state, path, road, **options)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_values_of_other_numbers_of_ranks_are_told(tmp_path: Path) -> None:
+    """Kept ones begin anew on every rank, and those of ranks that are gone are nowhere: by name, once."""
+    run_ranks(3, _told, str(tmp_path), True, {})
+    assert run_ranks(3, _told, str(tmp_path), False, {"per_rank": "keep"}) == [[], [], []]
+    kept, other = run_ranks(2, _told, str(tmp_path), False, {"per_rank": "keep"})
+    assert len(kept) == 2 and other == []
+    assert all("saved by 3 ranks, loaded by 2: 'app.loader' of every rank" in text for text in kept)
+    left, other = run_ranks(2, _told, str(tmp_path), False, {})
+    assert len(left) == 2 and other == []
+    assert all("its own of 'app.loader'" in text and "not loaded" in text for text in left)
+
+
+def test_a_value_that_the_checkpoint_lacks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Kept, because it is new in the state."""
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    dcp.load({"w": torch.ones(2), "rng": dcp.PerRank(7)}, checkpoint_id=tmp_path, per_rank="keep")
+    assert "no 'rng' of rank 0" in caplog.text

@@ -123,3 +123,33 @@ def test_nesting_up_to_the_limit_is_saved(tmp_path: Path) -> None:
     for _ in range(200):
         target = target["x"]  # type: ignore[assignment]
     assert target["t"].item() == 1
+
+
+def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, before ``init_process_group()``, each process would save all of it to one id; a load
+    gets what it should, as rank 0, and says so. ``no_dist=True`` is how to mean it."""
+    state = {"a": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "alone")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for refused in (
+        lambda: dcp.save(state, checkpoint_id=tmp_path / "x"),
+        lambda: dcp.save(state, checkpoint_id=tmp_path / "x", use_collectives=False),
+        lambda: dcp.async_save(state, checkpoint_id=tmp_path / "x"),
+        lambda: dcp.CheckpointManager(tmp_path / "run"),
+    ):
+        with pytest.raises(
+            dcp.CheckpointError, match=r"one of 2 processes.*init_process_group.*no_dist=True"
+        ):
+            refused()
+    assert not (tmp_path / "x").exists()
+    with pytest.warns(UserWarning, match="loads alone, as rank 0"):
+        dcp.load(state, checkpoint_id=tmp_path / "alone")
+
+    dcp.load(state, checkpoint_id=tmp_path / "alone", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    with dcp.CheckpointManager(tmp_path / "run", every_steps=1, no_dist=True) as manager:
+        manager.save(1, state)
+        assert manager.restore(state) is not None
+    for one in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", one)
+        dcp.save(state, checkpoint_id=tmp_path / "x")

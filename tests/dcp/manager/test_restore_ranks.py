@@ -220,12 +220,12 @@ def resume_misfit(rank: int, world_size: int, root: str) -> Any:
 
 
 def test_damage_does_not_hide_a_wrong_model_on_another_rank(tmp_path: Path) -> None:
-    """No older step is taken where a rank's state dict does not fit."""
+    """No older step is taken where a rank's state dict does not fit, which is known before data is read."""
     root = str(tmp_path)
     run_ranks(2, save_sharded, root, [1, 2])
     (path,) = folder_of(root, 2).glob("__0_0.*.distcp")
     truncate(path)
     for result in run_ranks(2, resume_misfit, root, failures=True):
         assert isinstance(result, RankRaised)
-        assert result.type_name == "RankFailedError"
+        assert result.type_name == "MissingKeyError"
         assert "Missing key in checkpoint state_dict: 'absent'" in result.message

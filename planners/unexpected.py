@@ -1,0 +1,142 @@
+"""What a checkpoint has within the dicts and objects that a load was asked to fill, and no rank takes.
+
+Such an entry would be lost without a word: the state of an optimizer that has none, a layer that a model does
+not have any more. What lies beside, under keys of the top level that are not in the state dict, was not asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
+from dcp.storage.errors import UnexpectedKeyError
+from dcp.storage.formats.index import Path
+
+__all__ = ["Unexpected", "check_left", "names_within", "pack_left", "unexpected_keys"]
+
+Unexpected = Literal["error", "ignore"]
+"""What to do about entries of the checkpoint that nobody takes, below what was asked for."""
+
+_MAX_LISTED = 10
+
+
+def names_within(
+    names: Iterable[str],
+    state_dict: Mapping[Any, Any],
+    paths: Mapping[str, Path],
+    renamed: Callable[[str], str] | None,
+) -> tuple[str, ...]:
+    """Those of the stored ``names`` that lie below a dict or list of the top level of ``state_dict``.
+
+    ``paths`` are those of its flat keys. Under other names (``renamed``) a dict is where most of its entries'
+    names are the same: ``model.encoder`` for ``encoder`` where ``encoder.0.weight`` is loaded from
+    ``model.encoder.0.weight``.
+    """
+    tops = {str(key) for key, value in state_dict.items() if _is_container(value)}
+    prefixes = {f"{key}." for key in tops}
+    if renamed is not None:
+        inner = {str(path[0]) for path in paths.values()}
+        prefixes = {f"{key}." for key in tops - inner}
+        for fqn, path in paths.items():
+            if str(path[0]) in tops:
+                prefixes.add(_renamed_top(fqn.removeprefix(f"{path[0]}."), renamed(fqn)))
+        prefixes.discard("")  # the checkpoint's own top level, which has whatever it has
+    begins = _shortest(prefixes)
+    return tuple(name for name in names if name.startswith(begins))
+
+
+def _is_container(value: Any) -> bool:
+    kind = kind_of(type(value))
+    return kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed_list(value))
+
+
+def _renamed_top(rest: str, name: str) -> str:
+    """What stands in ``name`` before as much of the path ``rest`` as it ends with."""
+    while rest:
+        if name == rest or name.endswith(f".{rest}"):
+            return name[: len(name) - len(rest)]
+        rest = rest.partition(".")[2]
+    parent = name.rpartition(".")[0]
+    return f"{parent}." if parent else ""
+
+
+def _shortest(prefixes: Collection[str]) -> tuple[str, ...]:
+    """Without those that begin with another one."""
+    kept: list[str] = []
+    for prefix in sorted(prefixes):
+        if not kept or not prefix.startswith(kept[-1]):
+            kept.append(prefix)
+    return tuple(kept)
+
+
+# -- between ranks -------------------------------------------------------------------------------------------
+
+
+def pack_left(names: Sequence[str], unexpected: Collection[str], lost: Collection[str]) -> bytes:
+    """What a rank does not take of the checkpoint's ``names``, and what of that it should have a place for.
+
+    One bit a name, because a stage of a pipeline leaves what all others take. Empty if it takes everything.
+    """
+    if not unexpected:
+        return b""
+    packed = []
+    for those in map(set, (unexpected, lost)):
+        column = np.fromiter((name in those for name in names), np.bool_, len(names))
+        packed.append(np.packbits(column).tobytes() if those else b"")
+    return bytes(msgpack.packb(packed))
+
+
+def check_left(names: Sequence[str], ranks: Sequence[bytes]) -> None:
+    """Raise UnexpectedKeyError for names that no rank takes, and some rank should, by their `pack_left`."""
+    if not all(ranks):
+        return
+    told = [msgpack.unpackb(part) for part in ranks]
+    lost = [_column(of, len(names)) for _, of in told if of]
+    if not lost:
+        return
+    left = [_column(of, len(names)) for of, _ in told]
+    rows = np.flatnonzero(np.logical_and.reduce(left) & np.logical_or.reduce(lost))
+    if len(rows):
+        raise unexpected_keys(names, [names[row] for row in rows.tolist()])
+
+
+def _column(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
+    return np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
+
+
+def unexpected_keys(names: Sequence[str], lost: Sequence[str]) -> UnexpectedKeyError:
+    """The error for the ``lost`` of the checkpoint's ``names``: told by what they are all of."""
+    gone = set(lost)
+    taken = {above for name in names if name not in gone for above in _with_parents(name)}
+    groups: dict[str, list[str]] = {}
+    for name in lost:
+        group = next(above for above in _with_parents(name) if above == name or above not in taken)
+        groups.setdefault(group, []).append(name)
+    listed = [
+        repr(group) if below == [group] else f"{group!r} ({len(below)} below it, such as {below[0]!r})"
+        for group, below in groups.items()
+    ]
+    more = len(groups) - _MAX_LISTED
+    rest = f" and {more} more" if more > 0 else ""
+    patterns = f"exclude={list(groups)!r} leaves these out" if more <= 0 else "exclude=[...] leaves some out"
+    hint = ""
+    if any("state" in group.split(".") for group in groups):
+        hint = " (an optimizer has state once it has made a step; torch's get_state_dict() makes it)"
+    what = "entry that has" if len(lost) == 1 else "entries that have"
+    return UnexpectedKeyError(
+        f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "
+        f"would be lost: {', '.join(listed[:_MAX_LISTED])}{rest}. Give the state dict a place for what is "
+        f'needed{hint}. To load without: {patterns}, unexpected="ignore" leaves out whatever there is',
+        fqns=list(lost)[:_MAX_LISTED],
+    )
+
+
+def _with_parents(name: str) -> Iterable[str]:
+    return accumulate(name.split("."), "{}.{}".format)
