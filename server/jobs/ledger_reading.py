@@ -17,7 +17,6 @@ from dcp.server.security.principal import SYSTEM
 __all__ = [
     "JobFilter",
     "find_job",
-    "find_state",
     "get_job",
     "job_events_after",
     "list_jobs",
@@ -59,11 +58,6 @@ def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None
         return job
     kept = connection.execute(select(job_results.c.result).where(job_results.c.job_id == job_id))
     return replace(job, result=kept.scalar_one(), is_result_whole=True)
-
-
-def find_state(connection: Connection, job_id: int) -> JobState | None:
-    """Of the job, None if there is none; nothing else is read."""
-    return connection.execute(select(jobs.c.state).where(jobs.c.id == job_id)).scalar()
 
 
 def list_jobs(

@@ -168,7 +168,7 @@ def watch_job(
     that keep the connection alive. When the job is over `end` comes, and the stream ends; it may also end
     before, and is then to be asked for again with Last-Event-ID.
     """
-    return job_stream(request, service.database, job_id, caller.roots, last_event_id or 0)
+    return job_stream(request, service, job_id, caller, last_event_id or 0)
 
 
 @router.post("/{job_id}/cancel", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))

@@ -11,7 +11,7 @@ import hmac
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -31,6 +31,7 @@ __all__ = [
     "get_key",
     "list_keys",
     "revoke_key",
+    "valid_keys",
 ]
 
 KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
@@ -105,6 +106,14 @@ def get_key(connection: Connection, key_id: int) -> KeyRecord | None:
     """One key; None if there is no such one."""
     row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).one_or_none()
     return None if row is None else _record(row)
+
+
+def valid_keys(connection: Connection, key_ids: Collection[int], now_seconds: float) -> set[int]:
+    """Those of the keys that are valid."""
+    if not key_ids:
+        return set()
+    found = connection.execute(select(api_keys).where(api_keys.c.id.in_(sorted(key_ids))))
+    return {row.id for row in found if _record(row).is_valid(now_seconds)}
 
 
 def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> KeyRecord:

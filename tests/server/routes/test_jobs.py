@@ -10,15 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy import text
 from sse_starlette.sse import AppStatus
 
 from dcp.server.app import API
 from dcp.server.catalog import audit
-from dcp.server.jobs import ledger
+from dcp.server.jobs import following, ledger
 from dcp.server.jobs.cleaning import forget_jobs
 from dcp.server.jobs.ledger import JobError, JobSpec, TaskSpec
 from dcp.server.routes import job_events
+from dcp.server.security.keys import list_keys, revoke_key
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.sockets import listening
@@ -323,12 +325,12 @@ def test_a_stream_without_events_has_a_heartbeat(app: App, monkeypatch: pytest.M
         comments = 0
         while comments < 4:
             comments += "" in next(events)
-        assert app.app.state.job_streams == 1
+        assert app.app.state.job_streams.total() == 1
         events.close()  # type: ignore[attr-defined]
         deadline = time.monotonic() + 60
         while app.app.state.job_streams and time.monotonic() < deadline:
             threading.Event().wait(0.01)
-        assert app.app.state.job_streams == 0
+        assert not app.app.state.job_streams
 
 
 def test_only_so_many_streams_are_open_at_a_time(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +345,65 @@ def test_only_so_many_streams_are_open_at_a_time(app: App, monkeypatch: pytest.M
         refused = httpx.get(f"{url}{JOBS}/{job_id}/events", headers=headers)
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         events.close()  # type: ignore[attr-defined]
+
+
+def test_one_key_has_only_so_many_streams(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is refused until one of its own has ended; other keys have theirs."""
+    monkeypatch.setattr(job_events, "_MAX_STREAMS_EACH", 2)
+    job_id = submit(app)
+    with listening(app.app) as url:
+        key, other = app.key("read", name="one"), app.key("read", name="other")
+        streams = [watch(url, key, job_id) for _ in range(2)] + [watch(url, other, job_id)]
+        for stream in streams:
+            next(stream)
+        headers = {"Authorization": f"Bearer {key}"}
+        refused = httpx.get(f"{url}{JOBS}/{job_id}/events", headers=headers)
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        for stream in streams:
+            stream.close()  # type: ignore[attr-defined]
+
+
+def test_streams_end_with_their_key(app: App) -> None:
+    """Revoked, a key's streams end within seconds; those of others go on."""
+    job_id = submit(app)
+    with listening(app.app) as url:
+        streams = [watch(url, app.key("read", name=name), job_id) for name in ("one", "other")]
+        for stream in streams:
+            next(event for event in stream if "id" in event)
+        with app.service.database.read() as connection:
+            (number,) = [key.id for key in list_keys(connection) if key.name == "one"]
+        step(app, revoke_key, number, time.time())
+        begun = time.monotonic()
+        assert [event for event in streams[0] if "" not in event] == []
+        assert time.monotonic() - begun < 10
+        plan(app, job_id, 0)
+        assert "id" in next(event for event in streams[1] if "" not in event)
+        streams[1].close()  # type: ignore[attr-defined]
+
+
+def test_one_look_at_the_database_serves_all_streams(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many streams cost as many statements as one."""
+    monkeypatch.setattr(following, "POLL_SECONDS", 0.1)
+    job_ids = [submit(app, params={"n": n}) for n in range(4)]
+    statements = []
+
+    @sqlalchemy_event.listens_for(app.service.database.reader, "before_cursor_execute")
+    def _(_c: Any, _cursor: Any, statement: str, *_others: Any) -> None:
+        statements.append(statement)
+
+    with listening(app.app) as url:
+        key = app.key("read")
+        streams = [watch(url, key, job_id) for job_id in job_ids for _ in range(3)]
+        for stream in streams:
+            next(event for event in stream if "id" in event)
+        statements.clear()
+        time.sleep(1.0)
+        looks = sum("job_events" in statement for statement in statements)
+        assert 1 <= looks <= 11
+        for job_id in job_ids:
+            step(app, ledger.request_cancel, job_id, time.time(), "test")
+        for stream in streams:
+            assert [event["event"] for event in stream if "" not in event][-1] == "end"
 
 
 def test_streams_end_whole_when_the_server_stops(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
