@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _DEPTH = 3
 _LOOKED_AT = 64
 """Entries of a list or dict that are looked through: optimizers are not held among thousands."""
+_NESTED = 16
+"""Levels down to which states of optimizers are looked for; a dict may hold itself."""
 _NOT_LOOKED_THROUGH = (torch.Tensor, torch.nn.Module, type, ModuleType)
 
 
@@ -71,7 +73,9 @@ def state_dict_with_state(
     return pruned
 
 
-def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any]]]:
+def parameter_groups(
+    state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
+) -> Iterator[tuple[str, dict[Any, Any]]]:
     """(flat key, group) of the parameter groups in state dicts of optimizers, in ``state`` or below it.
 
     ``prefix`` is what the flat keys of the entries of ``state`` begin with.
@@ -79,7 +83,8 @@ def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[st
     is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
     for key, value in state.items():
         if kind_of(type(value)) == MAPPING and not (is_optimizer and key == "state"):
-            yield from parameter_groups(value, f"{prefix}{key}.")
+            if depth:
+                yield from parameter_groups(value, f"{prefix}{key}.", depth - 1)
         elif is_optimizer and key == "param_groups":
             for number, group in enumerate(value):
                 if isinstance(group, dict):
