@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 
 from dcp.objects import encode_object
+from dcp.planners.by_value import encode_by_value
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save_planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
 from dcp.planners.trust import foreign_values
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.plain import encode_plain
 
 __all__ = ["EncodedObject", "LocalState", "PlanOptions", "warn_of_foreign", "warn_of_keys"]
 
@@ -97,7 +97,7 @@ class LocalState:
         fqns = self.columns.objects.fqns
         digests, sizes = np.zeros(len(fqns), np.uint64), np.zeros(len(fqns), np.int64)
         for row, value in enumerate(self.objects if check != "off" else ()):
-            encoded = value.plain if type(value) is EncodedObject else encode_plain(value)
+            encoded = value.plain if type(value) is EncodedObject else encode_by_value(value)
             if encoded is None:
                 sizes[row] = _opaque_bytes(value)
             else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dcp.planners.by_value import by_value
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.record import object_record
 
@@ -20,9 +21,13 @@ def encode_object(value: Any, cache: dict[bytes, bytes]) -> tuple[bytes, bytes |
     """(torch.save bytes, plain msgpack bytes or None) of a value.
 
     Plain data is put into the torch.save container without torch (its pickle has no classes), once for equal
-    values: ``cache`` lives as long as one save. Anything else is torch's to pickle.
+    values: ``cache`` lives as long as one save. So is what is equal to plain data (`dcp.planners.by_value`).
+    Anything else is torch's to pickle.
     """
     plain = encode_plain(value)
+    if plain is None:
+        value = by_value(value)
+        plain = encode_plain(value)
     if plain is None:
         buffer = io.BytesIO()
         torch.save(value, buffer)

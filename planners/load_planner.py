@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+from dcp.planners.by_value import like
 from dcp.planners.columns import LoadColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
@@ -211,6 +212,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
                 tensor.copy_(loaded)
 
     def _put(self, fqn: str, value: Any) -> None:
+        value = like(self.state_dict.get(fqn), value)
         if self.flatten_state_dict:
             replace_element(self.original_state_dict, self.mappings[fqn], value)
             return

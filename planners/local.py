@@ -399,8 +399,13 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
     except RuntimeError as error:
         return _no_memory(fqn, tensor, error)
     if not facts.codes[0]:
-        advice = "dequantize it" if tensor.is_quantized else "convert it to a supported dtype"
-        return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; {advice} first"
+        if tensor.is_quantized:
+            return (
+                f"{fqn!r}: {tensor.dtype} has a scale and a zero point, which a checkpoint has no place for "
+                "(stock torch loads the integers alone, as other values): store int_repr(), q_scale() and "
+                "q_zero_point(), or dequantize it first"
+            )
+        return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; convert it to a supported dtype first"
     if facts.pointers[0] or not tensor.numel():
         return None
     if tensor.is_meta:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from dcp.planners.by_value import by_value, encode_by_value
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.flatten import Flat, flatten
@@ -33,7 +34,6 @@ from dcp.planners.torch_plans import (
 )
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.plain import encode_plain
 
 __all__ = ["DefaultSavePlanner", "item_digests", "uses_columns"]
 
@@ -231,6 +231,11 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             self._box_sizes.setdefault(write_item.index, tuple(write_item.tensor_data.chunk.sizes))
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The tensor, or the bytes of a value: of what is equal to plain data that data."""
+        is_value = write_item.type is WriteItemType.BYTE_IO
+        return super().transform_object(write_item, by_value(object) if is_value else object)
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value, or the view of the box, that ``index`` names; PlanError where this rank has none."""
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
@@ -274,7 +279,7 @@ def _objects(fqns: Sequence[str], values: Sequence[Any], check: ReplicaCheck) ->
     digests, sizes = np.zeros(len(values), np.uint64), np.zeros(len(values), np.int64)
     if check != "off":
         for row, value in enumerate(values):
-            encoded = encode_plain(value)
+            encoded = encode_by_value(value)
             if encoded is None:
                 sizes[row] = len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
             else:

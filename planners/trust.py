@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from dcp.planners.by_value import by_value
 from dcp.storage.formats.python_values import is_harmless_leaf
 
 __all__ = ["foreign_values"]
@@ -32,7 +33,7 @@ def foreign_values(names: Iterable[str], values: Iterable[Any]) -> dict[str, str
     found = {}
     for name, value in zip(names, values, strict=True):
         if type(value) not in _ATOMS:
-            foreign = _foreign(value, allowed, 0)
+            foreign = _foreign(by_value(value), allowed, 0)
             if foreign is not None:
                 found[name] = foreign
     return found

@@ -1,7 +1,7 @@
 """Values of harmless classes of the standard library in pickles, made from checked arguments.
 
-Dates and times, paths, decimals, fractions, UUIDs, and the containers that torch's safe loading does not
-know. No class with code of its own: no enumeration, named tuple or dataclass. Torch-free.
+Dates and times, paths, decimals, fractions, UUIDs, ``...``, and the containers that torch's safe loading does
+not know. No class with code of its own: no enumeration, named tuple or dataclass. Torch-free.
 """
 
 from __future__ import annotations
@@ -283,6 +283,7 @@ def _globals() -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {
         (module, name): _made(f"{module}.{name}", build) for (module, name), build in made.items()
     }
+    found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = ..., NotImplemented
     found["uuid", "UUID"] = Constructor("uuid.UUID", new=_new_uuid)
     return found
 

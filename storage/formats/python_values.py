@@ -15,6 +15,7 @@ import decimal
 import fractions
 import pathlib
 import pickle
+import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ _FIXED: Final = (
     pathlib.PurePosixPath,
     pathlib.PureWindowsPath,
     type(pathlib.Path()),
+    types.EllipsisType,
+    types.NotImplementedType,
 )
 """Types whose values the decoder has made as they are."""
 

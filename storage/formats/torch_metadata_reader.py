@@ -300,6 +300,13 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
             fqn=fqn,
         )
     dtype, layout, requires_grad = state[:3]
+    if isinstance(dtype, classes.UnknownDtype) and dtype.name.startswith(("q", "quint")):
+        raise UnsupportedFormatError(
+            f"{fqn!a} is quantized (torch.{dtype.name}): its metadata lack scale and zero point, and stock "
+            "torch loads its integers alone, as other values. Load the checkpoint with "
+            "torch into tensors of the same scales, and save it without this one, or dequantized",
+            fqn=fqn,
+        )
     if isinstance(dtype, classes.UnknownDtype):
         raise UnsupportedFormatError(
             f"{fqn!a} has the dtype torch.{dtype.name}, which this version of dcp cannot hold", fqn=fqn

@@ -121,6 +121,8 @@ def test_objects_of_the_users_classes_need_weights_only_false(tmp_path: Path) ->
     """They are refused by name by default, whoever saved them, and load when the caller trusts the file."""
     for saver, loader in ROUTES:
         for name, value in UNSAFE.items():
+            if (saver, name) == ("ours", "named tuple"):
+                continue  # which is saved as a tuple
             folder = str(tmp_path / f"{saver}-{loader}-{name}")
             SAVE[saver]({"x": value}, checkpoint_id=folder)
             target: dict[str, Any] = {"x": None}

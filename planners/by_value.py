@@ -1,0 +1,102 @@
+"""Values of classes that are plain data with a name: stored as that data, which is equal to them.
+
+An `enum.IntEnum` is an int, an `enum.StrEnum` a str, a named tuple a tuple, `torch.__version__` a str. Stored
+as such they need no class to be loaded, so no trust; where the state dict that is loaded into has the class,
+the value is of it again.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dcp.storage.formats.plain import encode_plain
+
+__all__ = ["by_value", "encode_by_value", "like"]
+
+_ATOMS: Final = (int, float, str, bytes)
+_EXACT: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor})
+_MAX_DEPTH: Final = 64
+
+
+def by_value(value: Any) -> Any:
+    """The plain data that ``value`` is, in it and in the lists, tuples and dicts that it holds; ``value``
+    itself where there is nothing to change.
+
+    Classes that the user told torch are safe stay what they are.
+    """
+    return _by_value(value, 0) if type(value) not in _EXACT else value
+
+
+def encode_by_value(value: Any) -> bytes | None:
+    """The msgpack encoding of plain data, or of what equals plain data; None for any other value."""
+    encoded = encode_plain(value)
+    if encoded is None:
+        plain = by_value(value)
+        encoded = None if plain is value else encode_plain(plain)
+    return encoded
+
+
+def _by_value(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind in _EXACT or depth > _MAX_DEPTH:
+        return value
+    if kind in (list, tuple):
+        items = [_by_value(item, depth + 1) for item in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else kind(items)
+    if kind is dict:
+        changed = {key: _by_value(item, depth + 1) for key, item in value.items()}
+        return value if all(changed[key] is item for key, item in value.items()) else changed
+    if isinstance(value, np.generic) or _is_allowed(kind):
+        return value
+    if isinstance(value, _ATOMS):
+        return _atom(value, kind)
+    if isinstance(value, tuple) and _is_named(kind):
+        return tuple([_by_value(item, depth + 1) for item in value])
+    if isinstance(value, list) and not getattr(value, "__dict__", None):
+        return [_by_value(item, depth + 1) for item in value]
+    return value
+
+
+def _atom(value: Any, kind: type) -> Any:
+    """The plain value, unless the class has more to it, or compares otherwise."""
+    if getattr(value, "__dict__", None) and not isinstance(value, enum.Enum):
+        return value
+    base = next(base for base in _ATOMS if issubclass(kind, base))
+    plain = base.__str__(value) if base is str else base.__bytes__(value) if base is bytes else base(value)
+    return plain if type(plain) is base and plain == value else value
+
+
+def _is_named(kind: type) -> bool:
+    fields = getattr(kind, "_fields", None)
+    return (
+        kind.__base__ is tuple and isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
+    )
+
+
+def _is_allowed(kind: type) -> bool:
+    allowed = torch.serialization.get_safe_globals()
+    return any((item[0] if isinstance(item, tuple) else item) is kind for item in allowed)
+
+
+def like(current: Any, value: Any) -> Any:
+    """``value``, loaded in place of ``current``, as the class of that has it if it stores its values as data.
+
+    The class is the caller's: nothing of the checkpoint decides on it.
+    """
+    kind = type(current)
+    if kind is type(value):
+        return value
+    if isinstance(current, enum.Enum) and isinstance(current, _ATOMS) and isinstance(value, _ATOMS):
+        try:
+            member = kind(value)
+        except ValueError:  # it had other members when it was saved
+            return value
+        return member if member == value else value
+    if type(value) is tuple and isinstance(current, tuple) and _is_named(kind) and len(current) == len(value):
+        return kind._make(map(like, current, value))
+    return value
