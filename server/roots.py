@@ -314,7 +314,8 @@ def storage_problem(
     if isinstance(error, OSError) and error.errno in _NO_SUCH_PLACE:
         return NotFoundError(f"there is no checkpoint in the storage{where} under that key")
     if isinstance(error, OSError):
-        return UnavailableError(f"the storage{where} cannot be used: {type(error).__name__}")
+        reason = type(error).__name__ if error.errno is None else os.strerror(error.errno)
+        return UnavailableError(f"the storage{where} cannot be used: {reason}")
     if isinstance(error, CheckpointConflictError):
         return ConflictError(_shown(error, root))
     if isinstance(error, CorruptCheckpointError):

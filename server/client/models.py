@@ -19,6 +19,7 @@ __all__ = [
     "JobEvent",
     "JobFailure",
     "JobTask",
+    "JobWaiting",
     "Lineage",
     "LineageEdge",
     "LineageNode",
@@ -333,6 +334,22 @@ class JobFailure:
     type: str
     detail: str
     is_retryable: bool = False
+    is_environment: bool = False
+    task: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobWaiting:
+    """Why the last attempt at a job failed, which is tried again at ``next_attempt_at``, or when it is
+    retried by hand. ``since``: the first of ``count`` such failures in a row."""
+
+    type: str
+    detail: str
+    since: datetime
+    next_attempt_at: datetime
+    count: int
+    is_retryable: bool = False
+    is_environment: bool = False
     task: int | None = None
 
 
@@ -360,6 +377,7 @@ class Job:
     result: Mapping[str, Any] | None = None
     is_result_whole: bool = True
     error: JobFailure | None = None
+    waiting: JobWaiting | None = None
 
     @property
     def is_final(self) -> bool:

@@ -337,6 +337,7 @@ jobs: Final = Table(
     Column("progress", _Json),
     Column("result", _Json),
     Column("error", _Json),
+    Column("waiting", _Json),  # why the last attempt failed, and when the next one is
     Column(
         "dedup_key", String(128), unique=True
     ),  # one unfinished job for the same thing; cleared at the end

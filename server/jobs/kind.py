@@ -18,12 +18,13 @@ job's subject before it is planned, the second writes the result, in the transac
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from pydantic import BaseModel
 from sqlalchemy import Connection
@@ -43,10 +44,31 @@ __all__ = [
     "ReportProgress",
     "TaskSpec",
     "TransientJobError",
+    "UnavailableJobError",
+    "is_environment",
     "is_retryable",
 ]
 
 P = TypeVar("P", bound=BaseModel)
+
+_PASSING_STATUS: Final = frozenset({429, 502, 503, 504})
+_OF_THE_JOB: Final = frozenset(
+    {
+        errno.E2BIG,
+        errno.EBADF,
+        errno.EEXIST,
+        errno.EFBIG,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.EXDEV,
+    }
+)
+"""What is wrong with a name, a file or a call: the same at any time."""
 
 ReportProgress = Callable[[int], None]
 """Called with the bytes that are done so far, as often as one likes."""
@@ -60,6 +82,10 @@ class TransientJobError(Exception):
     """Worth another attempt."""
 
 
+class UnavailableJobError(TransientJobError):
+    """Something that the job needs cannot be reached now."""
+
+
 def is_retryable(error: BaseException) -> bool:
     """Whether another attempt may help: for errors of storage, network and memory, and problems of 5xx."""
     if isinstance(error, ProblemError):
@@ -67,6 +93,18 @@ def is_retryable(error: BaseException) -> bool:
     if isinstance(error, CheckpointError) and not isinstance(error, StorageError | TimeoutError):
         return False
     return isinstance(error, TransientJobError | OSError | TimeoutError | EOFError | MemoryError)
+
+
+def is_environment(error: BaseException) -> bool:
+    """Whether a machine, a network or a storage is at fault, and neither the job nor its data: no space, no
+    permission, a storage that is away or does not keep up."""
+    if isinstance(error, ProblemError):
+        if not isinstance(error.__cause__, OSError):
+            return error.status in _PASSING_STATUS
+        error = error.__cause__
+    if isinstance(error, UnavailableJobError):
+        return True
+    return isinstance(error, OSError) and error.errno not in _OF_THE_JOB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +150,7 @@ class Kind(ABC, Generic[P]):
     params: type[P]
     needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines
     max_attempts: ClassVar[int] = 3
+    waits: ClassVar[bool] = True  # for what is away; else it fails as for any other reason
     leaves_plans: ClassVar[bool] = False  # what its plans reserve is outside of the work folder
     has_own_slot: ClassVar[bool] = False  # one of them runs in each worker beside `concurrency` others
     preload: ClassVar[tuple[str, ...]] = ()  # modules that subprocesses need, and the API process does not

@@ -21,6 +21,14 @@ from sqlalchemy.exc import IntegrityError
 
 from dcp.server.database.tables import jobs, roots, tasks
 from dcp.server.jobs.ledger_claims import NO_LIMITS, Limits, claim, has_work, renew, stopped
+from dcp.server.jobs.ledger_failures import (
+    DEFAULT_BACKOFF,
+    clear_away,
+    expire_leases,
+    fail,
+    give_up,
+    has_expired,
+)
 from dcp.server.jobs.ledger_reading import (
     JobFilter,
     find_job,
@@ -31,7 +39,6 @@ from dcp.server.jobs.ledger_reading import (
 )
 from dcp.server.jobs.ledger_rows import (
     NO_LEASE,
-    by_priority,
     emit,
     finish,
     held_job,
@@ -96,10 +103,7 @@ __all__ = [
     "submit_or_join",
 ]
 
-DEFAULT_BACKOFF: Final = Backoff()
 _FENCE_SHIFT: Final = 20
-_MOST_EXPIRED: Final = 1000
-_LOST: Final = JobError(type="WorkerLostError", detail="the worker that had it was not heard of any more")
 
 
 def submit(connection: Connection, spec: JobSpec, now: float) -> int:
@@ -155,7 +159,7 @@ def complete_plan(
     """The job's tasks may be claimed; without any it is published next."""
     job = held_job(connection, held)
     if job.is_ending:
-        _clear_away(connection, job, plan=dict(plan_data))
+        clear_away(connection, job, plan=dict(plan_data))
         return
     if specs:
         # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
@@ -185,6 +189,8 @@ def complete_task(connection: Connection, held: Held, result: Json, now: float) 
             state="succeeded", result=dict(result), done_bytes=task.weight_bytes, error=null(), **NO_LEASE
         )
     )
+    if job.waiting is not None and (now >= job.waiting["next_seconds"] or job.waiting["task"] == task.number):
+        connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=null()))
     left = select(func.count()).where(tasks.c.job_id == job.id, tasks.c.state != "succeeded")
     if not job.is_ending and connection.execute(left).scalar_one() == 0:
         _move(connection, job, "publishing", now)
@@ -201,17 +207,12 @@ def complete_publish(connection: Connection, held: Held, result: Json, now: floa
 
 def complete_discard(connection: Connection, held: Held, now: float) -> None:
     """Nothing is left of the job that was given up: it is over."""
-    _give_up(connection, held_job(connection, held), now)
-
-
-def _give_up(connection: Connection, job: Job, now: float) -> None:
-    if not job.is_ending:
-        raise StaleFenceError(f"job {job.id} was not given up")
-    finish(connection, job, "cancelled" if job.error is None else "failed", now)
+    give_up(connection, held_job(connection, held), now)
 
 
 def _move(connection: Connection, job: Job, state: str, now: float, **found: Any) -> None:
     values: dict[str, Any] = {"state": state, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
+    values["waiting"] = null()
     event: dict[str, Any] = {"state": state}
     if "plan" in found:
         values["plan"] = found["plan"]
@@ -220,121 +221,7 @@ def _move(connection: Connection, job: Job, state: str, now: float, **found: Any
     emit(connection, job.id, "state", now, **event)
 
 
-# -- what failed ---------------------------------------------------------------------------------------------
-
-
-def fail(
-    connection: Connection, held: Held, error: JobError, now: float, backoff: Backoff = DEFAULT_BACKOFF
-) -> None:
-    """It did not work: it is tried again later, or the job is given up."""
-    if held.task_id is None:
-        _fail_phase(connection, held_job(connection, held), error, now, backoff)
-    else:
-        _fail_task(connection, *held_task(connection, held), error, now, backoff)
-
-
-def _fail_task(
-    connection: Connection, job: Job, task: Task, error: JobError, now: float, backoff: Backoff
-) -> None:
-    attempt = task.attempt + 1
-    values: dict[str, Any] = {"attempt": attempt, "error": error.document(), "done_bytes": 0, **NO_LEASE}
-    if job.is_ending:
-        values["state"] = "cancelled"
-    elif error.is_retryable and attempt < job.max_attempts:
-        delay = backoff.seconds(attempt, task.id)
-        values |= {"state": "queued", "not_before_seconds": now + delay}
-        _tell_retry(connection, job, error, now, delay, task=task.number, attempt=attempt)
-    else:
-        values["state"] = "failed"
-        _end(connection, job, error, now, task=task.number)
-    connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values))
-
-
-def _fail_phase(connection: Connection, job: Job, error: JobError, now: float, backoff: Backoff) -> None:
-    attempt = job.attempt + 1
-    is_last = attempt >= job.max_attempts or not error.is_retryable
-    if error is _LOST and job.state == "publishing" and not job.is_ending:
-        # Nobody knows whether it is published: only another attempt finds out, so this is never the last.
-        attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
-    if job.is_ending and job.state == "planning":
-        _clear_away(connection, job)
-    elif job.is_ending and is_last:
-        emit(connection, job.id, "discard_failed", now, error=error.document())
-        _give_up(connection, job, now)
-    elif not is_last:
-        delay = backoff.seconds(attempt, job.id)
-        values: dict[str, Any] = {"attempt": attempt, "not_before_seconds": now + delay, **NO_LEASE}
-        if job.state == "planning":
-            values["state"] = "queued"
-        connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
-        _tell_retry(connection, job, error, now, delay, state=job.state, attempt=attempt)
-    else:
-        _end(connection, job, error, now)
-        if job.state == "planning":
-            _clear_away(connection, job)
-
-
-def _clear_away(connection: Connection, job: Job, **found: Any) -> None:
-    """An ending job whose plan has begun, and may have left something: it is discarded as one that runs."""
-    values: dict[str, Any] = {"state": "running", "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))
-
-
-def _end(connection: Connection, job: Job, error: JobError, now: float, **where: Any) -> None:
-    document = error.document() | where
-    values: dict[str, Any] = {"error": document, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
-    emit(connection, job.id, "ending", now, error=document)
-
-
-def _tell_retry(
-    connection: Connection, job: Job, error: JobError, now: float, delay: float, **where: Any
-) -> None:
-    emit(connection, job.id, "retry", now, error=error.document(), delay_seconds=round(delay, 3), **where)
-
-
-def has_expired(connection: Connection, now: float) -> bool:
-    """Whether `expire_leases` would find something: asked without a lock."""
-    return bool(_expired(connection, now))
-
-
-def expire_leases(connection: Connection, now: float, backoff: Backoff = DEFAULT_BACKOFF) -> int:
-    """Whatever is not renewed any more has failed; how many that were."""
-    count = 0
-    for held in _expired(connection, now):
-        lock_job(connection, held.job_id)
-        if _is_over(connection, held, now):  # still: it may have been renewed while this waited for the lock
-            fail(connection, held, _LOST, now, backoff)
-            count += 1
-    return count
-
-
-def _expired(connection: Connection, now: float) -> list[Held]:
-    over = []
-    for state in ("planning", "running", "publishing"):
-        query = by_priority(select(jobs.c.id, jobs.c.fence).where(jobs.c.state == state))
-        rows = connection.execute(query.where(jobs.c.lease_until_seconds < now).limit(_MOST_EXPIRED))
-        over += [Held(row.id, None, row.fence) for row in rows]
-    of_tasks = (
-        select(tasks.c.job_id, tasks.c.id, tasks.c.fence)
-        .where(tasks.c.state == "running", tasks.c.lease_until_seconds < now)
-        .order_by(tasks.c.state.desc(), tasks.c.job_id.desc())
-        .limit(_MOST_EXPIRED)
-    )
-    over += [Held(row.job_id, row.id, row.fence) for row in connection.execute(of_tasks)]
-    return sorted(over, key=lambda held: (held.job_id, held.task_id or 0))
-
-
-def _is_over(connection: Connection, held: Held, now: float) -> bool:
-    table, row_id = (jobs, held.job_id) if held.task_id is None else (tasks, held.task_id)
-    query = select(table.c.fence, table.c.lease_until_seconds).where(table.c.id == row_id)
-    row = connection.execute(query.with_for_update()).one_or_none()
-    return (
-        row is not None
-        and row.fence == held.fence
-        and row.lease_until_seconds is not None
-        and row.lease_until_seconds < now
-    )
+# -- what is given back, or asked for -----------------------------------------------------------------------
 
 
 def release(connection: Connection, held: Held, now: float) -> None:
@@ -348,7 +235,7 @@ def release(connection: Connection, held: Held, now: float) -> None:
         return
     job = held_job(connection, held)
     if job.state == "planning" and job.is_ending:
-        _clear_away(connection, job)
+        clear_away(connection, job)
         return
     state = "queued" if job.state == "planning" else job.state
     values: dict[str, Any] = {"state": state, **NO_LEASE}
@@ -357,9 +244,6 @@ def release(connection: Connection, held: Held, now: float) -> None:
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
     if state != job.state:
         emit(connection, job.id, "state", now, state=state)
-
-
-# -- what is asked for ---------------------------------------------------------------------------------------
 
 
 def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> Job:
@@ -376,29 +260,34 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
     lease = connection.execute(select(jobs.c.lease_owner).where(jobs.c.id == job_id)).scalar_one()
     if job.state == "publishing" and (lease is not None or job.attempt > 0):
         raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
-    connection.execute(update(jobs).where(jobs.c.id == job_id).values(cancel_seconds=now))
+    soon = {"cancel_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
+    connection.execute(update(jobs).where(jobs.c.id == job_id).values(**soon))
     emit(connection, job_id, "cancel_requested", now, actor=actor)
     if job.state == "queued" and job.started_seconds is None:
         finish(connection, replace(job, cancel_seconds=now), "cancelled", now)
     elif job.state == "queued":
-        _clear_away(connection, job)
+        clear_away(connection, job)
     return lock_job(connection, job_id)
 
 
 def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
-    """Begin a failed or cancelled job anew, from its plan on.
+    """Begin a failed or cancelled job anew, from its plan on; one that waits for its next attempt is due now.
 
-    Raises ConflictError if it has not ended so, or if another job does the same by now.
+    Raises ConflictError if it is neither, or if another job does the same by now.
     """
     job = lock_job(connection, job_id)
+    if not job.is_final and job.waiting is not None:
+        return _hasten(connection, job, now, actor)
     if job.state not in ("failed", "cancelled"):
-        raise ConflictError(f"job {job_id} is {job.state}; only failed and cancelled ones are retried")
+        raise ConflictError(
+            f"job {job_id} is {job.state}; only failed and cancelled ones are retried, and those that wait"
+        )
     if job.dedup_key is not None:
         other = connection.execute(select(jobs.c.id).where(jobs.c.dedup_key == job.dedup_key)).scalar()
         if other is not None:
             raise ConflictError(f"job {other} does the same", job_id=other)
     connection.execute(delete(tasks).where(tasks.c.job_id == job_id))
-    nothing = dict.fromkeys(("plan", "progress", "result", "error"), null())
+    nothing = dict.fromkeys(("plan", "progress", "result", "error", "waiting"), null())
     anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
     anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
     try:
@@ -407,3 +296,13 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
         raise ConflictError("another job does the same") from error
     emit(connection, job_id, "state", now, state="queued", retried_by=actor)
     return lock_job(connection, job_id)
+
+
+def _hasten(connection: Connection, job: Job, now: float, actor: str) -> Job:
+    waiting = {**(job.waiting or {}), "next_seconds": now}
+    values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": waiting}
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    queued = (tasks.c.job_id == job.id) & (tasks.c.state == "queued")
+    connection.execute(update(tasks).where(queued).values(not_before_seconds=0.0))
+    emit(connection, job.id, "retry", now, retried_by=actor, delay_seconds=0.0)
+    return lock_job(connection, job.id)

@@ -174,6 +174,7 @@ def _task(connection: Connection, now: float, allowed: ColumnElement[bool]) -> _
             jobs.c.state == "running",
             jobs.c.cancel_seconds.is_(None),
             jobs.c.error.is_(None),
+            jobs.c.not_before_seconds <= now,
             tasks.c.state == "queued",
             tasks.c.not_before_seconds <= now,
             allowed,

@@ -85,6 +85,7 @@ def job_of_row(row: Row[Any]) -> Job:
         result=row.result,
         is_result_whole=row.is_result_whole,
         error=row.error,
+        waiting=row.waiting,
         dedup_key=None if row.dedup_key is None else row.dedup_key.partition(_KEY_END)[0],
     )
 
@@ -182,7 +183,7 @@ def finish(
         "finished_seconds": now,
         "dedup_key": _released_key(job),
     } | NO_LEASE
-    values["progress"] = _progress_document(connection, job.id)
+    values |= {"progress": _progress_document(connection, job.id), "waiting": null()}
     if result is not None:
         values["result"] = short = short_result(result)
         if short != result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 __all__ = [
@@ -75,15 +75,19 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobError:
-    """Why something failed: the ``type`` of the exception, and a text for whoever made the job."""
+    """Why something failed: the ``type`` of the exception, and a text for whoever made the job.
+
+    ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
+    """
 
     type: str
     detail: str
     is_retryable: bool = True
+    is_environment: bool = False
 
     def document(self) -> dict[str, Any]:
         """As it is kept."""
-        return {"type": self.type, "detail": self.detail, "is_retryable": self.is_retryable}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost."""
+    """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost.
+
+    ``waiting`` is a `JobError` with ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
+    ``count``: why the last attempt failed, where another one is to follow.
+    """
 
     id: int
     kind: str
@@ -129,6 +137,7 @@ class Job:
     result: Json | None
     is_result_whole: bool  # False: a large one, of which this is what is short
     error: Json | None
+    waiting: Json | None
     dedup_key: str | None
 
     @property
@@ -199,10 +208,14 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Backoff:
     """How long after the failed attempt number n the next one begins: twice as long each time, and by up to a
-    half later, by what is tried, so that what failed together is not tried together."""
+    half later, by what is tried, so that what failed together is not tried together.
+
+    ``patience_seconds``: for how long errors of the environment in a row are waited for.
+    """
 
     first_seconds: float = 2.0
     most_seconds: float = 300.0
+    patience_seconds: float = 86_400.0
 
     def seconds(self, attempt: int, salt: int = 0) -> float:
         """``attempt`` counts from 1."""

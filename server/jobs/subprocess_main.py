@@ -32,7 +32,14 @@ from typing import Any, Final, NoReturn
 from pydantic import SecretStr, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from dcp.server.jobs.kind import JobContext, Kind, PermanentJobError, TransientJobError, is_retryable
+from dcp.server.jobs.kind import (
+    JobContext,
+    Kind,
+    PermanentJobError,
+    TransientJobError,
+    is_environment,
+    is_retryable,
+)
 from dcp.server.jobs.states import JobError
 from dcp.server.jobs.subprocess_messages import Order, receive_message, send_message
 from dcp.server.problems import ProblemError
@@ -279,4 +286,5 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> JobError:
         type=type(error).__name__,
         detail=detail[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
         is_retryable=is_retryable(error),
+        is_environment=is_environment(error),
     )

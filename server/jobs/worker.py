@@ -348,6 +348,8 @@ class Worker:
         _log.warning(
             "failed", job=made.job.id, phase=made.phase, type=error.type, retryable=error.is_retryable
         )
+        if not self._kinds[made.job.kind].waits:
+            error = replace(error, is_environment=False)
         self._database.transact(
             lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
         )

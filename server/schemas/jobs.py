@@ -8,7 +8,7 @@ from pydantic import Field, create_model
 
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Job, JobEvent, Progress, Task
-from dcp.server.jobs.states import JobState, TaskState
+from dcp.server.jobs.states import JobState, Json, TaskState
 from dcp.server.schemas.common import Answer, Request, optional_rfc3339, rfc3339
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ProgressAnswer",
     "TaskAnswer",
     "TaskList",
+    "WaitingAnswer",
 ]
 
 
@@ -68,7 +69,25 @@ class JobErrorAnswer(Answer):
     type: str
     detail: str
     is_retryable: bool = Field(description="Whether the same may work at another time.")
+    is_environment: bool = Field(
+        default=False, description="A machine, a network or a storage is at fault, and not the job's data."
+    )
     task: int | None = Field(default=None, description="The number of the task that failed.")
+
+
+class WaitingAnswer(JobErrorAnswer):
+    """Why the last attempt failed, where another one follows; a job that has ended has an ``error``."""
+
+    since: str = Field(description="The first such failure in a row.")
+    next_attempt_at: str = Field(description="Or as soon as the job is retried by hand.")
+    count: int = Field(description="How many have failed so.")
+
+    @classmethod
+    def of(cls, waiting: Json) -> Self:
+        """What the ledger keeps."""
+        plain = dict(waiting)
+        since, upcoming = plain.pop("since_seconds"), plain.pop("next_seconds")
+        return cls(since=rfc3339(since), next_attempt_at=rfc3339(upcoming), **plain)
 
 
 class JobAnswer(Answer):
@@ -97,6 +116,7 @@ class JobAnswer(Answer):
         description="In lists false for a large one: this is what is short of it. Ask for the job.",
     )
     error: JobErrorAnswer | None
+    waiting: WaitingAnswer | None = None
 
     @classmethod
     def of(cls, job: Job, progress: Progress | None = None) -> Self:
@@ -123,6 +143,7 @@ class JobAnswer(Answer):
             result=None if job.result is None else dict(job.result),
             is_result_whole=job.is_result_whole,
             error=None if job.error is None else JobErrorAnswer(**job.error),
+            waiting=None if job.waiting is None else WaitingAnswer.of(job.waiting),
         )
 
 

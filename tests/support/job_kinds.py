@@ -156,6 +156,8 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
         raise PermanentJobError("never")
     elif name == "away":
         raise OSError("the storage is away: https://user:SECRET@host/")
+    elif name == "secret":
+        raise FileNotFoundError(2, "there is none", "https://user:SECRET@host/")
     elif name == "keep":  # in the work folder
         (context.work_folder / "kept").write_bytes(bytes(1000))
         note(folder, f"work {context.work_folder}")

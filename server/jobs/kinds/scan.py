@@ -62,6 +62,7 @@ class Scan(Kind[ScanParams]):
     scope: ClassVar[Scope] = "write"
     params = ScanParams
     needs_database: ClassVar[bool] = True
+    waits: ClassVar[bool] = False  # the next one is asked for soon
     has_own_slot: ClassVar[bool] = True  # what is converted for hours must not keep others from being found
 
     def specify(

@@ -13,7 +13,7 @@ from dcp.server.catalog.checkpoints import get_checkpoint
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoints, roots
-from dcp.server.jobs.kind import JobContext, PermanentJobError, TransientJobError
+from dcp.server.jobs.kind import JobContext, PermanentJobError, UnavailableJobError
 from dcp.server.problems import ProblemError
 from dcp.server.roots import Root, storage_problem
 from dcp.server.scanning.facts import fingerprint_of, marks_of
@@ -135,12 +135,12 @@ def fingerprint_at(place: Place) -> str:
 
 @contextmanager
 def open_database(context: JobContext) -> Iterator[Database]:
-    """The database, for kinds that need it; TransientJobError where it cannot be reached."""
+    """The database, for kinds that need it; UnavailableJobError where it cannot be reached."""
     database = Database(context.settings.database_url.get_secret_value(), pool_size=2)
     try:
         yield database
     except DatabaseUnavailableError as error:
-        raise TransientJobError("the database cannot be reached, is full or locked") from error
+        raise UnavailableJobError("the database cannot be reached, is full or locked") from error
     finally:
         database.close()
 

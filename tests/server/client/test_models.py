@@ -52,6 +52,7 @@ PAIRS = [
     (models.Statistics, findings.StatisticsAnswer),
     (models.Job, jobs.JobAnswer),
     (models.JobFailure, jobs.JobErrorAnswer),
+    (models.JobWaiting, jobs.WaitingAnswer),
     (models.JobTask, jobs.TaskAnswer),
     (models.Progress, jobs.ProgressAnswer),
     (models_admin.Key, keys.KeyAnswer),

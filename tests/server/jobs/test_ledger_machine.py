@@ -227,13 +227,16 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.write(renew, "first", {one.held: 5}, self.now, LEASE_SECONDS) == {one.held}
         assert self.snapshot() == before
 
-    @rule(data=st.data(), is_retryable=st.booleans())
-    def fail(self, data: st.DataObject, is_retryable: bool) -> None:
+    @rule(data=st.data(), why=st.sampled_from(["passing", "lasting", "environment"]))
+    def fail(self, data: st.DataObject, why: str) -> None:
         """What is held fails, in passing or for good."""
         if not self.taken:
             return
         taken = data.draw(st.sampled_from(self.taken))
-        error = JobError(type="X", detail="it broke", is_retryable=is_retryable)
+        is_retryable = why != "lasting"
+        error = JobError(
+            type="X", detail="it broke", is_retryable=is_retryable, is_environment=why == "environment"
+        )
         self.write(fail, taken.claim.held, error, self.now, BACKOFF)
         self.taken.remove(taken)
         self.past.append(taken)

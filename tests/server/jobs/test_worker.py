@@ -104,10 +104,10 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path) ->
 
 def test_attempts_are_bounded_and_errors_tell_no_secrets(database: Database, tmp_path: Path) -> None:
     """After the last attempt the job has failed; what storage said of itself stays out of the ledger."""
-    job_id = put(database, tmp_path, "away", max_attempts=2)
+    job_id = put(database, tmp_path, "secret", max_attempts=2)
     with working(job_settings(database, tmp_path)):
         job = wait_for_end(database, job_id)
-    assert job.state == "failed" and job.error is not None and job.error["type"] == "OSError"
+    assert job.state == "failed" and job.error is not None and job.error["type"] == "FileNotFoundError"
     with database.read() as connection:
         events = connection.execute(select(job_events.c.data)).scalars().all()
     assert "SECRET" not in f"{job.error}{events}"
