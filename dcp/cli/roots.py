@@ -15,6 +15,7 @@ from dcp.cli.common import (
     print_error,
     print_json,
     print_table,
+    printable,
 )
 from dcp.cli.db import DatabaseUrl, open_database
 from dcp.cli.serve import Config, read_settings
@@ -37,8 +38,10 @@ def list_(
     if json:
         print_json([_plain(row) for row in rows])
         return
-    header = ("name", "scanned", "found", "lost", "trouble")
-    print_table(header, [_row(row) for row in rows], right=("found", "lost"))
+    print_table(("name", "scanned", "found", "lost"), [_row(row) for row in rows], right=("found", "lost"))
+    for row in rows:
+        if row.scan_error is not None:
+            print(printable(f"{row.name}: {row.scan_error}"))
 
 
 @app.command("accept")
@@ -57,26 +60,30 @@ def accept(
     nothing is if more is missing than the scan before had said.
     """
     with errors_as_lines(debug=debug):
-        configured = read_settings(config, database_url=database).roots
-    if name not in configured:
-        names = ", ".join(sorted(configured)) or "none"
-        raise typer.BadParameter(f"the settings have no root {name!r}: {names}", param_hint="NAME")
+        settings = read_settings(config, database_url=database)
     with (
         errors_as_lines(debug=debug),
         open_database(config, database, with_tables=True) as opened,
     ):
-        _accept(opened, configured, name, yes)
+        _accept(opened, settings.roots, name, yes)
 
 
 def _accept(database: Any, configured: Any, name: str, yes: bool) -> None:
     from dcp.server.catalog import audit
-    from dcp.server.catalog.roots import root_row
+    from dcp.server.catalog.roots import list_roots
     from dcp.server.problems import ProblemError
     from dcp.server.roots import Roots
     from dcp.server.scanning.scanner import Scanner
+    from dcp.server.settings import RootSettings
 
     with database.read() as connection:
-        row = root_row(connection, name)
+        rows = {row.name: row for row in list_roots(connection) if row.is_configured}
+    if name not in rows:
+        print_error(f"there is no root {name!r}: {', '.join(rows) or 'none'}")
+        raise typer.Exit(EXIT_FAILURE)
+    row = rows[name]
+    # one that `dcp serve` was given as a flag is in the database alone
+    settings = configured.get(name) or RootSettings(url=row.url)
     if not row.lost:
         print(f"root {name}: nothing is in doubt")
         return
@@ -85,7 +92,7 @@ def _accept(database: Any, configured: Any, name: str, yes: bool) -> None:
         print("with --yes: look once more, and mark as vanished what is not there")
         return
     try:
-        report = Scanner(database, Roots(configured)).scan(name, accepted=row.lost)
+        report = Scanner(database, Roots({name: settings})).scan(name, accepted=row.lost)
     except ProblemError as error:
         print_error(error.detail)
         raise typer.Exit(EXIT_FAILURE) from None
@@ -113,11 +120,9 @@ def _plain(row: Any) -> dict[str, Any]:
 
 def _row(row: Any) -> tuple[str, ...]:
     state = row.scan_state if isinstance(row.scan_state, dict) else {}
-    trouble = row.scan_error or ("" if row.is_configured else "not configured any more")
     return (
         row.name,
-        describe_time(row.scanned_seconds),
+        describe_time(row.scanned_seconds) if row.is_configured else "not configured any more",
         str(state.get("found", "-")),
         str(row.lost or "-"),
-        trouble,
     )

@@ -117,7 +117,6 @@ def test_a_persons_word_by_the_command_line(tmp_path: Path, monkeypatch: pytest.
     """`dcp roots` says what is in doubt; without --yes nothing is done, nor if more is missing by now."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DCP_SERVER_CONFIG", str(tmp_path / "none.toml"))
-    monkeypatch.setenv("DCP_SERVER_ROOTS", f'{{"main": {{"url": "{tmp_path / "main"}"}}}}')
 
     def run(*arguments: str, status: int = 0) -> str:
         done = CliRunner().invoke(command_line, ["roots", *arguments])
@@ -127,7 +126,7 @@ def test_a_persons_word_by_the_command_line(tmp_path: Path, monkeypatch: pytest.
     for step in range(12):
         write_manifest(tmp_path / "main" / "run" / f"step-{step}")
         write_manifest(tmp_path / "main" / "other" / f"step-{step}")
-    run("list")
+    run("list")  # which makes the database; the root is one that `dcp serve --root` was given
     database, roots = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}"), roots_of(tmp_path / "main")
     scan(database, roots)
     assert "nothing is in doubt" in run("accept", "main")
@@ -140,7 +139,7 @@ def test_a_persons_word_by_the_command_line(tmp_path: Path, monkeypatch: pytest.
     assert {row["state"] for row in rows(database).values()} == {"committed"}
     assert "24 marked as vanished; 0 are there" in run("accept", "main", "--yes")
     assert {row["state"] for row in rows(database).values()} == {"vanished"}
-    run("accept", "elsewhere", status=2)
+    assert "there is no root 'elsewhere': main" in run("accept", "elsewhere", status=3)
     database.close()
 
 
