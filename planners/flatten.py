@@ -38,10 +38,12 @@ __all__ = [
 ]
 
 OTHER, TENSOR, MAPPING, LIST, PER_RANK = range(5)
-"""Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them."""
+"""Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them. Those
+above TENSOR may be opened."""
 _MAX_LISTED = 10
 _MAX_SHOWN = 80
 _STRINGS = frozenset({str})
+_INTEGERS = frozenset({int})
 MAX_NESTING = 256
 """Levels of containers; deeper ones contain themselves, or cannot be walked through."""
 
@@ -102,7 +104,7 @@ class _Flattener:
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
         kind = self.kinds[type(value)]
-        if len(path) > MAX_NESTING:
+        if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
         if kind == PER_RANK:
             key = rank_key(self.rank)
@@ -127,7 +129,7 @@ class _Flattener:
             name = str(key)
             fqn = prefix + name
             # the common case, inlined: a model has many thousands of tensors
-            if kinds[type(entry)] == TENSOR and fqn not in flat:
+            if kinds[type(entry)] <= TENSOR and fqn not in flat:
                 flat[fqn] = entry
                 paths[fqn] = (*path, name)
             else:
@@ -139,6 +141,9 @@ class _Flattener:
 
     def note(self, prefix: str, path: Path, mapping: Mapping[Any, Any], *, all_have_entries: bool) -> None:
         """What the paths of a mapping's entries do not tell. Keys with one string collide."""
+        if all_have_entries and mapping and _INTEGERS.issuperset(map(type, mapping)):
+            self.notes.append(note_of(path, mapping, all_have_entries=True))
+            return
         names = list(map(str, mapping))
         if len(set(names)) < len(names):
             self.duplicates += [prefix + name for name, count in Counter(names).items() if count > 1]
