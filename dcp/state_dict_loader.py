@@ -110,7 +110,10 @@ def load(
     each for what it matches and everything below, so that ``only="model"`` is the whole model. What is not
     selected is left as it is, and `Stateful` objects of which nothing can be selected are not asked for their
     state. ``rename`` goes from the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away
-    a prefix that the checkpoint lacks; several keys may get one entry. ``per_rank="keep"`` lets `PerRank`
+    a prefix that the checkpoint lacks; several keys may get one entry. Each tensor is filled where it is, so
+    that views of a parameter can be loaded from entries of their own (``qkv[:n]`` from ``q``) as long as they
+    are views: ``chunk``, ``split`` and indexing of a DTensor copy where they communicate, and the copy is
+    filled, not the parameter; nothing tells one from the other. ``per_rank="keep"`` lets `PerRank`
     values be as they are, on all ranks, where another number of ranks saved the checkpoint, or it has none of
     them; "exact" (default) wants each rank's own. A warning names what is kept, and what is left of ranks
     that are not there any more.

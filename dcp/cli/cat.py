@@ -118,7 +118,9 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
     if json:
         print_json({"fqn": fqn, "type": type(value.value).__name__, "value": value.value})
     else:
-        print(printable(repr(value.value)))
+        from dcp.storage.formats.python_values import value_text
+
+        print(printable(value_text(value.value)))
 
 
 def _absent(fqn: str, names: Sequence[str]) -> str:

@@ -151,7 +151,9 @@ def _jsonable(value: Any) -> Any:
         return {item.name: _jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if hasattr(value, "tolist") and value.size <= _MAX_JSON_ELEMENTS:  # of numpy
         return _jsonable(value.tolist())
-    return repr(value)
+    from dcp.storage.formats.python_values import value_text
+
+    return value_text(value)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:

@@ -117,5 +117,7 @@ def _type(facts: TensorFacts | None) -> str:
 
 
 def _shown(value: object) -> str:
-    text = "-" if value is None else repr(value)
+    from dcp.storage.formats.python_values import value_text
+
+    text = "-" if value is None else value_text(value)
     return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."

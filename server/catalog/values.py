@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.storage.formats.python_values import value_text
 
 __all__ = [
     "MAX_KEY_BYTES",
@@ -78,7 +79,7 @@ def _cleaned(value: Any, depth: int, left: list[int]) -> Any:
         case list() | tuple() | set() | frozenset():
             return [_cleaned(item, depth - 1, left) for item in value]
         case _:
-            return clean_text(repr(value)[:1000])
+            return clean_text(value_text(value)[:1000])
 
 
 def check_key(key: str) -> str:

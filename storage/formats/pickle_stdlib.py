@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
 import re
 import uuid
@@ -22,6 +23,7 @@ __all__ = [
     "DEFAULT_DICT",
     "FACTORIES",
     "STDLIB_GLOBALS",
+    "BytesIOPickle",
     "DefaultDictPickle",
     "DequePickle",
     "UuidPickle",
@@ -61,6 +63,35 @@ class DequePickle(list[Any]):
     def __init__(self, max_length: int | None) -> None:
         super().__init__()
         self.max_length = max_length
+
+
+class BytesIOPickle(Instance):
+    """An io.BytesIO, which is bytes and a place in them; ``data`` is None as long as these are missing."""
+
+    __slots__ = ("data", "place")
+
+    def __init__(self) -> None:
+        super().__init__("_io.BytesIO")
+        self.data: bytes | None = None
+        self.place = 0
+
+    def build(self, state: Any) -> None:
+        """Bytes, place and attributes, of which a BytesIO has none."""
+        if type(state) is not tuple or len(state) != 3 or state[2] not in (None, {}):
+            raise _malformed(self.kind)
+        data, place, _ = state
+        # A place behind the end would make the next write as long as it says.
+        if type(data) is not bytes or type(place) is not int or not 0 <= place <= len(data):
+            raise _malformed(self.kind)
+        self.data, self.place = data, place
+
+    def made(self) -> io.BytesIO | None:
+        """The value; None while it is not complete."""
+        if self.data is None:
+            return None
+        value = io.BytesIO(self.data)
+        value.seek(self.place)
+        return value
 
 
 class UuidPickle(Instance):
@@ -256,6 +287,12 @@ def _new_uuid(args: tuple[Any, ...]) -> UuidPickle:
     return UuidPickle()
 
 
+def _new_bytes_io(args: tuple[Any, ...]) -> BytesIOPickle:
+    if args:
+        raise _malformed("_io.BytesIO")
+    return BytesIOPickle()
+
+
 def _globals() -> dict[tuple[str, str], Any]:
     made: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
         ("datetime", "date"): _date,
@@ -285,6 +322,7 @@ def _globals() -> dict[tuple[str, str], Any]:
     }
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = ..., NotImplemented
     found["uuid", "UUID"] = Constructor("uuid.UUID", new=_new_uuid)
+    found["_io", "BytesIO"] = Constructor("_io.BytesIO", new=_new_bytes_io)
     return found
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
 import pickle
 import types
@@ -26,7 +27,13 @@ import numpy as np
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.pickle_decoder import BuiltDict
 from dcp.storage.formats.pickle_numpy import ArrayPickle, DtypePickle, is_plain_dtype
-from dcp.storage.formats.pickle_stdlib import DEFAULT_DICT, DefaultDictPickle, DequePickle, UuidPickle
+from dcp.storage.formats.pickle_stdlib import (
+    DEFAULT_DICT,
+    BytesIOPickle,
+    DefaultDictPickle,
+    DequePickle,
+    UuidPickle,
+)
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, decode_plain, encode_plain
 from dcp.storage.formats.torch_pickle import COUNTER, decode_torch_pickle
 
@@ -39,6 +46,7 @@ __all__ = [
     "is_harmless_leaf",
     "leaf_bytes",
     "python_value",
+    "value_text",
 ]
 
 HARMLESS_MARK: Final = b"\xc1"
@@ -68,7 +76,7 @@ _FIXED: Final = (
 _KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
 """Of these a pickle cannot make many that have one hash: the decoder sees to large integers."""
 
-_LEAVES: Final = frozenset((*_FIXED, uuid.UUID, bytearray))
+_LEAVES: Final = frozenset((*_FIXED, uuid.UUID, bytearray, io.BytesIO))
 _FREE_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 64
 """About what names and shape of an array take."""
@@ -116,6 +124,11 @@ def _is_harmless(value: Any, depth: int) -> bool:
     return type(value) in _ATOMS or is_harmless_leaf(value) or _is_harmless_container(value, depth)
 
 
+def value_text(value: Any) -> str:
+    """What is shown of a value: its repr, which of a buffer would be an address."""
+    return f"BytesIO({value.getvalue()!r})" if type(value) is io.BytesIO else repr(value)
+
+
 # -- values of an index --------------------------------------------------------------------------------------
 
 
@@ -147,6 +160,8 @@ def leaf_bytes(decoded: Any) -> int | None:
         return _HEAD_BYTES + sum(_HEAD_BYTES + _length(item) for item in decoded)
     if kind is DtypePickle:
         return None if decoded.dtype is None else decoded.fields * _HEAD_BYTES
+    if kind is BytesIOPickle:
+        return None if decoded.data is None else _HEAD_BYTES + len(decoded.data)
     if kind is UuidPickle or isinstance(decoded, np.generic):
         return _HEAD_BYTES + getattr(decoded, "nbytes", 16)
     return _HEAD_BYTES + sum(map(_length, getattr(decoded, "parts", ()))) if kind in _FIXED else None
@@ -213,6 +228,9 @@ class _Values:
             return value.dtype
         if kind is UuidPickle and value.value is not None:
             return value.value
+        if kind is BytesIOPickle and value.data is not None:
+            self._count(len(value.data))
+            return value.made()
         if kind is bytearray or kind in _FIXED or isinstance(value, np.generic):
             return value
         need = getattr(value, "kind", None) or getattr(value, "name", None) or kind.__name__
@@ -237,10 +255,13 @@ class _Values:
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         """Of its own bytes, so that it can be written to; one piece of a pickle may be named many times."""
-        self._bytes_left -= array.nbytes
+        self._count(array.nbytes)
+        return array.copy(order="K")
+
+    def _count(self, size_bytes: int) -> None:
+        self._bytes_left -= size_bytes
         if self._bytes_left < 0:
             raise CheckpointFormatError("the pickle repeats its arrays to many times its own length")
-        return array.copy(order="K")
 
 
 def _checked_key(key: Any) -> Any:

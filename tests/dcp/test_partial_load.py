@@ -271,6 +271,16 @@ def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None
         assert "only='stages.2'" in result.message
 
 
+def test_views_of_a_fused_weight(tmp_path: Path) -> None:
+    """Entries of their own go into the parts of a plain parameter."""
+    parts = {name: {"weight": torch.full((2, 2), float(number))} for number, name in enumerate("qkv")}
+    dcp.save({"attention": parts}, checkpoint_id=tmp_path)
+    fused = torch.nn.Linear(2, 6)
+    q, k, v = fused.weight.detach().chunk(3)
+    dcp.load({"q": q, "k": k, "v": v}, checkpoint_id=tmp_path, rename={"^([qkv])$": r"attention.\1.weight"})
+    assert fused.weight[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+
+
 def _told(rank: int, world_size: int, path: str, saving: bool, options: dict[str, Any]) -> list[str]:
     state = {"app": {"loader": dcp.PerRank({"position": rank}), "w": torch.ones(2)}}
     if saving:

@@ -37,6 +37,13 @@ class _Call:
         return self.parts
 
 
+class _Made:
+    """Pickled as an instance of a class, made without arguments, and its state, if that is not None."""
+
+    def __init__(self, kind: Any, state: Any) -> None:
+        self.kind, self.state = kind, state
+
+
 class _Global:
     """Pickled as a global of that name, which needs not be one."""
 
@@ -53,6 +60,12 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Global):
             self.write(f"c{obj.module}\n{obj.name}\n".encode())
+        elif isinstance(obj, _Made):
+            self.save(obj.kind)
+            self.write(b")\x81")
+            if obj.state is not None:
+                self.save(obj.state)
+                self.write(b"b")
         else:
             super().save(obj, save_persistent_id)
 
@@ -113,6 +126,12 @@ def shared(count: int) -> list[Any]:
     return [array((1 << 17,), F8, data) for _ in range(count)]
 
 
+def buffers(count: int) -> list[Any]:
+    """As many buffers of one megabyte that stands in the pickle once."""
+    data = bytes(1 << 20)
+    return [_Made(_Global("_io", "BytesIO"), (data, 0, None)) for _ in range(count)]
+
+
 def layers(levels: int) -> Any:
     """Lists of lists that are the same ones."""
     value: Any = [np.float64(1)]
@@ -169,6 +188,12 @@ HOSTILE: dict[str, Any] = {
     "a path of a call": _Call(_Global("pathlib", "PosixPath"), (print,)),
     "a factory that is called": _Call(_Global("collections", "defaultdict"), (_Global("os", "getcwd"),)),
     "a range of much": _Call(_Global("builtins", "range"), (0, 1 << 100_000, 1)),
+    "one buffer many times": buffers(500),
+    "a buffer of text": _Made(_Global("_io", "BytesIO"), ("abc", 0, None)),
+    "a buffer far behind its end": _Made(_Global("_io", "BytesIO"), (b"abc", 1 << 40, None)),
+    "a buffer with attributes": _Made(_Global("_io", "BytesIO"), (b"abc", 0, {"write": 1})),
+    "a buffer without its bytes": _Made(_Global("_io", "BytesIO"), None),
+    "a buffer of a call": _Call(_Global("_io", "BytesIO"), (b"abc",)),
     "bytes of a number": _Call(_Global("builtins", "bytearray"), (1 << 40,)),
     "a set that collides": (np.ones(1), frozenset(n * ((1 << 61) - 1) for n in range(5000))),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from dcp.storage.formats.python_values import value_text
+
 if TYPE_CHECKING:
     from dcp.difference import Difference, TensorFacts
     from dcp.statistics import CheckpointStatistics
@@ -83,8 +85,8 @@ def difference_document(found: Difference) -> dict[str, Any]:
         {
             "fqn": one.fqn,
             "kind": one.kind,
-            "before": None if one.before is None else repr(one.before)[:_MAX_TEXT],
-            "after": None if one.after is None else repr(one.after)[:_MAX_TEXT],
+            "before": None if one.before is None else value_text(one.before)[:_MAX_TEXT],
+            "after": None if one.after is None else value_text(one.after)[:_MAX_TEXT],
         }
         for one in found.objects[:_MAX_DIFFERENCES]
     ]

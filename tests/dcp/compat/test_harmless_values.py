@@ -6,6 +6,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
 import pickle
 import uuid
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from typer.testing import CliRunner
 
 import dcp
+from dcp.cli.app import app
 from dcp.conversion.run import convert
 from dcp.difference import diff
 from dcp.inspection import open_index
@@ -54,6 +57,14 @@ SCALARS: dict[str, Any] = {
     "losses": [np.float64(1.5), np.float32(2.5)],
     "random state": np.random.RandomState(3).get_state(),
 }
+
+
+def _buffer(data: bytes, place: int) -> io.BytesIO:
+    buffer = io.BytesIO(data)
+    buffer.seek(place)
+    return buffer
+
+
 STDLIB: dict[str, Any] = {
     "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, fold=1),
     "utc": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
@@ -72,6 +83,8 @@ STDLIB: dict[str, Any] = {
     "range": range(3),
     "slice": slice(1, None),
     "bytearray": bytearray(b"a\xff"),
+    "buffer": _buffer(b"a\xff" * 300, 7),
+    "buffers": [io.BytesIO(), _buffer(b"end", 3)],
     "defaults": (collections.defaultdict(list, a=[1]),),
     "history": [datetime.date(2026, 1, 2), (np.float64(1), b"")],
 }
@@ -88,6 +101,8 @@ def same(first: Any, second: Any) -> bool:
         return bool(shape and first.tobytes() == second.tobytes())
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, io.BytesIO):
+        return bool(first.getvalue() == second.getvalue() and first.tell() == second.tell())
     if isinstance(first, collections.deque):
         return bool(first == second) and first.maxlen == second.maxlen
     return bool(first == second)
@@ -207,3 +222,47 @@ def test_ours_and_stocks_are_equal(tmp_path: Path) -> None:
         assert diff(tmp_path / "ours", tmp_path / other).objects == ()
     stock.save(state | {"a": np.arange(3.0)}, checkpoint_id=str(tmp_path / "changed"))
     assert [one.fqn for one in diff(tmp_path / "ours", tmp_path / "changed").objects] == ["a"]
+
+
+def test_buffers_are_shown_by_their_bytes(tmp_path: Path) -> None:
+    """Their repr is an address, which would differ each time; two of equal bytes and place do not differ."""
+    for name, data in (("a", b"xyz"), ("b", b"xyz"), ("c", b"other")):
+        dcp.save({"losses": _buffer(data, 1)}, checkpoint_id=tmp_path / name)
+    runner = CliRunner()
+    for command in (["cat", str(tmp_path / "a"), "losses"], ["show", "--objects", str(tmp_path / "a")]):
+        assert "BytesIO(b'xyz')" in runner.invoke(app, command).output
+    told = runner.invoke(app, ["cat", "--json", str(tmp_path / "a"), "losses"]).output
+    assert "BytesIO(b'xyz')" in told
+    assert runner.invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")]).exit_code == 0
+    changed = runner.invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "c")])
+    assert (changed.exit_code, "BytesIO(b'other')" in changed.output) == (1, True)
+
+
+class TrainState:
+    """As in older versions of torchtitan: losses are a buffer of what torch.save wrote."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """A tensor and a buffer."""
+        buffer = io.BytesIO()
+        torch.save(self.losses, buffer)
+        return {"step": torch.tensor(self.step, dtype=torch.int32), "losses": buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Read the buffer."""
+        self.step = state["step"].item()
+        state["losses"].seek(0)
+        self.losses = torch.load(state["losses"], weights_only=True)
+
+
+@pytest.mark.parametrize("save", [dcp.save, stock.save], ids=["ours", "stock"])
+def test_a_train_state_of_torchtitan(save: Any, tmp_path: Path) -> None:
+    """Saved by either, loaded by ours."""
+    trained, fresh = TrainState(), TrainState()
+    trained.step, trained.losses = 7, [1.5, 0.5]
+    save({"train_state": trained}, checkpoint_id=str(tmp_path))
+    dcp.load({"train_state": fresh}, checkpoint_id=str(tmp_path))
+    assert (fresh.step, fresh.losses) == (7, [1.5, 0.5])
