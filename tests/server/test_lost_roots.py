@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dcp.cli.app import app as command_line
 from dcp.server.database.engine import Database
 from dcp.server.jobs.kinds.deletion import delete_softly
+from dcp.server.problems import UnavailableError
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import roots_of, rows, scan, write_manifest
 from tests.support.kind_runs import KindRuns
@@ -102,14 +103,20 @@ def test_a_purge_waits_for_the_disk(database: Database, tmp_path: Path) -> None:
     database.transact(
         lambda connection: delete_softly(connection, number, 0.0, actor="test", now=time.time())
     )
+    job = runs.submit("purge", checkpoint_id=number)
     for spoil in (_is_not_mounted, _is_away):
         spoil(tmp_path / "main")
-        job = runs.do("purge", checkpoint_id=number)
-        assert job.state == "failed", job
+        claim = runs.claim()
+        assert claim is not None
+        answer = runs.carry_out(claim)
+        assert isinstance(answer, UnavailableError)
+        runs.complete(claim, answer)
+        assert runs.job(job).state == "queued"
         assert runs.row("main", "run/step-1").state == "deleted"
         shutil.rmtree(tmp_path / "main", ignore_errors=True)
         (tmp_path / "away").rename(tmp_path / "main")
-    assert runs.do("purge", checkpoint_id=number).state == "succeeded"
+    runs.drain()
+    assert runs.job(job).state == "succeeded"
     assert runs.row("main", "run/step-1").state == "purged"
 
 
