@@ -8,10 +8,16 @@ refuses an application with a route that does not. Below ``/api/`` nobody comes 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, cast
+from types import UnionType
+from typing import Annotated, Any, Final, Union, cast, get_args, get_origin
 
 from fastapi import Depends, Header, Query, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from dcp.server.catalog.labels import Change
 from dcp.server.context import Service
@@ -22,6 +28,7 @@ from dcp.server.problems import (
     PreconditionFailedError,
     PreconditionRequiredError,
     UnauthorizedError,
+    UnprocessableError,
 )
 from dcp.server.roots import Roots
 from dcp.server.security.principal import Principal, Scope
@@ -82,8 +89,9 @@ class Requires:
     scope: Scope
     all_roots: bool = False
 
-    async def __call__(self, caller: Caller) -> None:
-        """Raises `ForbiddenError`."""
+    async def __call__(self, caller: Caller, request: Request) -> None:
+        """Raises `ForbiddenError`, and `UnprocessableError` for a query that says something twice."""
+        _check_once(request)
         if not caller.may(self.scope):
             raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)
         if self.all_roots and caller.roots is not None:
@@ -94,8 +102,47 @@ class Requires:
 class Public:
     """The dependency behind `public`."""
 
-    async def __call__(self) -> None:
-        """Everybody may."""
+    async def __call__(self, request: Request) -> None:
+        """Everybody may. Raises `UnprocessableError` for a query that says something twice."""
+        _check_once(request)
+
+
+def _check_once(request: Request) -> None:
+    """Of a parameter that is no list, one value would count, and nobody says which."""
+    counts = Counter(name for name, _ in request.query_params.multi_items())
+    several = [name for name, count in counts.items() if count > 1]
+    if several:
+        lists = _lists_of(request.scope["route"])
+        wrong = [name for name in several if name not in lists]
+        if wrong:
+            found = [{"location": ["query", name], "message": "given more than once"} for name in wrong[:20]]
+            raise UnprocessableError(f"query.{wrong[0]}: given more than once"[:500], errors=found)
+
+
+def _lists_of(route: APIRoute) -> frozenset[str]:
+    """The query parameters of a route that may be given several times."""
+    found: set[str] = set()
+    for field in _query_fields(route.dependant):
+        model = field.field_info.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            fields = model.model_fields.items()
+            found |= {own.alias or name for name, own in fields if _is_list(own.annotation)}
+        elif _is_list(model):
+            found.add(field.alias)
+    return frozenset(found)
+
+
+def _query_fields(dependant: Dependant) -> Iterator[Any]:
+    yield from dependant.query_params
+    for inner in dependant.dependencies:
+        yield from _query_fields(inner)
+
+
+def _is_list(annotation: Any) -> bool:
+    kind = get_origin(annotation) or annotation
+    if kind in (Union, UnionType, Annotated):
+        return any(_is_list(part) for part in get_args(annotation))
+    return isinstance(kind, type) and issubclass(kind, list | tuple | set | frozenset)
 
 
 def requires(scope: Scope, *, all_roots: bool = False) -> Any:

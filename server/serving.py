@@ -21,6 +21,7 @@ import uvicorn
 from dcp.server.app import create_app
 from dcp.server.context import Service
 from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.heads import TimedHeads
 from dcp.server.logs import configure_logs
 from dcp.server.monitoring.processes import shared_folder
 from dcp.server.problems import UnavailableError
@@ -171,6 +172,7 @@ def _options(settings: Settings) -> dict[str, Any]:
         "access_log": False,
         "server_header": False,
         "proxy_headers": False,  # the application does it, for trusted ones only
+        "http": TimedHeads,
         "ws": "none",
         "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
         "timeout_graceful_shutdown": max(1, int(settings.shutdown_seconds)),

@@ -68,7 +68,11 @@ class LimitMiddleware:
         """All of it; None if the sender went away."""
         if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > _MAX_TARGET_BYTES:
             raise BadRequestError("the address is too long")
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy might go by the other one, and take a part of the body for the next request.
+            raise BadRequestError("Transfer-Encoding and Content-Length exclude each other")
         if not length.isdecimal():
             raise BadRequestError("Content-Length is not a number")
         if int(length[:20]) > self._max_body_bytes:
@@ -86,7 +90,7 @@ class LimitMiddleware:
             parts.append(part)
             if not message.get("more_body", False):
                 body = b"".join(parts)
-                if body and not _JSON.fullmatch(Headers(scope=scope).get("content-type", "")):
+                if body and not _JSON.fullmatch(headers.get("content-type", "")):
                     raise UnsupportedMediaTypeError("bodies are application/json")
                 return body
 

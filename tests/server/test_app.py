@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from dcp.server.app import API, create_app
 from dcp.server.dependencies import Public, Requires, public, requires
 from dcp.server.settings import Settings
 from tests.support.app import App, running_app
+from tests.support.asgi_server import served
 from tests.support.databases import MakeDatabase
 
 PUBLIC_PATHS = {
@@ -119,6 +121,34 @@ def test_hosts(sqlite_app: App) -> None:
         assert answer.headers["content-type"] == "application/problem+json"
     for host in ("x@evil.example", "127.0.0.1:80@evil.example", "localhost:x", "localhost/", "[::1]x"):
         assert client.get("/healthz", headers={"Host": host}).status_code == 400, host
+
+
+def test_a_parameter_that_is_no_list_is_given_once(sqlite_app: App) -> None:
+    """Two limits are refused, by name, on every way that parameters are declared; lists may be repeated."""
+    client = sqlite_app.client("read")
+    for path, name in (("jobs", "limit"), ("checkpoints", "limit"), ("runs", "cursor"), ("jobs", "root")):
+        answer = client.get(f"{API}/{path}?{name}=5&{name}=5")
+        assert answer.status_code == 422, path
+        assert answer.json()["errors"][0]["location"] == ["query", name]
+    assert client.get(f"{API}/jobs?state=queued&state=running").status_code == 200
+    assert client.get(f"{API}/checkpoints?format=dcp&format=torch_dcp").status_code == 200
+    download = client.get(f"{API}/checkpoints/1/download?only=a.*&only=b.*&format=torch&format=torch")
+    assert download.json()["errors"][0]["location"] == ["query", "format"]
+
+
+def test_two_lengths_of_one_body(sqlite_app: App) -> None:
+    """A request that is chunked and has a Content-Length is refused, and its connection closed."""
+    with served(sqlite_app.app) as port, socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall(
+            b"POST /api/v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Authorization: Bearer {sqlite_app.key('read')}\r\n".encode()
+            + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        )
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"exclude each other" in answer
 
 
 def test_pages_of_other_sites_read_nothing_without_keys(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from dcp.server.problems import GoneError, NotFoundError, UnavailableError, Unpr
 from dcp.server.roots import Root, Roots, storage_problem
 from dcp.server.settings import RootSettings
 from dcp.storage.errors import (
+    CheckpointConflictError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    PlanError,
     StorageError,
     StorageFullError,
 )
@@ -158,3 +160,21 @@ def test_the_tree_of_any_file_system_of_fsspec() -> None:
         ("run/step-2", "a", 3),
     ]
     assert store.presigned_url("a", 60) is None
+
+
+def test_errors_advise_what_a_request_can_say() -> None:
+    """Options of programs and command lines become those of requests, or are left out."""
+    told = {
+        "Exclude them, or drop all such values with drop_objects=True (--drop-objects)": (
+            "Exclude them, or drop all such values with drop_objects=true"
+        ),
+        "was 1. Resume from another checkpoint, or pass verify='none' to load the bytes as they are.": (
+            "was 1. Resume from another checkpoint."
+        ),
+        "it exists; give another target, or replace it with overwrite=True (--overwrite)": (
+            "it exists; give another target"
+        ),
+    }
+    for text, expected in told.items():
+        for kind in (PlanError, CorruptCheckpointError, CheckpointConflictError):
+            assert storage_problem(kind(text)).detail == expected
