@@ -128,12 +128,14 @@ class Retention:
 class Plan:
     """What is kept, by step and with all reasons, and what is to be deleted, oldest first.
 
-    ``unjudged``: by metric, a sentence on the rules that could not be judged, where they alone keep steps.
+    ``newest`` is the good step that is kept whatever the rules. ``unjudged``: by metric, a sentence on the
+    rules that could not be judged, where they alone keep steps.
     """
 
     keep: Mapping[int, tuple[str, ...]]
     delete: tuple[int, ...]
     unjudged: Mapping[str, str] = field(default_factory=dict)
+    newest: int | None = None
 
 
 def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
@@ -145,8 +147,9 @@ def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: f
     states = sorted(steps, key=lambda state: state.step)
     reasons: dict[int, list[str]] = {state.step: [] for state in states}
     good = [state for state in states if state.health == "good"]
-    if good:
-        reasons[good[-1].step].append("newest")
+    newest = good[-1].step if good else None
+    if newest is not None:
+        reasons[newest].append("newest")
     for state in states:
         if state.pinned:
             reasons[state.step].append("pinned")
@@ -160,7 +163,7 @@ def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: f
         unjudged = _spare_unjudged(retention, good, reasons)
         _spare_damaged(retention, states, reasons)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
-    return Plan(keep, tuple(step for step, why in reasons.items() if not why), unjudged)
+    return Plan(keep, tuple(step for step, why in reasons.items() if not why), unjudged, newest)
 
 
 def _apply(

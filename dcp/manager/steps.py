@@ -49,8 +49,8 @@ class StepFacts:
     """What a checkpoint says of itself. ``committed_seconds`` counts from the epoch, ``bytes`` its files.
 
     ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
-    neither), a digest of the commit object. ``user`` is all user metadata; ``metrics`` those of its entries
-    that are numbers. Stock checkpoints have no user metadata.
+    neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``user`` is all
+    user metadata; ``metrics`` those of its entries that are numbers. Stock checkpoints have no user metadata.
     """
 
     step: int
@@ -61,6 +61,7 @@ class StepFacts:
     run: str | None
     world_size: int | None
     bytes: int
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +335,7 @@ class StepFolders:
             run=run if type(run) is str else None,
             world_size=header.world_size if type(header.world_size) is int else None,
             bytes=size_bytes,
+            durable=index.provenance.get("durable") is not False,
         )
 
     def _notes_of(self, step: int, files: Found) -> Notes:

@@ -89,6 +89,8 @@ class Upkeep:
         self._begun = False
         self._half_deleted: set[int] = set()
         """Steps whose deletion has failed for good."""
+        self._synced = ""
+        """The newest save that was made durable here."""
         self._warned: set[str] = set()
         """Metrics of rules that could not be judged."""
         self._closed = False
@@ -324,6 +326,8 @@ class Upkeep:
         for metric in plan.unjudged.keys() - self._warned:
             self._warned.add(metric)
             logger.warning("%s: %s", self._folders.root.url, plan.unjudged[metric])
+        if plan.delete and not self._makes_durable(plan.newest):
+            return
         for step in plan.delete:
             if step != saved:
                 self._delete_settled(step)
@@ -334,6 +338,24 @@ class Upkeep:
                 self._folders.checkpoint_id(step),
                 states[-1].step,
             )
+
+    def _makes_durable(self, newest: int | None) -> bool:
+        """What is to be counted on has to outlast a power cut before anything else goes; whether it does."""
+        if newest is None:
+            return True
+        try:
+            facts = self._folders.facts(newest)
+            if not facts.durable and self._synced != facts.save_id:
+                self._folders.store(newest).make_durable()
+                self._synced = facts.save_id
+        except CheckpointError as error:
+            logger.warning(
+                "%s: nothing is deleted, because the newest checkpoint could not be made durable: %s",
+                self._folders.checkpoint_id(newest),
+                error,
+            )
+            return False
+        return True
 
     def _on_deletion(self, event: DeletionEvent) -> None:
         seconds = {"delete": event.seconds}

@@ -410,6 +410,10 @@ class Store(ABC):
     def sync(self) -> None:
         """Make names durable: finished files survive a power loss only after this."""
 
+    def make_durable(self) -> None:
+        """As `sync`, also of files that were finished without ``durable``: all that are here."""
+        self.sync()
+
     @abstractmethod
     def remove_root(self) -> None:
         """Remove the folder if it is empty, and leave it alone if it is not; a missing one is fine."""

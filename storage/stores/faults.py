@@ -177,6 +177,11 @@ class FaultInjectingStore(Store):
         self._run("sync")
         self.inner.sync()
 
+    def make_durable(self) -> None:
+        """See `Store`."""
+        self._run("make_durable")
+        self.inner.make_durable()
+
     def remove_root(self) -> None:
         """See `Store`."""
         self._run("remove_root")

@@ -265,6 +265,21 @@ class PosixStore(Store):
         """fsync of the folder."""
         self._sync_folder(self._root)
 
+    def make_durable(self) -> None:
+        """fsync of each file, then of the folder. What other hosts have in their caches is theirs to sync."""
+        for info in self.list():
+            path = self._path(info.name)
+            with step(self._observe, "fsync", path):
+                try:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        self.sync()
+
     def remove_root(self) -> None:
         """A lock file that a killed process left behind does not count."""
         try:

@@ -148,7 +148,7 @@ class Recording:
         seen = set()
         for end in range(len(self._log) if at_end else 0, len(self._log) + 1):
             changes, loose = self._until(end)
-            for what, lost in _losses(loose):
+            for what, lost in _losses(loose, [change.call for change in changes]):
                 image = self._image(changes, lost)
                 if (key := hash(image)) not in seen:
                     seen.add(key)
@@ -194,13 +194,13 @@ class Recording:
         return tuple(found)
 
 
-def _losses(loose: list[int]) -> Iterator[tuple[str, frozenset[int]]]:
+def _losses(loose: list[int], calls: list[str]) -> Iterator[tuple[str, frozenset[int]]]:
     everything = frozenset(loose)
     yield "nothing is lost", frozenset()
     yield "all that was not synced is lost", everything
     for one in loose:
-        yield f"change {one} is lost", frozenset({one})
-        yield f"of what was not synced, change {one} alone is there", everything - {one}
+        yield f"{calls[one]} {one} is lost", frozenset({one})
+        yield f"of what was not synced, {calls[one]} {one} alone is there", everything - {one}
 
 
 def _maker(image: tuple[tuple[str, bytes | None], ...]) -> Callable[[Path], None]:

@@ -1,0 +1,51 @@
+"""A run whose saves do not wait for the disk, and whose machine loses power."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import dcp
+from dcp.storage.writer import FileSystemWriter
+from tests.support.power_cuts import Recording
+
+
+def _save(root: Path, steps: range, *, sync_files: bool) -> None:
+    writer = partial(FileSystemWriter, sync_files=sync_files)
+    with dcp.CheckpointManager(
+        root, mode="sync", no_dist=True, keep=dcp.Retention(last=1), writer=writer, handle_sigterm=False
+    ) as manager:
+        for step in steps:
+            manager.save(step, {"w": torch.full((100,), step)}, force=True)
+            manager.wait()
+
+
+def _restored(root: Path) -> int | None:
+    state = {"w": torch.zeros(100, dtype=torch.int64)}
+    with dcp.CheckpointManager(root, mode="sync", no_dist=True, handle_sigterm=False) as manager:
+        restored = manager.restore(state)
+    if restored is None:
+        return None
+    assert set(state["w"].tolist()) == {restored.step}
+    return restored.step
+
+
+def test_nothing_durable_is_deleted_before_something_newer_is(tmp_path: Path) -> None:
+    """Retention keeps one step of saves that are not synced: at any instant, whatever is lost of what was
+    not, there is a step that loads with its own values."""
+    root = tmp_path / "run"
+    _save(root, range(1, 2), sync_files=True)
+    with Recording(root) as recording:
+        _save(root, range(2, 4), sync_files=False)
+    assert _restored(root) == 3
+    images = [
+        (what, make)
+        for what, make in recording.images()
+        if "all that" in what or ("alone" in what and ("unlink" in what or "rmdir" in what))
+    ]
+    assert len(images) > 5
+    for what, make in images:
+        make(root)
+        assert _restored(root) is not None, what
