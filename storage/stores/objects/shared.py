@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -30,19 +30,23 @@ T = TypeVar("T")
 
 @dataclass
 class Shared:
-    """A client, the threads that carry its requests, and the buffers for parts, by their size."""
+    """A client, and the threads that carry its requests."""
 
     client: ObjectClient
     options: ObjectOptions
     threads: ThreadPoolExecutor
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    pools: dict[int, BufferPool] = field(default_factory=dict)
 
     def pool(self, size_bytes: int) -> BufferPool:
-        """Buffers for parts of ``size_bytes``; together they take as much memory as those of `part_bytes`."""
+        """Buffers for parts of ``size_bytes``; together they take as much memory as those of `part_bytes`.
+
+        All places share them, and those of the size that was asked for last are kept.
+        """
+        global _pool
         count = max(2, self.options.concurrency * self.options.part_bytes // size_bytes)
-        with self.lock:
-            return self.pools.setdefault(size_bytes, BufferPool(count, size_bytes))
+        with _guard:
+            if (_pool.count, _pool.size_bytes) != (count, size_bytes):
+                _pool = BufferPool(count, size_bytes)
+            return _pool
 
 
 _KEPT_PLACES: Final = 4
@@ -52,6 +56,7 @@ _Key = tuple[int, str]
 _ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
 _KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
 _LOCKS: Final[WeakValueDictionary[_Key, threading.RLock]] = WeakValueDictionary()
+_pool = BufferPool(1)
 _guard = threading.RLock()  # the collector may run what opens a store, wherever it is held
 
 

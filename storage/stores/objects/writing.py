@@ -134,7 +134,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
         self._buffer: BounceBuffer | None = None
         self._filled = 0
         self._upload: Upload | None = None
-        self._sent: deque[tuple[Future[object], BounceBuffer]] = deque()
+        self._sent: deque[tuple[Future[object], Callable[[], None]]] = deque()
         self._parts: list[object] = []
         self._count = 0
         self._begun = 0
@@ -184,10 +184,11 @@ class PartsWriteHandle(_ObjectWriteHandle):
                 path=self._path,
                 op="put_part",
             )
-        put = partial(self._put, self._upload, self._count, buffer, size)
-        sent = self._shared.threads.submit(copy_context().run, put)
-        self._sent.append((sent, buffer))
         pool = self._pool
+        give_back = partial(pool.give, buffer)  # to where it came from, while larger ones are taken already
+        put = partial(self._put, self._upload, self._count, buffer.view[:size], give_back)
+        sent = self._shared.threads.submit(copy_context().run, put)
+        self._sent.append((sent, give_back))
         if self._count % _GROW_AFTER_PARTS == 0 and pool.size_bytes < _LARGEST_PART_BYTES:
             self._pool = self._shared.pool(4 * pool.size_bytes)
 
@@ -213,24 +214,20 @@ class PartsWriteHandle(_ObjectWriteHandle):
         except (StorageError, ServiceError) as error:
             logger.warning("%s: an unfinished upload may stay behind: %s", self._path, error)
 
-    def _put(self, upload: Upload, number: int, buffer: BounceBuffer, size: int) -> object:
+    def _put(self, upload: Upload, number: int, data: memoryview, give_back: Callable[[], None]) -> object:
         try:
-            data = buffer.view[:size]
             crc = crc32(data)
             return self._requests.run(
                 "put_part",
                 upload.key,
                 lambda: self._client.put_part(upload, number, data, crc),
-                sent_bytes=size,
+                sent_bytes=len(data),
                 called_off=self._called_off,
             )
         except ServiceError as error:
             raise self._ended() from error
         finally:
-            self._give(buffer)
-
-    def _give(self, buffer: BounceBuffer) -> None:
-        self._shared.pool(len(buffer.view)).give(buffer)
+            give_back()
 
     def _complete(self) -> None:
         try:
@@ -288,9 +285,9 @@ class PartsWriteHandle(_ObjectWriteHandle):
 
     def _throw_away(self) -> None:
         self._called_off.set()  # patience with a service that fails would keep the caller waiting
-        for part, buffer in self._sent:
+        for part, give_back in self._sent:
             if part.cancel():
-                self._give(buffer)
+                give_back()
         wait([part for part, _ in self._sent])
         self._sent.clear()
         self._release()
@@ -308,7 +305,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
 
     def _release(self) -> None:
         if self._buffer is not None:
-            self._give(self._buffer)
+            self._pool.give(self._buffer)
             self._buffer = None
 
 

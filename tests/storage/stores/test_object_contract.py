@@ -23,11 +23,18 @@ class TestS3(StoreContract):
     keeps_replaced = False
     raw: RawS3
 
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def plain_requests(cls, s3_server: S3Server) -> Iterator[None]:
+        """One client for all tests: each takes megabytes, and a test's instance outlives the test."""
+        with raw_s3(s3_server) as cls.raw:
+            yield
+        del cls.raw
+
     @pytest.fixture
-    def store(self, s3_server: S3Server, s3_root: str) -> Iterator[Store]:
+    def store(self, s3_server: S3Server, s3_root: str) -> Store:
         """A prefix of its own, and uploads in the smallest parts."""
-        with raw_s3(s3_server) as self.raw:
-            yield FsspecStore(f"{s3_root}/step", s3_server.storage_options | {"part_bytes": 5 << 20})
+        return FsspecStore(f"{s3_root}/step", s3_server.storage_options | {"part_bytes": 5 << 20})
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
         """By plain requests."""

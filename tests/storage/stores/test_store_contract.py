@@ -72,9 +72,12 @@ class TestMemoryStore(StoreContract):
     """In this process."""
 
     @pytest.fixture
-    def store(self) -> Store:
-        """A folder of its own for each test."""
-        return MemoryStore(uuid.uuid4().hex)
+    def store(self) -> Iterator[Store]:
+        """A folder of its own for each test, emptied afterwards: it would live as long as the process."""
+        store = MemoryStore(uuid.uuid4().hex)
+        yield store
+        for file in store.list():
+            store.delete(file.name)
 
     def reopen(self, store: Store) -> Store:
         """By name."""
