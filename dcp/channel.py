@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ _FRAME_BYTES = 512
 """A broadcast of less is one collective: its length travels in the same frame."""
 
 _LENGTH_BYTES = 8
+_COMPARED_BYTES = 7
+"""Of a digest: as many as an int64 holds with either sign."""
+
 SHORT_BYTES = 248
 """The longest message that `Channel.gather_short` takes."""
 
@@ -64,11 +68,13 @@ class Channel:
     def own_gloo(cls, store: Any, rank: int, world_size: int, *, timeout_seconds: float) -> Channel:
         """A gloo group of its own over ``store``, which no other collective can get into.
 
-        Collective: returns when all ranks have come. It is not among `torch.distributed`'s groups, so
+        Collective: returns when all ranks have come, or raises a RuntimeError of torch's after
+        ``timeout_seconds``. It is not among `torch.distributed`'s groups, so
         ``destroy_process_group()`` leaves it alone, and threads may use it beside the training's groups.
         """
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        group._set_default_timeout(2 * timeout)  # who waits has a bound of its own, and names who is missing
         return cls(group, store, rank, world_size, torch.device("cpu"))
 
     def next_serial(self) -> int:
@@ -134,6 +140,16 @@ class Channel:
         parts = [torch.empty_like(own) for _ in sizes]
         wait(self.group.allgather([parts], [own]))
         return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def is_same(self, data: bytes, wait: Wait) -> bool:
+        """Whether ``data`` is the same on all ranks, by its digest; the answer is."""
+        digest = int.from_bytes(blake2b(data, digest_size=_COMPARED_BYTES).digest(), "little")
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        wait(self.group.allreduce([extremes], options))
+        largest, negative_smallest = extremes.tolist()
+        return bool(largest == -negative_smallest)
 
     def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
         """``data[rank]`` of ``root`` on each rank."""

@@ -14,7 +14,6 @@ import os
 import re
 import threading
 import time
-import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,15 +24,13 @@ import msgpack
 import torch.distributed as dist
 
 from dcp.channel import Channel
-from dcp.failures import failure_of
-from dcp.plain_errors import without_our_frames
+from dcp.failures import decode_failure, failure_of, pack_failure, pack_failures
+from dcp.presence import Presence, grace_seconds
 from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
     PlanError,
     SaveAbortedError,
-    error_from_wire,
-    error_to_wire,
 )
 
 if TYPE_CHECKING:
@@ -48,10 +45,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others in one step: as long as torch's own default for collectives."""
 
-_GRACE_SECONDS = 3.0
-"""How long survivors wait for each other's sign of life before they call the silent ranks lost."""
-
-_POLL_STORE_SECONDS = 0.5
 _SLICE = timedelta(milliseconds=50)
 """Between two looks at whether to go on waiting, signals of Python's among them."""
 
@@ -107,7 +100,8 @@ class Ranks:
     """The ranks that take part in one save or load, and the steps they take together.
 
     ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
-    ``use_dist`` there is one rank and every step is local. ``coordinator`` is a rank of the group. Once
+    ``use_dist`` there is one rank and every step is local. ``coordinator`` is a rank of the group. A step
+    that other ranks do not come to ends after ``timeout_seconds``, the look for who they are included. Once
     ``abort`` is set, the next part of a step on this rank fails, and so the step on all. Steps raise on all
     ranks alike (see `dcp.failures`): the failing rank's own exception there, its description elsewhere.
     """
@@ -154,16 +148,20 @@ class Ranks:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
         self._store = channel.store
+        meeting: list[str] = []
         if channel.life is None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._serial = channel.next_serial()
             self._key = f"dcp/meet-{restarts}/{self._serial}"
             self._group_key = f"{self._key}/given-up"
+            meeting = [self._key]
+            self._presence = Presence(self._store, self.rank, self.world_size, meeting)
             word = uuid.uuid4().hex.encode() if self.rank == 0 else None
             channel.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
         self._serial = channel.next_serial()
         self._group_key = f"dcp/{channel.life}/given-up"
-        self._key = f"dcp/{channel.life}/{self.operation}/{self._serial}"
+        self._key = f"dcp/{channel.life}/{self._serial}"
+        self._presence = Presence(self._store, self.rank, self.world_size, [*meeting, self._key])
 
     @property
     def store(self) -> Any:
@@ -248,9 +246,21 @@ class Ranks:
             if own_error is not None:  # which may be why the others are not there
                 error.add_note(f"before, rank {self.rank} failed itself: {own_error}")
             raise
+        return self._parts(step, messages, own_error)
+
+    def compare(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
+        """`all_gather` of what is mostly the same on all ranks: nothing else travels then than a digest."""
+        message, own_error = self._attempt(local)
+        messages = [message] * self.world_size
+        channel = self._channel
+        if channel is not None and not self._guard(step, lambda: channel.is_same(message, self._wait)):
+            messages = self._guard(step, lambda: self._all_gather(message))
+        return self._parts(step, messages, own_error)
+
+    def _parts(self, step: str, messages: list[bytes], own_error: BaseException | None) -> list[bytes]:
         failures = {rank: part[1:] for rank, part in enumerate(messages) if part[:1] == _FAILED}
         if failures:
-            raise failure_of(step, {r: _decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
+            raise failure_of(step, {r: decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
         return [part[1:] for part in messages]
 
     def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
@@ -260,7 +270,7 @@ class Ranks:
         if self.is_coordinator:
             message, error = self._attempt(local)
             if error is not None:
-                message = _FAILED + _pack_failures({self.rank: message[1:]})
+                message = _FAILED + pack_failures({self.rank: message[1:]})
         received = self._guard(step, lambda: self._broadcast(message))
         return self._unwrap(step, received, error)
 
@@ -271,6 +281,19 @@ class Ranks:
     def complete(self, step: str, work: Any) -> None:
         """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
         self._guard(step, lambda: self._wait(work))
+
+    def form(self, step: str, make: Callable[[float], T]) -> T:
+        """What ``make`` makes together with the other ranks by torch's means, within the seconds it is given;
+        what torch raises there becomes an error that names the ranks which are gone."""
+
+        def attempt() -> T:
+            bound = self.timeout_seconds - grace_seconds(self.timeout_seconds)
+            try:
+                return make(max(bound, self.timeout_seconds / 2))
+            except RuntimeError as error:
+                raise self._lost_error(f"torch: {_reason(error)}") from error
+
+        return self._guard(step, attempt)
 
     # -- outcomes --------------------------------------------------------------------------------------------
 
@@ -286,12 +309,12 @@ class Ranks:
         """The coordinator's results, or the packed failures of the ranks (its own exception beside)."""
         failed = {rank: part[1:] for rank, part in enumerate(gathered) if part[:1] == _FAILED}
         if failed:
-            return _pack_failures(failed), None
+            return pack_failures(failed), None
         try:
             self._check_abort()
             return reduce([part[1:] for part in gathered]), None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
-            return _pack_failures({self.rank: _pack_failure(error)}), error
+            return pack_failures({self.rank: pack_failure(error)}), error
 
     def _counted(self, replies: Sequence[bytes]) -> list[bytes]:
         if len(replies) != self.world_size:
@@ -302,7 +325,7 @@ class Ranks:
         if reply[:1] == _OK:
             return reply[1:]
         failures = {
-            int(rank): _decode_failure(wire)
+            int(rank): decode_failure(wire)
             for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
         }
         raise failure_of(step, failures, self.rank, own_error)
@@ -312,7 +335,7 @@ class Ranks:
             self._check_abort()
             return _OK + local(), None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
-            return _FAILED + _pack_failure(error), error
+            return _FAILED + pack_failure(error), error
 
     def _check_abort(self) -> None:
         if self._abort is not None and self._abort.is_set():
@@ -373,7 +396,7 @@ class Ranks:
         earlier = None if self._channel is None else self._channel.given_up
         if earlier is not None:
             with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
-                self._store.set(f"{self._key}/alive/{self.rank}", "1")
+                self._presence.show()
             raise _LostRanksError(*earlier)
 
     def _note_given_up(self, ranks: list[int], what: str, operation: str | None = None) -> None:
@@ -384,7 +407,7 @@ class Ranks:
     def _tell_given_up(self) -> None:
         """Tell the others, who would else learn of it by their timeout."""
         if self._channel is not None:
-            self._store.set(f"{self._key}/abort", "1")
+            self._presence.give_up()
             self._store.set(self._group_key, f"{self._serial} {self.operation}")
 
     def _wait(self, work: Any) -> None:
@@ -396,13 +419,15 @@ class Ranks:
 
     def _poll(self, work: Any) -> None:
         begun = time.monotonic()
-        pause, next_look = 0.0, begun + _POLL_STORE_SECONDS
+        bound = max(self.timeout_seconds - grace_seconds(self.timeout_seconds), self.timeout_seconds / 2)
+        pause, look_seconds = 0.0, Presence.pause_seconds(self.timeout_seconds)
+        next_look = begun + look_seconds
         while not work.is_completed():
             now = time.monotonic()
-            if now - begun > self.timeout_seconds:
-                self._lost(f"no answer within {self.timeout_seconds:g} s")
+            if now - begun > bound:
+                self._lost(f"no answer within {self.timeout_seconds:g} s", begun + self.timeout_seconds)
             if now >= next_look:
-                next_look = now + _POLL_STORE_SECONDS
+                next_look = now + look_seconds
                 self._look_for_aborts()
             if self._blocks:
                 # Asking again and again would keep the core from the rank that is waited for.
@@ -412,19 +437,17 @@ class Ranks:
             time.sleep(pause)
             pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
 
-    def _lost(self, reason: str) -> NoReturn:
-        raise self._lost_error(reason)
+    def _lost(self, reason: str, deadline: float | None = None) -> NoReturn:
+        raise self._lost_error(reason, deadline)
 
-    def _lost_error(self, reason: str) -> _LostRanksError:
+    def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
         """Post a sign of life, wait for the others' and return who stayed silent."""
-        missing = list(range(self.world_size))
+        now = time.monotonic()
+        deadline = max(deadline or 0.0, now + grace_seconds(self.timeout_seconds))
         try:
             self._tell_given_up()
-            self._store.set(f"{self._key}/alive/{self.rank}", "1")
-            deadline = time.monotonic() + _GRACE_SECONDS
-            while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not self._store.check([f"{self._key}/alive/{r}"])]
-                time.sleep(0.05)
+            self._presence.show()
+            missing = self._presence.missing(deadline)
         except RuntimeError as error:  # the store's own host is gone, and with it the others' answers
             missing, reason = [0], f"{reason}; the rendezvous store is gone too ({error})"[:500]
         who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
@@ -435,7 +458,7 @@ class Ranks:
     def _look_for_aborts(self) -> None:
         reason = "another rank gave up, or reported a broken connection"
         try:
-            if self._store.check([f"{self._key}/abort"]):
+            if self._presence.is_given_up():
                 self._lost(reason)
             told = self._store.get(self._group_key) if self._store.check([self._group_key]) else b""
         except RuntimeError:
@@ -451,30 +474,3 @@ def _reason(error: RuntimeError) -> str:
     """The first line of what torch says, without its place in the source and its advice."""
     text = str(error).partition("\n")[0]
     return _OF_GLOO.sub("", text) or type(error).__name__
-
-
-def _pack_failure(error: BaseException) -> bytes:
-    trace = without_our_frames(error.__traceback__)
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    wire = error_to_wire(error, text[-8000:])
-    try:
-        return _packed(wire)
-    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
-        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
-        return _packed(wire)
-
-
-def _packed(wire: dict[str, Any]) -> bytes:
-    # File names that are not UTF-8 have surrogates in their messages.
-    return bytes(msgpack.packb(wire, unicode_errors="surrogatepass"))
-
-
-def _pack_failures(failures: dict[int, bytes]) -> bytes:
-    return bytes(msgpack.packb(failures))
-
-
-def _decode_failure(data: bytes) -> CheckpointError:
-    wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
-    error = error_from_wire(wire)
-    error.add_note(f"traceback of that rank:\n{wire['traceback']}")
-    return error

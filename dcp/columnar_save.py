@@ -13,6 +13,7 @@ from dataclasses import astuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.collectives import Ranks
+from dcp.handshake import begin
 from dcp.local_state import LocalState, PlanOptions, encoded_object
 from dcp.planners.codec import (
     SectionCache,
@@ -84,12 +85,14 @@ class ColumnarSave:
         self.seconds: dict[str, float] = dict(seconds or {})
         self.plan_reused = False
         self._offered = 0.0
+        self._scattered = False
         self._local: LocalState | None = None
         self._plan: GlobalSavePlan | None = None
 
     def run(self) -> Metadata:
         """Plan, write, commit."""
         try:
+            self._begin()
             if self._together:
                 self._run_together()
             else:
@@ -101,6 +104,13 @@ class ColumnarSave:
         if self._cache is not None:
             self._cache.commit()
         return self._metadata()
+
+    def _begin(self) -> None:
+        manner = [] if self._together else ["without collectives"]
+        if self._cache is not None:
+            manner.append("with a plan cache")
+        places = begin(self._ranks, lambda: self._writer.store.url, manner=manner)
+        self._scattered = len(set(places)) > 1
 
     def _run_together(self) -> None:
         writer, ranks, begun = self._writer, self._ranks, time.perf_counter()
@@ -116,12 +126,13 @@ class ColumnarSave:
         try:
             ranks.reduce_broadcast("write", write, self._commit)
         except BaseException as error:  # an interrupt, too, must not leave files behind
-            # By the coordinator alone: by now every rank has reported to it, or was given up.
-            if ranks.is_coordinator:
+            # By the coordinator alone: by now every rank has reported to it, or was given up. Of what is
+            # elsewhere it knows nothing.
+            if ranks.is_coordinator or self._scattered:
                 writer.discard()
-                if writer.index is not None and isinstance(error, CheckpointError):
-                    error.facts["committed"] = True
-                    error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
+            if ranks.is_coordinator and writer.index is not None and isinstance(error, CheckpointError):
+                error.facts["committed"] = True
+                error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
             raise
 
     def _run_alone(self) -> None:

@@ -11,17 +11,29 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+import msgpack
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp.plain_errors import without_our_frames
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CorruptCheckpointError,
     UnsafeObjectError,
     UnsupportedFormatError,
+    error_from_wire,
+    error_to_wire,
 )
 
-__all__ = ["RankFailedError", "causes_of", "failure_of", "is_damage"]
+__all__ = [
+    "RankFailedError",
+    "causes_of",
+    "decode_failure",
+    "failure_of",
+    "is_damage",
+    "pack_failure",
+    "pack_failures",
+]
 
 _MAX_LINES = 4
 """Of several ranks' messages in one error."""
@@ -134,3 +146,33 @@ def _ranks_text(ranks: list[int]) -> str:
     text = ", ".join(map(str, ranks[:16]))
     more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"
+
+
+def pack_failure(error: BaseException) -> bytes:
+    """What `decode_failure` makes an exception of on another rank."""
+    trace = without_our_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    wire = error_to_wire(error, text[-8000:])
+    try:
+        return _packed(wire)
+    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
+        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
+        return _packed(wire)
+
+
+def _packed(wire: dict[str, Any]) -> bytes:
+    # File names that are not UTF-8 have surrogates in their messages.
+    return bytes(msgpack.packb(wire, unicode_errors="surrogatepass"))
+
+
+def pack_failures(failures: dict[int, bytes]) -> bytes:
+    """Packed failures by rank."""
+    return bytes(msgpack.packb(failures))
+
+
+def decode_failure(data: bytes) -> CheckpointError:
+    """What another rank packed, with its traceback as a note."""
+    wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
+    error = error_from_wire(wire)
+    error.add_note(f"traceback of that rank:\n{wire['traceback']}")
+    return error

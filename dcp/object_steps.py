@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp import plan_transport
+from dcp.handshake import begin, check_same_checkpoint
 from dcp.load_targets import Stored
 from dcp.local_state import warn_of_foreign, warn_of_keys
 from dcp.planners.load_planner import DefaultLoadPlanner
@@ -27,6 +29,7 @@ from dcp.planners.save_planner import DefaultSavePlanner
 from dcp.planners.unexpected import unexpected_keys
 from dcp.report import LoadReport
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.formats.manifest import encode_manifest
 from dcp.storage.formats.open import open_index
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.torch_metadata import LazyMetadata
@@ -51,6 +54,8 @@ def save(
     """Save what ``state`` gives with any planner and any storage; returns the metadata that the planner
     made."""
     made: list[Metadata] = []
+    manner = ["by torch's protocol"] if use_collectives else ["by torch's protocol", "without collectives"]
+    scattered = len(set(begin(ranks, lambda: _place_of(writer), manner=manner))) > 1
 
     def local_plan() -> SavePlan:
         given = state()
@@ -103,7 +108,9 @@ def save(
         else:
             ranks.all_gather("save", lambda: finish([write(global_plan([local_plan()])[0])]))
     except BaseException:
-        if isinstance(writer, FileSystemWriter) and (ranks.is_coordinator or not use_collectives):
+        if isinstance(writer, FileSystemWriter) and (
+            ranks.is_coordinator or scattered or not use_collectives
+        ):
             writer.discard()
         raise
     if made:
@@ -126,6 +133,9 @@ def load(
     storage are ours."""
     begun = time.perf_counter()
     together = True
+    refuses = isinstance(planner, DefaultLoadPlanner) and planner.unexpected == "error"
+    manner = ["by torch's protocol"] if refuses else ["by torch's protocol", "whatever is left over"]
+    places = begin(ranks, lambda: _place_of(reader), manner=manner)
 
     def local_plan() -> LoadPlan:
         nonlocal together
@@ -151,7 +161,9 @@ def load(
             plan_transport.pack(p) for p in global_plan([plan_transport.unpack(p) for p in parts])
         ],
     )
-    if isinstance(planner, DefaultLoadPlanner) and planner.unexpected == "error":
+    if isinstance(reader, FileSystemReader):  # of others nobody knows what a checkpoint is known by
+        check_same_checkpoint(ranks, places, lambda: _fingerprint(reader) if together else b"")
+    if isinstance(planner, DefaultLoadPlanner) and refuses:
         ranks.reduce_broadcast("unexpected", lambda: _left(planner, reader, ranks, together), _check_left)
     report.seconds["plan"] = time.perf_counter() - begun
     begun = time.perf_counter()
@@ -194,6 +206,18 @@ def _check_left(ranks: list[bytes]) -> bytes:
     if lost:
         raise unexpected_keys(max((names for _, _, names in told), key=len), lost)
     return b""
+
+
+def _fingerprint(reader: FileSystemReader) -> bytes:
+    return blake2b(encode_manifest(reader.read_index())).digest()
+
+
+def _place_of(storage: StorageWriter | StorageReader) -> str:
+    if isinstance(storage, FileSystemWriter):
+        return storage.store.url
+    if isinstance(storage, FileSystemReader):
+        return storage.place.url
+    return str(getattr(storage, "checkpoint_id", ""))
 
 
 def _warn_of_foreign(plan: SavePlan, values: Mapping[str, Any]) -> None:

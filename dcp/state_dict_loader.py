@@ -10,6 +10,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 import msgpack
@@ -19,6 +20,7 @@ from typing_extensions import deprecated
 from dcp import object_steps
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
+from dcp.handshake import begin, check_same_checkpoint, told_to_all
 from dcp.load_targets import LoadTargets, Stored
 from dcp.plain_errors import plain_errors
 from dcp.planners import load_planner
@@ -39,6 +41,7 @@ from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
 from dcp.storage.formats.python_values import decode_value
+from dcp.storage.formats.sources import index_at
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storages import choose_reader
@@ -137,23 +140,24 @@ def load(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
-    reader = choose_reader(storage_reader, checkpoint_id, storage_options)
     planner = planner if planner is not None else DefaultLoadPlanner()
-    if verify is not None and not isinstance(reader, FileSystemReader):
-        raise CheckpointError(
-            f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
+    with told_to_all(ranks):
+        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
+        if verify is not None and not isinstance(reader, FileSystemReader):
+            raise CheckpointError(
+                f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
+            )
+        options = _planner_options(
+            planner,
+            dtype=dtype,
+            allow_partial_load=allow_partial_load,
+            weights_only=weights_only,
+            only=only,
+            exclude=exclude,
+            rename=rename,
+            per_rank=per_rank,
+            unexpected=unexpected,
         )
-    options = _planner_options(
-        planner,
-        dtype=dtype,
-        allow_partial_load=allow_partial_load,
-        weights_only=weights_only,
-        only=only,
-        exclude=exclude,
-        rename=rename,
-        per_rank=per_rank,
-        unexpected=unexpected,
-    )
     with _set_for_now(planner, options), _set_for_now(reader, {"verify": verify} if verify else {}):
         return _load_top_level(state_dict, reader, ranks, planner, progress)
 
@@ -361,9 +365,13 @@ class _ColumnarLoad:
         """Index, plan, read, and only then the values that are no tensors."""
         begun = time.perf_counter()
         self._reader.reset()  # it may have served another load, before somebody saved anew
+        chosen = self._planner.only is not None or self._planner.exclude is not None
+        places = begin(self._ranks, lambda: self._reader.place.url, manner=["of a part"] if chosen else [])
         shared = self._ranks.broadcast("index", self._read_index)
+        if shared:
+            check_same_checkpoint(self._ranks, places, lambda: self._fingerprint(shared, places))
         self._report.seconds["index"] = time.perf_counter() - begun
-        if self._planner.only is not None or self._planner.exclude is not None:
+        if chosen:
             self._ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
         self._ranks.reduce_broadcast("plan", lambda: self._plan(shared), self._check_left, short=True)
         self._ranks.all_gather("read", self._read)
@@ -381,6 +389,13 @@ class _ColumnarLoad:
             return b""
         index = reader.read_index()
         return b"" if alone else encode_manifest(index)
+
+    def _fingerprint(self, shared: bytes, places: Sequence[str]) -> bytes:
+        """Of the checkpoint at this rank's place; what the coordinator read there is not read again."""
+        ranks = self._ranks
+        if places[ranks.rank] != places[ranks.coordinator]:
+            shared = encode_manifest(index_at(self._reader.place))
+        return blake2b(shared).digest()
 
     def _index(self, shared: bytes) -> CheckpointIndex:
         reader, ranks = self._reader, self._ranks

@@ -26,6 +26,7 @@ from dcp import object_steps
 from dcp.background.future import SaveFuture
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.columnar_save import ColumnarSave, cache_of
+from dcp.handshake import told_to_all
 from dcp.local_state import LocalState, PlanOptions
 from dcp.plain_errors import plain_errors
 from dcp.planners import save_planner
@@ -96,10 +97,15 @@ def save(
     Returns torch's `Metadata` of the checkpoint, built when it is looked at.
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save")
+    with told_to_all(ranks):
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
+        if not isinstance(writer, FileSystemWriter):
+            refuse_user_metadata(writer, user_metadata)
     return _save(
         lambda: stateful_to_plain(state_dict),
-        choose_writer(storage_writer, checkpoint_id, storage_options),
-        Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save"),
+        writer,
+        ranks,
         planner,
         cache=_cache_for(storage_writer, planner),
         use_collectives=use_collectives,
@@ -199,8 +205,6 @@ def _save(
     if isinstance(writer, FileSystemWriter):
         writer.user = dict(user_metadata or {})
         writer.provenance = provenance_of(ranks)
-    else:
-        refuse_user_metadata(writer, user_metadata)
     if (
         isinstance(writer, FileSystemWriter)
         and columnar.uses_columns(writer)

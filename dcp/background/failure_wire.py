@@ -10,7 +10,13 @@ from typing import Any
 import msgpack
 
 from dcp.failures import RankFailedError, failure_of
-from dcp.storage.errors import CheckpointError, WriterProcessError, error_from_wire, error_to_wire
+from dcp.storage.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    WriterProcessError,
+    error_from_wire,
+    error_to_wire,
+)
 
 __all__ = ["Ending", "Verdict", "error_from_data", "error_to_data", "plain_error", "verdict"]
 
@@ -77,6 +83,11 @@ class Ending:
     def decode(cls, data: bytes) -> Ending:
         """The inverse of `encode`."""
         return cls(**msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False))
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether other ranks were waited for in vain."""
+        return bool(self.error) and self.error["own"]["class"] == CollectiveTimeoutError.__name__
 
     @property
     def committed(self) -> bool:

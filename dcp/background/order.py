@@ -32,9 +32,11 @@ from dcp.storage.errors import (
 )
 from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["RanksFor", "SaveOrder", "carry_out", "is_passing"]
+__all__ = ["RanksFor", "SaveOrder", "agreeing_seconds", "carry_out", "is_passing"]
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_AGREEING_SECONDS = 20.0
 
 RanksFor = Callable[[threading.Event], Ranks]
 """Makes the ranks of one attempt; the event is the save's abort."""
@@ -95,6 +97,12 @@ def is_passing(error: CheckpointError) -> bool:
     if error.facts.get("committed") or isinstance(error, CheckpointConflictError):
         return False
     return isinstance(error, StorageError)
+
+
+def agreeing_seconds(timeout_seconds: float) -> float:
+    """How much of the time that a save may wait for other ranks is for the trainers, who agree on how it
+    ended once their writer processes have given up."""
+    return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
 
 
 def _attempt(

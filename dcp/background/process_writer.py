@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from dcp.background.child import Child
 from dcp.background.failure_wire import Ending, Verdict, error_to_data, verdict
 from dcp.background.future import SaveFuture, SaveOutcome
-from dcp.background.order import SaveOrder
+from dcp.background.order import SaveOrder, agreeing_seconds
 from dcp.background.rendezvous import meet, own_client
 from dcp.background.results import end_future
 from dcp.background.sending import Sender
@@ -32,12 +32,6 @@ from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterPr
 __all__ = ["ProcessWriter"]
 
 logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.5
-"""How often a waiting rank looks whether another one has given the save up."""
-
-_GRACE_SECONDS = 10.0
-"""How long this rank's writer may go on then: its own waits for a lost rank end within a few seconds."""
 
 _CLOSE_SECONDS = 5.0
 """How long an idle writer may take to end."""
@@ -221,6 +215,7 @@ class ProcessWriter(Worker):
         child = self._child
         if self._store is None or child is None:
             return
+        deadline = time.monotonic() + self._timeout_seconds
         try:
             address, listener = meet(
                 PrefixStore(f"meeting/{self._generation}", self._store),
@@ -237,7 +232,7 @@ class ProcessWriter(Worker):
                     PrefixStore("agreement", self._store),
                     self._rank,
                     self._world_size,
-                    timeout_seconds=self._timeout_seconds,
+                    timeout_seconds=max(1.0, deadline - time.monotonic()),
                 )
         except (RuntimeError, OSError, CollectiveTimeoutError) as error:
             child.kill(f"was stopped, because the ranks could not agree on where their writers meet: {error}")
@@ -247,12 +242,17 @@ class ProcessWriter(Worker):
             raise CollectiveTimeoutError("the session was closed before they had met")
 
     def _ending_of(self, save: _Save) -> Ending:
-        """How the save ended here: by its writer's word or end, or because another rank gave it up."""
-        wait([save.payload.done], self._timeout_seconds)
+        """How the save ended here: by its writer's word or end, or because another rank gave it up.
+
+        Its writer may go on for a while then, because its own waits for a lost rank end soon.
+        """
+        agreeing = agreeing_seconds(save.order.timeout_seconds)
+        look_seconds, grace_seconds = min(0.5, agreeing / 10), agreeing / 4
+        wait([save.payload.done], save.order.timeout_seconds)
         given_up_at = 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_ended(save), _LOOK_SECONDS)
+                self._changed.wait_for(lambda: self._has_ended(save), look_seconds)
                 if save.ending is not None:
                     return save.ending
                 if save.child is not None and save.child.end:
@@ -262,7 +262,7 @@ class ProcessWriter(Worker):
             if given_up_at == 0.0 and self._others_gave_up(save):
                 given_up_at = time.monotonic()
                 self._abort(save)
-            if given_up_at and time.monotonic() - given_up_at > _GRACE_SECONDS and save.child is not None:
+            if given_up_at and time.monotonic() - given_up_at > grace_seconds and save.child is not None:
                 save.child.kill("did not react when other ranks had given the save up, and was killed")
 
     def _has_ended(self, save: _Save) -> bool:
@@ -286,16 +286,13 @@ class ProcessWriter(Worker):
             return verdict({0: ending}, 0, together=together)
         if self._lost or self._agreement is None:
             return verdict({self._rank: ending}, self._rank, together=together)
-        ranks = Ranks(
-            use_dist=True,
-            channel=self._agreement,
-            # longer than a rank waits for its writer once the others have given the save up
-            timeout_seconds=self._timeout_seconds + 2 * _GRACE_SECONDS,
-            operation="writers",
-        )
+        bound = save.order.timeout_seconds
+        if ending.is_timeout:  # most of the time is over, and more than what is left brings nobody
+            bound = agreeing_seconds(bound)
         try:
             if not ending.saved:
                 self._store.set(self._gave_up_key(save), "1")
+            ranks = Ranks(use_dist=True, channel=self._agreement, timeout_seconds=bound, operation="writers")
             parts = ranks.all_gather("agree on how the save ended", ending.encode)
         except (RuntimeError, CheckpointError) as error:
             self._lost = True

@@ -32,6 +32,7 @@ from dcp.background.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
 from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
+from dcp.handshake import begin
 from dcp.local_state import LocalState, PlanOptions
 from dcp.plain_errors import shorten
 from dcp.planners import save_planner
@@ -333,13 +334,17 @@ def own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel |
     """A gloo group over the store of ``group``: saves run beside the training's collectives, and two threads
     that use one group would take each other's messages. None for one rank. Collective."""
     shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
+    begin(shared, lambda: "")
     if shared.world_size == 1:
         return None
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
     # A connection of its own: while training waits for a key (new_group does), nobody else could use its.
     store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))  # type: ignore[attr-defined]
-    return Channel.own_gloo(store, shared.rank, shared.world_size, timeout_seconds=timeout_seconds)
+    rank, world_size = shared.rank, shared.world_size
+    return shared.form(
+        "form a group", lambda seconds: Channel.own_gloo(store, rank, world_size, timeout_seconds=seconds)
+    )
 
 
 def _staged_by(

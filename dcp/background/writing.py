@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from dcp.background import parcel
 from dcp.background.failure_wire import error_to_data
-from dcp.background.order import SaveOrder, carry_out
+from dcp.background.order import SaveOrder, agreeing_seconds, carry_out
 from dcp.background.rendezvous import Address, own_store
 from dcp.background.wire import Connection, Message
 from dcp.collectives import Ranks
@@ -230,6 +230,7 @@ class _Meeting:
         self._address: Address | None = None
         self._listener: int | None = None
         self._informed = threading.Event()
+        self._met: Store | None = None
         self._store: Store | None = None
         self._failure: CollectiveTimeoutError | None = None
 
@@ -248,7 +249,8 @@ class _Meeting:
 
         def ranks(abort: threading.Event) -> Ranks:
             self._join()
-            return Ranks(use_dist=self.world_size > 1, timeout_seconds=timeout_seconds, abort=abort)
+            bound = timeout_seconds - agreeing_seconds(timeout_seconds)
+            return Ranks(use_dist=self.world_size > 1, timeout_seconds=bound, abort=abort)
 
         return ranks
 
@@ -264,26 +266,40 @@ class _Meeting:
             return
         if self._failure is not None:
             raise self._failure
-        informed = self._informed.wait(self._timeout_seconds)
+        bound = self._timeout_seconds - agreeing_seconds(self._timeout_seconds)
+        deadline = time.monotonic() + bound
+        informed = self._informed.wait(bound)
         if self._address is None:
             why = "their trainers ended before" if informed else "their trainers did not all start them"
             raise CollectiveTimeoutError(
                 f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
             )
         try:
-            self._store = self._init(self._address)
+            self._store = self._init(self._address, max(1.0, deadline - time.monotonic()))
         except RuntimeError as error:
+            missing = self._missing()
             self._failure = CollectiveTimeoutError(
-                f"the writer process of rank {self.rank} could not reach the others at "
-                f"{self._address.host}:{self._address.port}: {error}"
+                f"the writer process of rank {self.rank} could not reach that of rank "
+                f"{', '.join(map(str, missing))} at {self._address.host}:{self._address.port}: {error}",
+                ranks=missing,
             )
             raise self._failure from error
 
-    def _init(self, address: Address) -> Store:
+    def _missing(self) -> list[int]:
+        """The ranks whose writers are not at the store; rank 0 where there is no store."""
+        try:
+            if self._met is not None:
+                return [r for r in range(self.world_size) if not self._met.check([f"here/{r}"])]
+        except RuntimeError as error:
+            logger.debug("the writers' store is gone: %s", error)
+        return [0]
+
+    def _init(self, address: Address, timeout_seconds: float) -> Store:
         if address.loopback:  # a host name that does not resolve must not matter then
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = own_store(address, self._listener, self._timeout_seconds)
-        timeout = timedelta(seconds=self._timeout_seconds)
+        store = self._met = own_store(address, self._listener, timeout_seconds)
+        store.set(f"here/{self.rank}", "1")
+        timeout = timedelta(seconds=timeout_seconds)
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )

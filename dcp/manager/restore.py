@@ -22,6 +22,7 @@ import msgpack
 
 from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.failures import causes_of, is_damage
+from dcp.handshake import begin
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.report import LoadReport
 from dcp.state_dict_loader import LoadOptions, load
@@ -103,6 +104,7 @@ def restore(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
+    begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
     planner = planner if planner is not None else DefaultLoadPlanner()
 
     def load_once(name: str) -> LoadReport:

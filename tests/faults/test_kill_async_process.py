@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 import dcp
-from dcp.background import process_writer
 from dcp.background.future import SaveFuture
 from dcp.background.process_writer import ProcessWriter
 from dcp.background.session import AsyncSession
@@ -146,7 +145,6 @@ def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         dist.barrier()
         run.save(phase, NEXT).result(TIMEOUT_SECONDS)
         found[phase] = (failed, seen)
-    process_writer._GRACE_SECONDS = 2.0
     run.session.timeout_seconds = 8.0  # of saves from now on
     if rank == 1:
         os.kill(run.pid, signal.SIGSTOP)

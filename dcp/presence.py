@@ -1,0 +1,67 @@
+"""Signs of life of the ranks, in the key-value store of their group: for when collectives do not work.
+
+Who gives an operation up says so there; who waits looks there, and answers. Those who do not answer within a
+while are lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Presence", "grace_seconds"]
+
+_LONGEST_GRACE_SECONDS = 3.0
+_SHORTEST_GRACE_SECONDS = 0.5
+_LOOKS_PER_GRACE = 6.0
+
+
+def grace_seconds(timeout_seconds: float) -> float:
+    """How much of the time that a rank waits for the others is for their signs of life."""
+    return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, timeout_seconds / 4))
+
+
+class Presence:
+    """What the ranks of one operation tell each other by ``store``.
+
+    ``keys`` are prefixes that the ranks share: that of the operation; and before it that of the group's first
+    exchange, if that is not over yet, because some ranks may still be in it.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, keys: Sequence[str]) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._keys = tuple(keys)
+
+    @staticmethod
+    def pause_seconds(timeout_seconds: float) -> float:
+        """How often a waiting rank looks here: often enough to answer in time."""
+        return grace_seconds(timeout_seconds) / _LOOKS_PER_GRACE
+
+    def is_given_up(self) -> bool:
+        """Whether another rank has said so. RuntimeError where the store is gone, as everywhere here."""
+        return any(self._store.check([f"{key}/abort"]) for key in self._keys)
+
+    def give_up(self) -> None:
+        """Say so to the others, who would else learn of it by their timeout."""
+        for key in self._keys:
+            self._store.set(f"{key}/abort", "1")
+
+    def show(self) -> None:
+        """Give a sign of life."""
+        for key in self._keys:
+            self._store.set(f"{key}/alive/{self._rank}", "1")
+
+    def missing(self, deadline: float) -> list[int]:
+        """The ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
+        missing = list(range(self._world_size))
+        while True:
+            missing = [rank for rank in missing if not self._is_there(rank)]
+            if not missing or time.monotonic() >= deadline:
+                return missing
+            time.sleep(0.02)
+
+    def _is_there(self, rank: int) -> bool:
+        return any(self._store.check([f"{key}/alive/{rank}"]) for key in self._keys)

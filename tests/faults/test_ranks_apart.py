@@ -1,0 +1,250 @@
+"""Ranks that are not about the same, and ranks that are gone: found out at once, or within the timeout."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp
+from dcp.channel import Channel
+from dcp.planners.load_planner import DefaultLoadPlanner
+from tests.support.ranks import RankDied, RankRaised, run_ranks
+from tests.support.ranks import Ranks as RankPool
+
+STATE = {"w": torch.arange(6.0), "step": 3}
+
+
+class CustomPlanner(DefaultLoadPlanner):
+    """Takes torch's road, by objects."""
+
+    def create_local_plan(self) -> Any:
+        """As its base."""
+        return super().create_local_plan()
+
+
+def outcome(act: Callable[[], Any]) -> tuple[tuple[str, ...], str, Any, float]:
+    """(classes, message, ranks, seconds) of what ``act`` raises."""
+    begun = time.monotonic()
+    try:
+        act()
+    except dcp.CheckpointError as error:
+        names = tuple(cls.__name__ for cls in type(error).__mro__)
+        return names, str(error), error.facts.get("ranks"), time.monotonic() - begun
+    return (), "", None, time.monotonic() - begun
+
+
+# -- not about the same --------------------------------------------------------------------------------------
+
+
+def load_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any:
+    """Ranks 0 and 2 load one checkpoint, rank 1 another, or asks for nothing of it."""
+    save = dcp.save
+    if kind == "stock":
+        save = torch.distributed.checkpoint.save
+    for name in ("one", "other", "copy"):
+        value = 1.0 if name == "other" else 0.0
+        if kind != "stock" or rank == 0:
+            save(
+                {"w": torch.full((64,), value), "step": 1}, checkpoint_id=root / name, no_dist=kind == "stock"
+            )
+        dist.barrier()
+    state: dict[str, Any] = {"w": torch.full((64,), -1.0)}
+    if kind == "reads nothing" and rank == 1:
+        state = {}
+    planner = CustomPlanner() if kind == "objects" else None
+    name = "other" if rank == 1 else "one"
+    found = outcome(lambda: dcp.load(state, checkpoint_id=root / name, planner=planner, timeout_seconds=120))
+    dcp.load({"w": torch.zeros(64)}, checkpoint_id=root / "one", timeout_seconds=120)
+    return found, [float(value) for value in set(state.get("w", torch.zeros(0)).tolist())]
+
+
+@pytest.mark.parametrize("kind", ["columns", "objects", "reads nothing", "stock"])
+def test_ranks_that_load_different_ids_are_told(tmp_path: Path, kind: str) -> None:
+    """Files of one checkpoint are not looked for in another, nor read there where they have the same names;
+    the error has both ids, and the group serves on."""
+    for (names, message, _, _), values in run_ranks(3, load_different_ids, tmp_path, kind):
+        assert "PlanError" in names, message
+        assert "rank 0, 2:" in message and str(tmp_path / "one") in message
+        assert "rank 1:" in message and str(tmp_path / "other") in message
+        assert values in ([-1.0], [])
+
+
+def load_by_other_names(rank: int, world_size: int, root: Path) -> Any:
+    """Each rank knows the checkpoint by another name."""
+    dcp.save(STATE, checkpoint_id=root / "real")
+    (root / f"name-{rank}").symlink_to(root / "real")
+    state: dict[str, Any] = {"w": torch.zeros(6), "step": 0}
+    dcp.load(state, checkpoint_id=root / f"name-{rank}")
+    return state["w"].tolist(), state["step"]
+
+
+def test_one_checkpoint_may_have_several_names(tmp_path: Path) -> None:
+    """A mount that is called otherwise on another host is the same storage."""
+    assert run_ranks(2, load_by_other_names, tmp_path) == [(STATE["w"].tolist(), 3)] * 2  # type: ignore[attr-defined]
+
+
+def different_operations(rank: int, world_size: int, root: Path, other: str) -> Any:
+    """Rank 0 saves; rank 1 does something else."""
+    target = root / "new"
+    dcp.save(STATE, checkpoint_id=root / "old")
+
+    def act() -> None:
+        if rank == 0:
+            dcp.save(STATE, checkpoint_id=target)
+        elif other == "load":
+            dcp.load({"w": torch.zeros(6)}, checkpoint_id=root / "old")
+        elif other == "make a manager":
+            dcp.CheckpointManager(root / "run")
+        elif other == "save alone":
+            dcp.save(STATE, checkpoint_id=target, use_collectives=False)
+        elif other == "fail":
+            dcp.save(STATE)
+
+    found = outcome(act)
+    dcp.save(STATE, checkpoint_id=target)
+    return found
+
+
+@pytest.mark.parametrize("other", ["load", "make a manager", "save alone", "fail"])
+def test_ranks_in_different_operations_fail_at_once(tmp_path: Path, other: str) -> None:
+    """Long before the timeout of 1800 s, by the names of the operations; the next one works."""
+    words = {
+        "load": ("rank 1: load ", "must call the same function"),
+        "make a manager": ("rank 1: session", "must call the same function"),
+        "save alone": ("without collectives", "the same options"),
+        "fail": ("rank 1: ", "checkpoint_id"),
+    }[other]
+    for names, message, _, seconds in run_ranks(2, different_operations, tmp_path, other):
+        assert "RankFailedError" in names, message
+        assert all(word in message for word in words), message
+        assert seconds < 60
+
+
+def load_a_part(rank: int, world_size: int, root: Path) -> Any:
+    """Only rank 1 chooses."""
+    dcp.save(STATE, checkpoint_id=root)
+    only = "w" if rank == 1 else None
+    return outcome(lambda: dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, only=only))
+
+
+def test_ranks_that_load_otherwise_fail_at_once(tmp_path: Path) -> None:
+    """``only`` on some ranks takes a step that the others do not."""
+    for names, message, _, seconds in run_ranks(2, load_a_part, tmp_path / "x"):
+        assert "PlanError" in names, message
+        assert "the same options" in message
+        assert seconds < 60
+
+
+# -- the timeout ---------------------------------------------------------------------------------------------
+
+
+def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
+    """Ranks 0 and 1 begin, rank 2 never does."""
+    first = how.startswith("first")
+    how = how.removeprefix("first ")
+    manager = None
+    if how in ("thread", "process"):
+        manager = dcp.CheckpointManager(root, mode=how, timeout_seconds=4.0)  # type: ignore[arg-type]
+        manager.save(1, STATE)
+        manager.wait()
+    elif not first:
+        dcp.save(STATE, checkpoint_id=root)
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"ready/{rank}", "1")
+    store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=120))
+
+    def act() -> None:
+        if how == "save":
+            dcp.save(STATE, checkpoint_id=root, timeout_seconds=4.0)
+        elif how == "load":
+            dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, timeout_seconds=4.0)
+        elif how == "manager":
+            dcp.CheckpointManager(root, timeout_seconds=4.0)
+        elif manager is not None and (future := manager.save(2, STATE)) is not None:
+            future.result()
+
+    found = outcome(act) if rank != 2 else None
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
+    os._exit(0) if found is None else None
+    return found
+
+
+@pytest.mark.parametrize(
+    "how", ["first save", "first load", "first manager", "save", "load", "manager", "thread", "process"]
+)
+def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, how: str) -> None:
+    """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
+    nobody else."""
+    pool = RankPool()
+    try:
+        results = pool.run(3, rank_2_stays_away, (tmp_path / "x", how), timeout_seconds=240)
+    finally:
+        pool.close()
+    for result in results[:2]:
+        names, message, _, seconds = result
+        assert "CollectiveTimeoutError" in names, result
+        assert "rank 2 of 3 died or did not answer" in message
+        assert seconds < 5.5, result
+
+
+# -- ended while the group forms -----------------------------------------------------------------------------
+
+
+def rank_0_ends_while_the_group_forms(
+    rank: int, world_size: int, root: Path, port: int, kind: str, when: str
+) -> Any:
+    """Rank 0, which hosts the store, ends where the saves' own group is made."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    dist.barrier()
+    if rank == 0:
+
+        def end(*args: Any, **options: Any) -> Any:
+            if when == "late":
+                time.sleep(1.0)
+            os._exit(7)
+
+        Channel.own_gloo = end  # type: ignore[method-assign]
+    return outcome(
+        lambda: dcp.async_save(
+            STATE,
+            checkpoint_id=root,
+            async_checkpointer_type=dcp.AsyncCheckpointerType(kind),
+        ).result(240)
+    )
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str, when: str) -> None:
+    """The survivors get an error of ours that names it, and not torch's about sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    pool = RankPool()
+    try:
+        args = (tmp_path / "x", port, kind, when)
+        results = pool.run(3, rank_0_ends_while_the_group_forms, args, timeout_seconds=240)
+    finally:
+        pool.close()
+    assert isinstance(results[0], RankDied)
+    for result in results[1:]:
+        assert not isinstance(result, RankRaised), result.traceback_text
+        names, message, ranks, _ = result
+        assert "CollectiveTimeoutError" in names, result
+        assert ranks == [0], message
