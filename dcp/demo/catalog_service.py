@@ -22,6 +22,7 @@ ROOT_NAME: Final = "checkpoints"
 _READY_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 60.0
 _SHOWN_LOG_LINES: Final = 20
+_START_ATTEMPTS: Final = 3
 
 
 class CatalogService:
@@ -47,6 +48,18 @@ class CatalogService:
 
     def __enter__(self) -> Self:
         begun = time.monotonic()
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            try:
+                self._start()
+                break
+            except DemoError:  # somebody else may have taken the port meanwhile
+                if attempt == _START_ATTEMPTS or "address already in use" not in self._tail().lower():
+                    raise
+        self.ready_seconds = time.monotonic() - begun
+        return self
+
+    def _start(self) -> None:
+        begun = time.monotonic()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         with self._log.open("wb") as log:
@@ -66,8 +79,6 @@ class CatalogService:
         except BaseException:
             self.stop()
             raise
-        self.ready_seconds = time.monotonic() - begun
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -158,7 +158,9 @@ def _note_digests(training: Training, job: Job, name: str) -> None:
 def _run(job: Job) -> None:
     crash = CrashPoint.from_environment()
     rank = dist.get_rank()
-    (job.results / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    note = job.results / f"rank-{rank}.pid"
+    note.with_suffix(".part").write_text(str(os.getpid()))
+    note.with_suffix(".part").rename(note)  # whoever reads it must not find half of a number
     tokens = read_tokens(job.corpus)
     training = Training()
     checkpoints = Checkpoints(training, job, crash)

@@ -7,9 +7,9 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.support.databases import PostgresServer
+from tests.support.processes import children
 
 __all__ = ["StoppablePostgres", "limited_files"]
 
@@ -30,7 +30,8 @@ class StoppablePostgres(PostgresServer):
         """Connections stay open, and nobody answers on them."""
         pids = _with_children(int(self._server.get_pid()))
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
@@ -51,5 +52,4 @@ def limited_files(pid: int, limit_bytes: int) -> Iterator[None]:
 
 
 def _with_children(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *map(int, children)]
+    return [pid, *children(pid)]

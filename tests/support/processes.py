@@ -1,11 +1,47 @@
-"""What a process has open, looked at while its threads go on."""
+"""Processes and what they have open, looked at while they go on: each may be gone at any moment.
+
+Between the open of a file below /proc and its read a process may end, which is another error than that of a
+process which was never there.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["mapped_files", "open_files"]
+__all__ = ["children", "command_of", "environment_of", "lives", "mapped_files", "open_files", "parent_of"]
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process that is not just waiting to be reaped."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX"
+
+
+def parent_of(pid: int) -> int | None:
+    """Who started a process; None once it is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def children(pid: int) -> list[int]:
+    """What the threads of a process have started and not reaped."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def environment_of(pid: int) -> bytes:
+    """Its variables as it was started; nothing of one that is gone, or another user's."""
+    return _content(pid, "environ")
+
+
+def command_of(pid: int) -> str:
+    """Its command line; empty for one that is gone, or another user's."""
+    return _content(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
 
 def mapped_files(pid: int | str = "self") -> list[str]:
@@ -17,6 +53,18 @@ def open_files(pid: int | str = "self") -> list[str]:
     """Where the descriptors of a process lead; one that is closed meanwhile is left out."""
     links = []
     for path in list(Path(f"/proc/{pid}/fd").iterdir()):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, ProcessLookupError):
             links.append(str(path.readlink()))
     return links
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields from the state on; none once it is gone."""
+    return _content(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _content(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return b""

@@ -19,6 +19,8 @@ from typing import Any, Final, Self, TypeVar
 
 import httpx
 
+from tests.support.processes import command_of, environment_of
+
 __all__ = ["DcpProcess", "Service", "ServiceError", "Worker", "free_port", "wait_until"]
 
 T = TypeVar("T")
@@ -126,7 +128,7 @@ class DcpProcess:
         while (left := self.pids()) and time.monotonic() < give_up:
             time.sleep(0.02)
         if left:
-            names = [_command_of(pid) for pid in left]
+            names = [command_of(pid) for pid in left]
             self.kill()
             raise ServiceError(f"it ended and left processes behind: {names}\n{self.log_tail()}")
         self._process = None
@@ -188,7 +190,7 @@ class DcpProcess:
     def pids(self, *words: str) -> list[int]:
         """Living processes of this service, itself included, with all ``words`` in their command line."""
         marked = [pid for pid in _all_pids() if _is_marked(pid, self.mark)]
-        return [pid for pid in marked if all(word in _command_of(pid).split() for word in words)]
+        return [pid for pid in marked if all(word in command_of(pid).split() for word in words)]
 
     def log(self) -> str:
         """All it said, and its children."""
@@ -316,14 +318,4 @@ def _all_pids() -> Iterator[int]:
 
 def _is_marked(pid: int, mark: str) -> bool:
     """Whether ``pid`` is alive and still of this service: numbers are used again."""
-    try:
-        return f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return False
-
-
-def _command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return ""
+    return f"{_MARK}={mark}".encode() in environment_of(pid)

@@ -24,6 +24,7 @@ from dcp.conversion.worker import imported_modules
 from dcp.progress import Progress
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanError
 from tests.support.conversion import folder_of
+from tests.support.processes import children, lives
 
 _ELEMENTS = 36 << 20
 _ROOT = Path(__file__).parents[3]
@@ -131,26 +132,11 @@ def test_a_worker_that_dies_is_an_error_and_is_replaced() -> None:
         pool.shutdown()
 
 
-def _children(process: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
 def _wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def _is_gone(process: int) -> bool:
-    """A zombie whose parent has died counts as gone: somebody else will reap it."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 _ENDLESS = """
@@ -177,10 +163,10 @@ def test_an_interrupted_conversion_ends_its_processes(
     with subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         workers = {int(run.stderr.readline()) for _ in range(2)}
-        assert workers <= set(_children(run.pid))
+        assert workers <= set(children(run.pid))
         run.send_signal(number)
         assert run.wait(120) == status
-        _wait_until(lambda: all(map(_is_gone, workers)))
+        _wait_until(lambda: not any(map(lives, workers)))
         assert run.stderr.read() == ""
     assert number == signal.SIGKILL or folder_of(target) == []
 

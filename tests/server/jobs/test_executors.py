@@ -23,7 +23,7 @@ from dcp.server.settings import Settings
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError
 from tests.support.job_kinds import TEST_KINDS, log_lines
 from tests.support.job_workers import HANG_SECONDS, until
-from tests.support.processes import open_files
+from tests.support.processes import environment_of, open_files, parent_of
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,7 @@ def test_the_warm_process_has_no_threads_and_no_secrets(nursery: Nursery, tmp_pa
     """A fork of a process with other threads may hang; settings of the service are not in its environment."""
     begun = Begun(nursery, tmp_path, "wait:go")
     until(lambda: begun.child.pid is not None, "its number")
-    stat = Path(f"/proc/{begun.child.pid}/stat").read_text()
-    warm = int(stat.rpartition(")")[2].split()[1])
+    warm = parent_of(begun.child.pid or 0)
     assert len(list(Path(f"/proc/{warm}/task").iterdir())) == 1
     assert b"DCP_SERVER_" not in Path(f"/proc/{begun.child.pid}/environ").read_bytes()
     maps = Path(f"/proc/{begun.child.pid}/maps").read_text()
@@ -162,8 +161,8 @@ def test_closing_kills_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     nursery = executor._nursery
     begun = [Begun(nursery, tmp_path, "hold:1000"), Begun(nursery, tmp_path, "keep")]
     until(lambda: begun[0].child.pid is not None, "its number")
-    environment = Path(f"/proc/{begun[0].child.pid}/environ").read_bytes()
-    assert b"SECRET" not in environment and b"DCP_SERVER" not in environment
+    environment = environment_of(begun[0].child.pid or 0)
+    assert environment and b"SECRET" not in environment and b"DCP_SERVER" not in environment
     begun[1].outcome()
     executor.close()
     assert begun[0].outcome() == Outcome()

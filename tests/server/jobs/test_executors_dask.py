@@ -32,6 +32,7 @@ from tests.support.job_workers import (
     wait_for_end,
     working,
 )
+from tests.support.processes import parent_of
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +105,8 @@ def began(folder: Path, count: int) -> None:
 
 def hosts(folder: Path) -> set[int]:
     """The processes of the cluster that the tasks which run now belong to."""
-    return {_parent(_parent(pid)) for pid in pids(folder)}
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    warm = {parent for pid in pids(folder) if (parent := parent_of(pid)) is not None}
+    return {parent for pid in warm if (parent := parent_of(pid)) is not None}
 
 
 def cluster_pids(cluster: Any) -> set[int]:

@@ -23,19 +23,12 @@ from tests.support.job_workers import (
     wait_for_end,
     working,
 )
+from tests.support.processes import lives, parent_of
 
 
 def _started(folder: Path, what: str) -> list[int]:
     """The processes that have begun with it."""
     return [int(line.split()[-1]) for line in log_lines(folder) if line.startswith(what)]
-
-
-def _lives(pid: int) -> bool:
-    """Whether there is such a process that is not just waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def _let_leases_end(database: Database) -> None:
@@ -68,7 +61,7 @@ def test_a_killed_worker_takes_its_subprocesses_with_it_and_another_goes_on(
         until(lambda: where == "plan" or _succeeded(database, job_id) >= 1, "the first task")
         pids = _started(tmp_path, "task") + _started(tmp_path, "publish ")
         first.kill()
-    until(lambda: not any(map(_lives, pids)), "the end of its subprocesses")
+    until(lambda: not any(map(lives, pids)), "the end of its subprocesses")
     _let_leases_end(database)
     (tmp_path / "go").touch()
     with working(job_settings(database, tmp_path)):
@@ -130,9 +123,10 @@ def test_the_warm_process_is_killed(database: Database, tmp_path: Path) -> None:
     with working(job_settings(database, tmp_path), own_executor=True):
         until(lambda: len(_started(tmp_path, "task")) == 2, "both tasks")
         pids = _started(tmp_path, "task")
-        stat = Path(f"/proc/{pids[0]}/stat").read_text()
-        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
-        until(lambda: not any(map(_lives, pids)), "their end")
+        warm = parent_of(pids[0])
+        assert warm is not None
+        os.kill(warm, signal.SIGKILL)
+        until(lambda: not any(map(lives, pids)), "their end")
         (tmp_path / "go").touch()
         assert wait_for_end(database, job_id).state == "succeeded"
     assert len(_started(tmp_path, "task")) == 4

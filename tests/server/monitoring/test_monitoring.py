@@ -38,6 +38,7 @@ from dcp.server.monitoring.processes import FOLDER_VARIABLE, living_processes, s
 from dcp.server.monitoring.state import REGULAR_SCHEDULE
 from dcp.server.settings import Settings
 from tests.support.app import running_app
+from tests.support.processes import command_of
 from tests.support.service import Service, wait_until
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -345,16 +346,11 @@ def test_two_processes_of_the_api_count_together(tmp_path: Path) -> None:
         for _ in range(10):
             assert health_checks() == before + 30
         assert (value(now(), "dcp_api_resident_bytes") or 0) > 60 << 20
-        children = [pid for pid in service.pids() if pid != service.pid and b"spawn_main" in command(pid)]
+        children = [pid for pid in service.pids() if pid != service.pid and "spawn_main" in command_of(pid)]
         service.kill_pid(children[0], signal.SIGKILL)
         wait_until(lambda: children[0] not in service.pids(), "it is gone")
         assert wait_until(health_checks, "the other one, or its successor, answers") >= before + 30
         wait_until(lambda: value(now(), "dcp_http_requests_in_progress") == 1, "only the one that asks")
-
-
-def command(pid: int) -> bytes:
-    """The command line of a process."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_counting_costs_little_to_import() -> None:

@@ -25,6 +25,7 @@ from dcp.storage.stores.objects import shared as sharing
 from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.fault_plan import STALLED
 from tests.support.fault_proxy import FaultProxy
+from tests.support.processes import open_files
 from tests.support.s3 import raw_s3
 
 _MIB = 1 << 20
@@ -62,7 +63,7 @@ def _session(store: FsspecStore) -> Any:
 def _connections(server: S3Server) -> int:
     """TCP connections of this process to the server that are established."""
     port = f":{int(server.endpoint_url.rpartition(':')[2]):04X}"
-    ours = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    ours = set(open_files())
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(port) and row[3] == "01" and f"socket:[{row[9]}]" in ours for row in rows)
 

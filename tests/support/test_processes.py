@@ -1,0 +1,63 @@
+"""What the suite asks of processes bears that they end meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp.server.jobs import subprocesses
+from dcp.server.monitoring import processes as monitoring
+from tests.support import crashes
+from tests.support.processes import children, command_of, environment_of, lives, parent_of
+
+LOOKS: dict[str, tuple[Callable[[int], Any], Any]] = {
+    "lives": (lives, False),
+    "parent_of": (parent_of, None),
+    "children": (children, []),
+    "environment_of": (environment_of, b""),
+    "command_of": (command_of, ""),
+    "crashes": (crashes._is_alive, False),
+    "subprocesses, lives": (subprocesses._lives, False),
+    "subprocesses, memory": (subprocesses.resident_bytes, 0),
+    "monitoring": (monitoring.resident_bytes, 0),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_process_may_end_between_open_and_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is open below /proc by then says ProcessLookupError, and nothing FileNotFoundError."""
+    look, gone = LOOKS[name]
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    read_text, read_bytes = Path.read_text, Path.read_bytes
+
+    def end_then_read(path: Path, *args: Any) -> bytes:
+        with path.open("rb") as file:
+            child.kill()
+            child.wait()
+            return file.read()
+
+    monkeypatch.setattr(Path, "read_bytes", lambda path: end_then_read(path))
+    monkeypatch.setattr(Path, "read_text", lambda path, *args: end_then_read(path).decode())
+    try:
+        assert look(child.pid) == gone
+    finally:
+        monkeypatch.undo()
+        child.kill()
+        child.communicate()
+    assert Path.read_text is read_text and Path.read_bytes is read_bytes
+    assert look(child.pid) == gone
+
+
+def test_what_lives_is_seen() -> None:
+    """Of this process: alive, with a parent, a command line and variables."""
+    pid = os.getpid()
+    assert lives(pid) and parent_of(pid) == os.getppid()
+    assert "python" in command_of(pid) and b"PATH=" in environment_of(pid)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in children(pid)
