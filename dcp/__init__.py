@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from dcp.report import LoadReport as LoadReport
     from dcp.state_dict_loader import load as load
     from dcp.state_dict_loader import load_state_dict as load_state_dict
+    from dcp.state_dict_reader import read as read
     from dcp.state_dict_saver import AsyncCheckpointerType as AsyncCheckpointerType
     from dcp.state_dict_saver import SaveFuture as SaveFuture
     from dcp.state_dict_saver import async_save as async_save
@@ -118,6 +119,7 @@ _NAMES = {
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.report": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict"),
+    "dcp.state_dict_reader": ("read",),
     "dcp.state_dict_saver": (
         "AsyncCheckpointerType",
         "SaveFuture",
@@ -149,6 +151,7 @@ _SUBMODULES = frozenset(
         "staging",
         "state_dict",
         "state_dict_loader",
+        "state_dict_reader",
         "state_dict_saver",
         "stateful",
         "statistics",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from dcp.plain_errors import plain_errors
 from dcp.planners import load_planner
 from dcp.planners.boxes import row_products
 from dcp.planners.columns import LoadColumns
-from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner
 from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
 from dcp.planners.selection import Matches, Patterns, Rename, check_matches
 from dcp.planners.unexpected import Unexpected, check_left, pack_left
@@ -143,10 +143,7 @@ def load(
     planner = planner if planner is not None else DefaultLoadPlanner()
     with told_to_all(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
-        if verify is not None and not isinstance(reader, FileSystemReader):
-            raise CheckpointError(
-                f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
-            )
+        check_verify(reader, verify)
         options = _planner_options(
             planner,
             dtype=dtype,
@@ -214,7 +211,7 @@ def _load_state_dict(
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
-    _load(lambda _: state_dict, storage_reader, ranks, planner)
+    fill(state_dict, storage_reader, ranks, planner)
 
 
 @plain_errors
@@ -225,16 +222,12 @@ def _load_state_dict_from_keys(
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """What the checkpoint has under ``keys`` and below them, or all of it: a new state dict on the CPU of
-    each rank."""
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state,
-        choose_reader(storage_reader, checkpoint_id),
-        process_group,
-        planner=EmptyStateLoadPlanner(keys={keys} if isinstance(keys, str) else keys),
-    )
-    return state
+    """torch's name for `dcp.read`, by names instead of patterns."""
+    from dcp.state_dict_reader import read  # which builds on this module
+
+    names = [keys] if isinstance(keys, str) else keys
+    only = None if names is None else [re.sub(r"[*?[]", r"[\g<0>]", name) for name in names]
+    return read(checkpoint_id, storage_reader=storage_reader, process_group=process_group, only=only)
 
 
 def _planner_options(planner: LoadPlanner, **options: Any) -> dict[str, Any]:
@@ -249,6 +242,28 @@ def _planner_options(planner: LoadPlanner, **options: Any) -> dict[str, Any]:
             "that itself"
         )
     return given
+
+
+def check_verify(reader: StorageReader, verify: Verify | None) -> None:
+    """Raise CheckpointError where ``reader`` knows no such option."""
+    if verify is not None and not isinstance(reader, FileSystemReader):
+        raise CheckpointError(
+            f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
+        )
+
+
+def fill(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    ranks: Ranks,
+    planner: LoadPlanner,
+    *,
+    verify: Verify | None = None,
+    progress: bool | ProgressCallback | None = None,
+) -> LoadReport:
+    """`load` without a look at `Stateful` values: ``planner`` knows what goes into ``state_dict``."""
+    with _set_for_now(reader, {"verify": verify} if verify else {}):
+        return _load(lambda _: state_dict, reader, ranks, planner, progress)
 
 
 @contextmanager

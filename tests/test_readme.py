@@ -21,7 +21,7 @@ def test_python_examples_run_as_they_stand(
     """
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     blocks = [block for block in blocks if "dcp.server" not in block]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     monkeypatch.chdir(tmp_path)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -34,6 +34,7 @@ def test_python_examples_run_as_they_stand(
     report = names["report"]
     assert getattr(report, "unexpected") == ["rng.rank-0"]  # noqa: B009 - names are objects to mypy
     assert names["state"]["step"] == 1000  # type: ignore[index]
+    assert names["weights"]["weight"].dtype is torch.bfloat16  # type: ignore[index]
     assert names["restored"] is None
     manager = dcp.CheckpointManager(tmp_path / "checkpoints" / "run", no_dist=True)
     assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them

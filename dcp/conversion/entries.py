@@ -17,7 +17,7 @@ import numpy as np
 from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.selection import Patterns, Rename, Selection, renamer
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import MissingKeyError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex, Path
 
 __all__ = ["Entries", "Entry", "TargetDtype", "Value", "choose_entries"]
@@ -26,6 +26,7 @@ TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
 
 _MAX_LISTED = 10
+_STRUCTURE_VERSION = 1
 
 
 class Entry(NamedTuple):
@@ -83,6 +84,42 @@ class Entries:
         last = len(places)
         return dict(sorted(paths.items(), key=lambda item: places.get(self.source_names[item[0]], last)))
 
+    def structure(self) -> dict[str, Any] | None:
+        """The source's notes on containers, as far as they are of what is converted."""
+        structure = self.index.provenance.get("structure")
+        if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
+            return None
+        if structure.get("version") != _STRUCTURE_VERSION:
+            raise UnsupportedFormatError(
+                f"how the state was nested is noted in another version than {_STRUCTURE_VERSION}: it was "
+                "written by a newer dcphub; read it with one"
+            )
+        paths = [entry.path for entry in self.tensors] + [value.path for value in self.values]
+        total = self.index.tensor_count + len(self.index.objects)
+        is_whole = len(paths) == total and not self.is_renamed
+        if is_whole:
+            return structure
+        children: dict[Path, set[str]] = {}
+        for path in [*paths, *self.empty]:
+            for depth in range(len(path)):
+                children.setdefault(path[:depth], set()).add(str(path[depth]))
+        containers = []
+        for note in structure["containers"]:
+            noted = note.get("path") if isinstance(note, dict) else None
+            if not isinstance(noted, list) or not all(type(part) in (str, int) for part in noted):
+                continue  # of a stranger's
+            path = tuple(noted)
+            names = children.get(path, set() if path in self.empty else None)
+            if names is None or note.get("kind") in ("tensor", "value"):
+                continue
+            note = {key: value for key, value in note.items() if key != "metadata"}
+            if not names <= {str(key) for key in note.get("keys", names)}:
+                note.pop("keys")
+            containers.append(note)
+        known = structure.get("values")
+        kinds = {name: known[old] for name, old in self.source_names.items() if known and old in known}
+        return {"version": _STRUCTURE_VERSION, "containers": containers, "values": kinds}
+
     @property
     def is_renamed(self) -> bool:
         """Whether any name differs from the source's."""
@@ -104,8 +141,9 @@ def choose_entries(
     unread = unread if isinstance(unread, dict) else {}
     names = [*index.fqns, *index.objects.fqns, *unread]
     selection, renaming = Selection.of(only, exclude), renamer(rename)
+    containers = _empty_containers(index)
     if selection is not None:
-        _check_patterns(selection, names)
+        _check_patterns(selection, [*names, *map(_name, containers)])
     chosen = [name for name in names if selection is None or selection.selects(name)]
     new_names = {name: renaming(name) if renaming else name for name in chosen}
     _check_unique(new_names)
@@ -130,7 +168,7 @@ def choose_entries(
     refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
     empty = frozenset(
         path
-        for path in _empty_containers(index)
+        for path in containers
         if (selection is None or selection.selects(_name(path)))
         and (renaming is None or renaming(_name(path)) == _name(path))
     )
@@ -164,9 +202,9 @@ def _check_patterns(selection: Selection, names: Sequence[str]) -> None:
             f"{text} (did you mean {', '.join(close)}?)" if close else text
             for text, close in matches.idle.items()
         ]
-        raise PlanError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
+        raise MissingKeyError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
     if not matches.selected:
-        raise PlanError("only and exclude together leave nothing of the checkpoint to convert")
+        raise PlanError("only and exclude together leave nothing of the checkpoint")
 
 
 def _check_unique(new_names: Mapping[str, str]) -> None:
@@ -203,7 +241,9 @@ def _path(name: str, new: str, path: Path | None) -> Path:
 
 
 def _may_be_tied(index: CheckpointIndex) -> set[int]:
-    """Tensors whose first chunk begins where another one's does."""
+    """Tensors whose first chunk begins where another one's does; none where nobody knows where they do."""
+    if len(index.payload_offsets) < len(index.chunk_files):
+        return set()
     rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
     chunks = index.chunk_start[rows]
     offsets = index.payload_offsets[chunks]

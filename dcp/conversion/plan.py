@@ -27,7 +27,6 @@ from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointFormatError,
     PlanError,
-    UnsupportedFormatError,
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Path
@@ -49,7 +48,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED: Final = 10
-_STRUCTURE_VERSION: Final = 1
 _MAX_VALUE_BYTES: Final = 64 << 20
 _SIZE: Final = "torch.Size"
 
@@ -93,7 +91,7 @@ def plan_layout(
         _warn_of_distrust([value.fqn for value, content in pairs if not torch_allows(content)])
         name = place.file_name or ""
         return Planned(torch_layout(name, entries, pairs, structure_of(entries)), dropped)
-    extras = extras_of(entries, [(value, contents[value.fqn]) for value in kept], _own_structure(entries))
+    extras = extras_of(entries, [(value, contents[value.fqn]) for value in kept], entries.structure())
     shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
     layout = safetensors_layout(
         entries,
@@ -123,7 +121,7 @@ def _plan_dcp(
         "dcphub_version": __version__,
         "converted_from": origin,
     }
-    structure = _own_structure(entries)
+    structure = entries.structure()
     if structure is not None:
         provenance["structure"] = structure
     layout = dcp_layout(
@@ -186,7 +184,7 @@ def _drop_or_refuse(
 
 def structure_of(entries: Entries) -> Any:
     """A function of (fqn -> path, fqn -> value) that builds the nested state dict as the source had it."""
-    notes = _own_structure(entries)
+    notes = entries.structure()
     kinds = notes.get("values", {}) if notes else {}
 
     def build(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
@@ -197,43 +195,6 @@ def structure_of(entries: Entries) -> Any:
         return restore_structure(notes, paths, value_of)
 
     return build
-
-
-def _own_structure(entries: Entries) -> dict[str, Any] | None:
-    """The source's notes on containers, as far as they are of what is converted."""
-    structure = entries.index.provenance.get("structure")
-    if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
-        return None
-    if structure.get("version") != _STRUCTURE_VERSION:
-        raise UnsupportedFormatError(
-            f"how the state was nested is noted in another version than {_STRUCTURE_VERSION}: it was written "
-            "by a newer dcphub; read it with one"
-        )
-    paths = [entry.path for entry in entries.tensors] + [value.path for value in entries.values]
-    total = entries.index.tensor_count + len(entries.index.objects)
-    is_whole = len(paths) == total and not entries.is_renamed
-    if is_whole:
-        return structure
-    children: dict[Path, set[str]] = {}
-    for path in paths:
-        for depth in range(len(path)):
-            children.setdefault(path[:depth], set()).add(str(path[depth]))
-    containers = []
-    for note in structure["containers"]:
-        noted = note.get("path") if isinstance(note, dict) else None
-        if not isinstance(noted, list) or not all(type(part) in (str, int) for part in noted):
-            continue  # of a stranger's
-        path = tuple(noted)
-        names = children.get(path, set() if path in entries.empty else None)
-        if names is None or note.get("kind") in ("tensor", "value"):
-            continue
-        note = {key: value for key, value in note.items() if key != "metadata"}
-        if not names <= {str(key) for key in note.get("keys", names)}:
-            note.pop("keys")
-        containers.append(note)
-    known = structure.get("values")
-    kinds = {name: known[old] for name, old in entries.source_names.items() if known and old in known}
-    return {"version": _STRUCTURE_VERSION, "containers": containers, "values": kinds}
 
 
 # -- identity ------------------------------------------------------------------------------------------------
