@@ -49,6 +49,7 @@ __all__ = [
     "header_of",
     "list_checkpoints",
     "module_tree",
+    "name_and_step",
     "object_row",
     "object_rows",
     "open_index",
@@ -71,8 +72,8 @@ class CheckpointSummary:
 
     ``state`` is "committed", "incomplete" (data files that no save committed) or "unreadable" (``problem``
     says why); of weights without a commit, such as a torch.save file, "complete", or "unopened" in a quick
-    listing. ``step`` is the number at the end of the name. ``bytes`` is the size of the files it refers to.
-    What is not known is None.
+    listing; of `dcp.run_listing` "run", with the number of its ``checkpoints``. ``step`` is the number at the
+    end of the name. ``bytes`` is the size of the files it refers to. What is not known is None.
     """
 
     name: str
@@ -85,6 +86,7 @@ class CheckpointSummary:
     bytes: int | None = None
     world_size: int | None = None
     problem: str | None = None
+    checkpoints: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,8 @@ def _each(
     return [summary for summary in found if summary is not None]
 
 
-def _name_and_step(url: str) -> tuple[str, int | None]:
+def name_and_step(url: str) -> tuple[str, int | None]:
+    """The last part of a path or URL, and the number at its end."""
     name = url.rstrip("/").rsplit("/", 1)[-1]
     stem = name.rpartition(".")[0] if name.lower().endswith(FILE_SUFFIXES) else name
     match = _STEP.search(stem)
@@ -225,13 +228,13 @@ def _name_and_step(url: str) -> tuple[str, int | None]:
 
 
 def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
-    name, step = _name_and_step(url)
+    name, step = name_and_step(url)
     return CheckpointSummary(name, url, "unreadable", step, problem=str(error))
 
 
 def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
     """The save in a folder; None if it has nothing of one. ``files`` is its listing."""
-    name, step = _name_and_step(store.url)
+    name, step = name_and_step(store.url)
     data_bytes = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
     committed = [file for file in files if is_commit_object(file.name)]
     if not committed:
@@ -289,14 +292,14 @@ def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointS
 
 
 def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
-    name, step = _name_and_step(url)
+    name, step = name_and_step(url)
     seconds = max(file.modified_seconds for file in files)
     size_bytes = sum(file.size_bytes for file in files)
     return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
 
 
 def _summary_of(header: CheckpointHeader, state: str) -> CheckpointSummary:
-    name, step = _name_and_step(header.url)
+    name, step = name_and_step(header.url)
     return CheckpointSummary(
         name,
         header.url,

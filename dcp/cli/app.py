@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp.cli import cat, convert, db, demo, diff, gc, keys, ls, rm, roots, serve, show, stats, verify, worker
+from dcp.cli.commands import Commands
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
@@ -15,26 +16,28 @@ app = typer.Typer(
     name="dcp",
     help="Look at checkpoints, compare, verify, convert, remove them: sharded ones, torch.save, safetensors.",
     no_args_is_help=True,
+    cls=Commands,
+    context_settings={"max_content_width": 120},
     # plain messages: a usage error is a line, not a box
     rich_markup_mode=None,
     # our own errors are reported by each command; what escapes is a bug, and its plain traceback the report
     pretty_exceptions_enable=False,
 )
-app.command("ls")(ls.command)
-app.command("show")(show.command)
-app.command("cat")(cat.command)
-app.command("stats")(stats.command)
-app.command("diff")(diff.command)
-app.command("verify")(verify.command)
-app.command("convert")(convert.command)
-app.command("rm")(rm.command)
-app.command("gc")(gc.command)
-app.command("serve")(serve.command)
-app.command("worker")(worker.command)
-app.add_typer(db.app, name="db")
-app.add_typer(keys.app, name="keys")
-app.add_typer(roots.app, name="roots")
-app.command("demo")(demo.command)
+app.command("ls", rich_help_panel="Look")(ls.command)
+app.command("show", rich_help_panel="Look")(show.command)
+app.command("cat", rich_help_panel="Look")(cat.command)
+app.command("stats", rich_help_panel="Look")(stats.command)
+app.command("diff", rich_help_panel="Look")(diff.command)
+app.command("verify", rich_help_panel="Check and convert")(verify.command)
+app.command("convert", rich_help_panel="Check and convert")(convert.command)
+app.command("rm", rich_help_panel="Remove")(rm.command)
+app.command("gc", rich_help_panel="Remove")(gc.command)
+app.command("serve", rich_help_panel="The service")(serve.command)
+app.command("worker", rich_help_panel="The service")(worker.command)
+app.add_typer(db.app, name="db", rich_help_panel="The service")
+app.add_typer(keys.app, name="keys", rich_help_panel="The service")
+app.add_typer(roots.app, name="roots", rich_help_panel="The service")
+app.command("demo", rich_help_panel="Try it")(demo.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import math
 import os
+import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Annotated, Any, Final, NoReturn, TypeAlias
@@ -31,9 +33,9 @@ __all__ = [
     "describe_bytes",
     "describe_time",
     "errors_as_lines",
+    "nobody_reads",
     "print_error",
     "print_json",
-    "print_table",
     "printable",
     "storage_options",
     "unwinding_on_sigterm",
@@ -98,9 +100,11 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
     try:
         with whole_tracebacks() if debug else contextlib.nullcontext():
             yield
-    except (typer.Exit, BrokenPipeError):
-        raise  # a pipe whose reader has gone, as with `| head`, is nothing to report
+    except typer.Exit:
+        raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            raise  # as with `| head`, and nothing to report
         if debug:
             traceback.print_exception(error)
         elif isinstance(error, CheckpointError | OSError):
@@ -112,6 +116,16 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_FAILURE) from error
     finally:
         requests.setLevel(level)
+
+
+def nobody_reads() -> bool:
+    """Whether the other end of standard output is closed: other pipes break, too."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except io.UnsupportedOperation:  # no file
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager
@@ -154,22 +168,6 @@ def _jsonable(value: Any) -> Any:
     from dcp.storage.formats.python_values import value_text
 
     return value_text(value)
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Aligned columns; those named in ``right`` are flushed right.
-
-    Written by hand because rich lays out 20,000 rows in seconds and cuts long names to the terminal's width.
-    """
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    layout = "  ".join(
-        f"{{:{'>' if name in right else '<'}{width}}}" for name, width in zip(header, widths, strict=True)
-    )
-    lines = [layout.format(*header).rstrip(), *(layout.format(*row).rstrip() for row in cells)]
-    if sys.stdout.isatty():
-        lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
-    print("\n".join(lines))
 
 
 def printable(text: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,11 +15,11 @@ from dcp.cli.common import (
     describe_bytes,
     errors_as_lines,
     print_json,
-    print_table,
     printable,
     storage_options,
 )
 from dcp.cli.progress import progress_bar
+from dcp.cli.tables import Top, counted, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
     from dcp.difference import Difference, TensorDifference, TensorFacts
@@ -27,7 +28,26 @@ __all__ = ["command"]
 
 _HEADER = ("tensor", "what", "before", "after", "differ", "max abs", "relative L2")
 _RIGHT = ("differ", "max abs", "relative L2")
+_NARROW = ("tensor:28", "before:12", "after:12", "tensor:12", "before", "after")
 _VALUE_CHARACTERS = 60
+
+
+def _deltas(name: str) -> Callable[[TensorDifference], tuple[bool, float]]:
+    """The largest first, and those of which it is not known last."""
+
+    def key(tensor: TensorDifference) -> tuple[bool, float]:
+        value = None if tensor.values is None else getattr(tensor.values, name)
+        return value is None, 0.0 if value is None else -value
+
+    return key
+
+
+_SORTS: dict[str, Callable[[TensorDifference], Any]] = {
+    "differ": _deltas("differing"),
+    "max": _deltas("max_abs"),
+    "l2": _deltas("relative_l2"),
+    "name": lambda tensor: tensor.fqn,
+}
 
 
 def command(
@@ -44,11 +64,16 @@ def command(
         list[str] | None,
         typer.Option("--rename", metavar="REGEX=TEXT", help="Replace this in the names of A before."),
     ] = None,
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="COLUMN", help="The largest first: differ, max, l2; or name.")
+    ] = "",
+    top: Top = None,
     options: Options = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Compare checkpoint B with A. Equal tensors are told by checksums. Exits with 1 if anything differs."""
+    by = sort_key(sort, _SORTS) if sort else None
     renames = dict(_rename(rule) for rule in rename or ())
     with errors_as_lines(debug=debug), progress_bar(f"{a} {b}") as progress:
         # here, because a usage message must not wait for numpy
@@ -68,7 +93,7 @@ def command(
     if json:
         print_json(found)
     else:
-        _print(found)
+        _print(found, list(found.tensors) if by is None else sorted(found.tensors, key=by), top)
     if not found.is_empty:
         raise typer.Exit(EXIT_FINDINGS)
 
@@ -80,22 +105,28 @@ def _rename(rule: str) -> tuple[str, str]:
     return regex, text
 
 
-def _print(found: Difference) -> None:
-    if found.tensors:
-        print_table(_HEADER, [_row(tensor) for tensor in found.tensors], right=_RIGHT)
-        print()
-    if found.objects:
-        rows = [(value.fqn, value.kind, _shown(value.before), _shown(value.after)) for value in found.objects]
-        print_table(("object", "what", "before", "after"), rows)
-        print()
-    verdict = "equal" if found.is_empty else f"{_counted(found)} differ"
-    same = f"{len(found.equal)} tensors and {found.equal_objects} objects are equal"
+def _print(found: Difference, tensors: list[TensorDifference], top: int | None) -> None:
+    verdict = "equal" if found.is_empty else f"{_differing(found)}"
+    equal = len(found.equal), found.equal_objects
+    same = f"{counted(equal[0], 'tensor')} and {counted(equal[1], 'object')} equal"
     print(printable(f"{found.a} and {found.b}: {verdict} ({same}, {describe_bytes(found.bytes_read)} read)"))
+    if tensors:
+        print()
+        print_table(_HEADER, [_row(tensor) for tensor in top_of(tensors, top)], right=_RIGHT, narrow=_NARROW)
+        print_rest(tensors, top, "tensor")
+    if found.objects:
+        print()
+        values = list(found.objects)
+        rows = [(v.fqn, v.kind, _shown(v.before), _shown(v.after)) for v in top_of(values, top)]
+        narrow = ("before:20", "after:20", "object:24", "before:8", "after:8")
+        print_table(("object", "what", "before", "after"), rows, narrow=narrow)
+        print_rest(values, top, "object")
 
 
-def _counted(found: Difference) -> str:
+def _differing(found: Difference) -> str:
     counts = (("tensor", len(found.tensors)), ("object", len(found.objects)))
-    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts if count)
+    told = " and ".join(counted(count, name) for name, count in counts if count)
+    return f"{told} differ{'s' if sum(count for _, count in counts) == 1 else ''}"
 
 
 def _row(tensor: TensorDifference) -> tuple[str, ...]:

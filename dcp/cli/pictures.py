@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["bar", "sparkline"]
+__all__ = ["bar", "can_print", "sparkline"]
 
 _HEIGHTS: Final = " ▁▂▃▄▅▆▇█"
 _WIDTHS: Final = " ▏▎▍▌▋▊▉█"
@@ -15,7 +15,7 @@ _ASCII_HEIGHTS: Final = " .:-=+*%#"
 
 def sparkline(counts: Sequence[int]) -> str:
     """One character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
-    heights = _HEIGHTS if _can_print(_HEIGHTS) else _ASCII_HEIGHTS
+    heights = _HEIGHTS if can_print(_HEIGHTS) else _ASCII_HEIGHTS
     largest = max(counts, default=0)
     return "".join(heights[-(-count * 8 // largest) if largest else 0] for count in counts)
 
@@ -23,12 +23,13 @@ def sparkline(counts: Sequence[int]) -> str:
 def bar(count: int, largest: int, width: int) -> str:
     """A bar of ``width`` characters for ``largest``, and of its share for ``count``."""
     eighths = -(-count * width * 8 // largest) if largest else 0
-    if not _can_print(_WIDTHS):
+    if not can_print(_WIDTHS):
         return "#" * -(-eighths // 8)
     return ("█" * (eighths // 8) + _WIDTHS[eighths % 8]).rstrip()
 
 
-def _can_print(text: str) -> bool:
+def can_print(text: str) -> bool:
+    """Whether standard output can show these characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):

@@ -14,11 +14,11 @@ from dcp.cli.common import (
     errors_as_lines,
     print_error,
     print_json,
-    print_table,
     printable,
 )
 from dcp.cli.db import DatabaseUrl, open_database
 from dcp.cli.serve import Config, read_settings
+from dcp.cli.tables import print_table
 
 __all__ = ["app"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,11 +16,11 @@ from dcp.cli.common import (
     describe_time,
     errors_as_lines,
     print_json,
-    print_table,
     printable,
     storage_options,
 )
 from dcp.cli.pictures import bar
+from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
     from dcp.inspection import CheckpointHeader, ModuleNode, ObjectRow, TensorRow
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _VALUE_CHARACTERS = 100
+_FACT_COLUMNS = 12
+_LOOSE_FORMATS = ("safetensors", "torch_save")
+"""Of files that are no checkpoint of a commit, whose time is that of their last change."""
+
+_SORTS: dict[str, Callable[[TensorRow], Any]] = {
+    "name": lambda row: row.fqn,
+    "size": lambda row: -row.bytes,
+    "dtype": lambda row: (row.dtype, row.fqn),
+}
 _BAR_CHARACTERS = 24
 
 
@@ -36,11 +46,17 @@ def command(
         bool, typer.Option("--tree", help="Group the tensors by module, with a picture of their sizes.")
     ] = False,
     objects: Annotated[bool, typer.Option("--objects", help="List the other values, too.")] = False,
+    sort: Annotated[
+        str,
+        typer.Option("--sort", metavar="COLUMN", help="Tensors by name, dtype or size."),
+    ] = "",
+    top: Top = None,
     options: Options = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what is in a checkpoint: where it comes from, its tensors, with --objects its other values."""
+    by = sort_key(sort, _SORTS) if sort else None
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
         from dcp import inspection
@@ -62,7 +78,9 @@ def command(
         _print_tree(modules)
     elif tensors:
         print()
-        _print_tensors(tensors)
+        tensors = tensors if by is None else sorted(tensors, key=by)
+        _print_tensors(top_of(tensors, top))
+        print_rest(tensors, top, "tensor")
     if values:
         print()
         _print_objects(values)
@@ -93,14 +111,18 @@ def _module_as_json(node: ModuleNode) -> dict[str, Any]:
 
 
 def _print_header(header: CheckpointHeader) -> None:
+    is_loose = header.format in _LOOSE_FORMATS
     facts = (
         ("checkpoint", header.url),
         ("format", header.format),
         ("save id", header.save_id),
-        ("committed", describe_time(header.committed_seconds)),
+        ("modified" if is_loose else "committed", describe_time(header.committed_seconds)),
         ("written by", _writer(header)),
         ("ranks", header.world_size),
-        ("tensors", f"{header.tensors} in {header.chunks} chunks, {describe_bytes(header.bytes)}"),
+        (
+            "tensors",
+            f"{header.tensors:,} in {counted(header.chunks, 'chunk')}, {describe_bytes(header.bytes)}",
+        ),
         ("objects", header.objects),
         ("files", f"{header.files}, {describe_bytes(header.file_bytes)}"),
         ("seconds", _describe_phases(header.rank_seconds)),
@@ -108,7 +130,18 @@ def _print_header(header: CheckpointHeader) -> None:
         *((f"user.{key}", repr(value)) for key, value in header.user.items()),
     )
     for name, value in facts:
-        print(f"{printable(name):<10}  {printable('-' if value is None else str(value))}")
+        _print_fact(printable(name), printable("-" if value is None else str(value)))
+
+
+def _print_fact(name: str, value: str) -> None:
+    """Wrapped between words where it is too long; a path has none, and is to be copied."""
+    columns = output_columns()
+    lines = [value]
+    if columns is not None and columns > 2 * _FACT_COLUMNS:
+        lines = textwrap.wrap(
+            value, columns - _FACT_COLUMNS, break_long_words=False, break_on_hyphens=False
+        ) or [value]
+    print(f"{name:<10}  " + f"\n{' ' * _FACT_COLUMNS}".join(lines))
 
 
 def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
@@ -152,6 +185,7 @@ def _print_tensors(tensors: list[TensorRow]) -> None:
             for row in tensors
         ],
         right=("chunks", "size", "files"),
+        narrow=("files", "chunks", "tensor:24", "shape", "tensor:10"),
     )
 
 
@@ -178,11 +212,13 @@ def _print_tree(root: ModuleNode) -> None:
     visit(root, "")
     rows.append(("total", str(root.tensors), f"{root.elements:,}", describe_bytes(root.bytes), "", ""))
     header = ("module", "tensors", "elements", "size", "tensor", "of all bytes")
-    print_table(header, rows, right=("tensors", "elements", "size"))
+    narrow = ("of all bytes", "tensor:20", "module:20", "elements", "tensor")
+    print_table(header, rows, right=("tensors", "elements", "size"), narrow=narrow)
 
 
 def _print_objects(values: list[ObjectRow]) -> None:
-    print_table(("object", "type", "value"), [(row.fqn, *_describe_value(row)) for row in values])
+    rows = [(row.fqn, *_describe_value(row)) for row in values]
+    print_table(("object", "type", "value"), rows, narrow=("value:30", "object:24", "value:10"))
 
 
 def _describe_value(row: ObjectRow) -> tuple[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,20 +16,22 @@ from dcp.cli.common import (
     describe_bytes,
     errors_as_lines,
     print_json,
-    print_table,
     printable,
     storage_options,
 )
 from dcp.cli.pictures import bar, sparkline
 from dcp.cli.progress import progress_bar
+from dcp.cli.tables import Top, counted, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.statistics import CheckpointStatistics, Histogram, Statistics
+    from dcp.statistics import CheckpointStatistics, Histogram, Statistics, TensorStatistics
 
 __all__ = ["command"]
 
 _HEADER = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "norm", "nan", "inf", "zero", "values")
 _RIGHT = ("min", "max", "mean", "std", "norm", "nan", "inf", "zero")
+_SORTED = ("size", "min", "max", "mean", "std", "norm", "nan", "inf", "zero")
+_NARROW = ("values", "tensor:32", "norm", "std", "shape", "dtype", "tensor:16")
 _BAR_CHARACTERS = 40
 
 
@@ -38,6 +42,11 @@ def command(
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
     bins: Annotated[int, typer.Option(min=3, help="Bins of a histogram, at most.")] = 32,
+    sort: Annotated[
+        str,
+        typer.Option("--sort", metavar="COLUMN", help=f"The largest first: {', '.join(_SORTED)}; or name."),
+    ] = "",
+    top: Top = None,
     options: Options = None,
     json: Json = False,
     debug: Debug = False,
@@ -46,6 +55,7 @@ def command(
 
     Histograms are over powers of two: from large negative numbers over zero to large positive ones.
     """
+    by = sort_key(sort, _sorts()) if sort else None
     with errors_as_lines(debug=debug), progress_bar(uri) as progress:
         # here, because a usage message must not wait for numpy
         from dcp.statistics import statistics
@@ -61,21 +71,47 @@ def command(
     if json:
         print_json(found)
     else:
-        _print(found)
+        _print(found, list(found.tensors) if by is None else sorted(found.tensors, key=by), top, kept=sort)
 
 
-def _print(found: CheckpointStatistics) -> None:
+def _sorts() -> dict[str, Callable[[TensorStatistics], Any]]:
+    """What to sort by; tensors without that figure come last."""
+
+    def figure(name: str) -> Callable[[TensorStatistics], tuple[bool, float]]:
+        def key(tensor: TensorStatistics) -> tuple[bool, float]:
+            value = None if tensor.statistics is None else getattr(tensor.statistics, name)
+            return value is None, 0.0 if value is None else -value
+
+        return key
+
+    fields = {"size": "count", "nan": "nans", "inf": "infs", "zero": "zeros"}
+    keys: dict[str, Callable[[TensorStatistics], Any]] = {
+        name: figure(fields.get(name, name)) for name in _SORTED
+    }
+    return keys | {"name": lambda tensor: tensor.fqn}
+
+
+def _print(
+    found: CheckpointStatistics, tensors: list[TensorStatistics], top: int | None, *, kept: str
+) -> None:
+    total = found.total
+    sizes = (
+        counted(len(tensors), "tensor"),
+        counted(sum(math.prod(tensor.shape) for tensor in tensors), "value"),
+        describe_bytes(found.bytes_read),
+    )
+    print(printable(f"{found.url}: {', '.join(sizes)} read, {total.nans:,} NaN, {total.infs:,} infinite"))
+    print()
     rows = [
         (tensor.fqn, tensor.dtype, "x".join(map(str, tensor.shape)) or "scalar", *_cells(tensor.statistics))
-        for tensor in found.tensors
+        for tensor in top_of(tensors, top)
     ]
     rows.append(("total", "", f"{found.total.count:,}", *_cells(found.total)))
-    print_table(_HEADER, rows, right=_RIGHT)
+    print_table(_HEADER, rows, right=_RIGHT, narrow=[step for step in _NARROW if step != kept])
+    print_rest(tensors, top, "tensor")
     if found.total.histogram is not None:
         print()
         _print_histogram(found.total.histogram)
-    print()
-    print(printable(f"{found.url}: {describe_bytes(found.bytes_read)} read"))
 
 
 def _cells(statistics: Statistics | None) -> tuple[str, ...]:

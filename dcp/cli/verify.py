@@ -19,6 +19,7 @@ from dcp.cli.common import (
     storage_options,
 )
 from dcp.cli.progress import progress_bar
+from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
     from dcp.verification import VerifyReport
@@ -83,9 +84,13 @@ def _print_report(report: VerifyReport) -> None:
     more = len(shown) - _SHOWN_FINDINGS
     if more > 0:
         print(f"... and {more} more; --json lists all")
-    read = f"{report.tensors} tensors, {report.files} files, {describe_bytes(report.bytes)} read"
-    if report.unchecked_bytes:
-        read += f", {describe_bytes(report.unchecked_bytes)} of it without a checksum to compare with"
-    faults = len(report.faults)
-    verdict = "ok" if report.ok else f"{faults} finding{'s' if faults > 1 else ''}"
+    sizes = counted(report.tensors, "tensor"), counted(report.files, "file"), describe_bytes(report.bytes)
+    read = f"{', '.join(sizes)} read"
+    unchecked = report.unchecked_bytes
+    if 0 < unchecked < report.bytes:
+        read += f", {describe_bytes(unchecked)} of it without a checksum to compare with"
+    if not report.ok:
+        verdict = counted(len(report.faults), "finding")
+    else:
+        verdict = "readable, no checksums" if unchecked and unchecked == report.bytes else "ok"
     print(printable(f"{report.url}: {verdict} ({read})"))

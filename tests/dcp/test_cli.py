@@ -44,7 +44,9 @@ def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> Non
     (tmp_path / "notes" / "readme.txt").write_text("nothing here")
 
     listed = run("ls", tmp_path)
-    lines = [line.split() for line in listed.out.splitlines()]
+    summary, _, table = listed.out.partition("\n\n")
+    assert summary.startswith(f"{tmp_path}: 4 checkpoints, 1 incomplete, 1 unreadable, ")
+    lines = [line.split() for line in table.splitlines()]
     assert lines[0] == ["name", "step", "committed", "format", "tensors", "size", "ranks", "state"]
     assert [(line[0], line[1], line[-1]) for line in lines[1:]] == [
         ("step-2", "2", "incomplete"),
@@ -308,7 +310,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         os.close(write)
         os.close(read)
         _, errors = process.communicate()
-    assert errors == ""
+    assert (errors, process.returncode) == ("", 0)
 
 
 def test_listing_twenty_thousand_tensors_takes_no_second(tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
     """Figures, counts, a sparkline of each tensor, and the histogram of all."""
     shown = run("stats", ours)
     assert (shown.status, shown.err) == (0, "")
-    table, histogram, _ = shown.out.split("\n\n")
+    summary, table, histogram = shown.out.split("\n\n")
+    assert summary.startswith(f"{ours}: 5 tensors, 2,006 values, ") and "1 NaN, 0 infinite" in summary
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     assert rows["tensor"] == [
         "dtype",
@@ -239,7 +240,7 @@ def test_diff_of_equals_says_so(ours: Path, stock: Path) -> None:
     """Equal checkpoints of two formats: status 0, and what was compared."""
     shown = run("diff", ours, stock)
     assert (shown.status, shown.err) == (0, "")
-    assert shown.out.startswith(f"{ours} and {stock}: equal (5 tensors and 3 objects are equal")
+    assert shown.out.startswith(f"{ours} and {stock}: equal (5 tensors and 3 objects equal")
     assert run("diff", ours, ours, "--no-values", "--json").json["bytes_read"] == 0
 
 
@@ -253,7 +254,7 @@ def test_diff_prints_what_differs_and_exits_with_1(ours: Path, tmp_path: Path) -
     folder = save_ours(tmp_path / "x", other)
     shown = run("diff", ours, folder)
     assert (shown.status, shown.err) == (1, "")
-    tensors, objects, verdict = shown.out.split("\n\n")
+    verdict, tensors, objects = shown.out.split("\n\n")
     rows = {line.split()[0]: line.split("  ") for line in tensors.splitlines()}
     assert [cell.strip() for cell in rows["model.w"] if cell.strip()][:6] == [
         "model.w",
@@ -267,7 +268,7 @@ def test_diff_prints_what_differs_and_exits_with_1(ours: Path, tmp_path: Path) -
     assert "removed" in "".join(rows["model.scalar"])
     assert "added" in "".join(rows["model.new"])
     assert objects.splitlines()[1].split() == ["step", "changed", "7", "8"]
-    assert ": 4 tensors, 1 object differ (2 tensors and 2 objects are equal, " in verdict
+    assert ": 4 tensors and 1 object differ (2 tensors and 2 objects equal, " in verdict
     parsed = run("diff", ours, folder, "--json")
     assert parsed.status == 1
     assert {tensor["fqn"]: tensor["kind"] for tensor in parsed.json["tensors"]} == {

@@ -40,7 +40,7 @@ def test_a_whole_checkpoint_passes(tmp_path: Path, save: Callable[[Path], Path])
     assert report.unchecked_bytes == 0
     done = run("verify", folder)
     assert (done.status, done.err) == (0, "")
-    assert f"{folder}: ok (5 tensors, 1 files, " in done.out
+    assert f"{folder}: ok (5 tensors, 1 file, " in done.out
 
 
 def test_a_flipped_bit_is_found_at_its_block(tmp_path: Path) -> None:

@@ -54,13 +54,15 @@ def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
         raw.write(f"{bad}/{MANIFEST_NAME}", b"no manifest")
         raw.write(f"{s3_root}/other/readme", b"")
     listed = run("ls", s3_root, *options)
-    lines = [line.split() for line in listed.out.splitlines()[1:]]
+    lines = [line.split() for line in listed.out.splitlines()[3:]]
     assert [(line[0], line[1], line[-1]) for line in lines] == [
         ("step-2", "2", "incomplete"),
         ("step-10", "10", "committed"),
         ("step-11", "11", "unreadable"),
     ]
     assert "step-11: " in listed.err
+    (run_row,) = run("ls", s3_root.rpartition("/")[0], "--json", *options).json
+    assert (run_row["state"], run_row["url"], run_row["checkpoints"]) == ("run", s3_root, 2)
     (row,) = run("ls", f"{good}/", "--json", *options).json
     assert (row["url"], row["name"], row["format"], row["tensors"]) == (good, "step-10", "dcp", 5)
     shown = run("show", good, "--objects", "--json", *options).json
