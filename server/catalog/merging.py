@@ -75,7 +75,7 @@ def is_new_content(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapp
     if row["announced"] is None:
         return True
     names = {columns["save_id"], columns["fingerprint"]} - {None}
-    if row["announced"] == "" and row["state"] == "committed":
+    if row["announced"] == "" and row["state"] not in ("incomplete", "unreadable"):
         # It was too young for a fingerprint when it was told of: its time and size have to do.
         return any(row[name] != columns[name] for name in ("committed_seconds", "bytes"))
     if not names or row["announced"] in names:

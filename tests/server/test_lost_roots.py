@@ -96,7 +96,8 @@ def test_requests_while_the_root_is_away(tmp_path: Path) -> None:
 
 def test_a_purge_waits_for_the_disk(database: Database, tmp_path: Path) -> None:
     """What cannot be seen is not purged: it would come back with the disk, and nobody would know it."""
-    write_manifest(tmp_path / "main" / "run" / "step-1")
+    for step in (1, 2):
+        write_manifest(tmp_path / "main" / "run" / f"step-{step}")
     runs = KindRuns(database, tmp_path / "work", {"main": {"url": str(tmp_path / "main")}})
     runs.scan("main")
     number = runs.id("main", "run/step-1")
@@ -104,8 +105,10 @@ def test_a_purge_waits_for_the_disk(database: Database, tmp_path: Path) -> None:
         lambda connection: delete_softly(connection, number, 0.0, actor="test", now=time.time())
     )
     job = runs.submit("purge", checkpoint_id=number)
-    for spoil in (_is_not_mounted, _is_away):
+    for spoil in (_is_not_mounted, _is_away, _is_a_link_elsewhere):
         spoil(tmp_path / "main")
+        if spoil is _is_a_link_elsewhere:  # which shows by a scan
+            runs.scan("main")
         claim = runs.claim()
         assert claim is not None
         answer = runs.carry_out(claim)
@@ -113,6 +116,8 @@ def test_a_purge_waits_for_the_disk(database: Database, tmp_path: Path) -> None:
         runs.complete(claim, answer)
         assert runs.job(job).state == "queued"
         assert runs.row("main", "run/step-1").state == "deleted"
+        if (tmp_path / "main").is_symlink():
+            (tmp_path / "main").unlink()
         shutil.rmtree(tmp_path / "main", ignore_errors=True)
         (tmp_path / "away").rename(tmp_path / "main")
     runs.drain()

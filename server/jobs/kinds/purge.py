@@ -15,6 +15,7 @@ from sqlalchemy import Connection, select
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import get_checkpoint, set_state
 from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.roots import root_row
 from dcp.server.database.tables import checkpoints
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
@@ -91,7 +92,7 @@ class Purge(Kind[PurgeParams]):
             self._check_due(connection, params)
         except StateError as error:
             raise PermanentJobError(str(error)) from error
-        return subject.to_json()
+        return {"subject": subject.to_json(), "in_doubt": root_row(connection, subject.root).lost > 0}
 
     @staticmethod
     def _check_due(connection: Connection, params: PurgeParams) -> None:
@@ -104,11 +105,15 @@ class Purge(Kind[PurgeParams]):
 
     def plan(self, context: JobContext, params: PurgeParams) -> JobPlan:
         """Which files go is decided once: of half of them nobody could tell any more."""
-        subject = Subject(**context.prepared)
+        subject = Subject(**context.prepared["subject"])
         root, place = open_place(context, subject)
         with storage_errors(root):
-            if root.is_empty():  # and what is on its disk would come back, as purged, once that is mounted
-                raise UnavailableError(f"root {root.name} is empty: is its disk mounted?")
+            is_there = place.file is not None or bool(place.store.list())
+            if not is_there and (context.prepared["in_doubt"] or root.is_empty()):
+                # What is on the right disk would come back as purged, and nobody would ever remove it.
+                raise UnavailableError(
+                    f"root {root.name} has lost much, or all: is that its storage? dcp roots list says more"
+                )
             weights = _weights(place, subject)
         shared = {"subject": subject.to_json(), "weights": weights}
         return JobPlan(

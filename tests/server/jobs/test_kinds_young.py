@@ -15,6 +15,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.verifications import get_statistics, list_verifications
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import events
+from dcp.server.jobs.kinds.deletion import delete_softly
 from dcp.server.scanning.registering import Registration, register
 from dcp.server.scanning.scanner import Scanner
 from tests.support.catalog_roots import age
@@ -67,3 +68,16 @@ def test_verified_before_the_next_scan(database: Database, tmp_path: Path, key: 
     scan(40)
     assert known() == ("unverified", [False], True)
     assert len(told()) == 2
+
+
+def test_deleted_while_it_was_young(database: Database, tmp_path: Path) -> None:
+    """A scan that finds its bytes, which wait for the purge, does not bring it back."""
+    _save_file(tmp_path / "main" / "run" / "one-1.safetensors")
+    runs = KindRuns(database, tmp_path / "work", {"main": {"url": str(tmp_path / "main")}})
+    runs.scan("main")
+    number = runs.id("main", "run/one-1.safetensors")
+    database.transact(
+        lambda connection: delete_softly(connection, number, 60.0, actor="test", now=time.time())
+    )
+    Scanner(database, runs.roots, clock=lambda: time.time() + 10).scan("main")
+    assert runs.row("main", "run/one-1.safetensors").state == "deleted"
