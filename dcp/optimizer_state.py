@@ -81,6 +81,8 @@ def parameter_groups(
     ``prefix`` is what the flat keys of the entries of ``state`` begin with.
     """
     is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
+    if not is_optimizer and all(kind_of(cls) != MAPPING for cls in set(map(type, state.values()))):
+        return  # quick, for a model of many tensors
     for key, value in state.items():
         if kind_of(type(value)) == MAPPING and not (is_optimizer and key == "state"):
             if depth:

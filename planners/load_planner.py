@@ -23,6 +23,7 @@ from dcp.planners.load_choice import Choice, choose, per_rank_path
 from dcp.planners.load_object import load_object
 from dcp.planners.load_plan import LoadFindings, WantedColumns, plan_load
 from dcp.planners.local import LocalTensors, collect_tensors
+from dcp.planners.local_tensor import KINDS, OBJECT, PLAIN
 from dcp.planners.lookup import BoxLookup
 from dcp.planners.materialise import has_meta_tensor, materialise
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
@@ -270,6 +271,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
         what changes their local tensors does not change the versions of their own."""
+        kinds = {KINDS[cls] for cls in set(map(type, self.state_dict.values()))} if self._planned else set()
+        if kinds <= {PLAIN, OBJECT}:
+            return  # the reader has told of plain tensors
         values = (self.state_dict.get(fqn) for fqn in self.touched_keys)
         increment_version([value for value in values if isinstance(value, torch.Tensor)])
 
