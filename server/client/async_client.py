@@ -30,6 +30,7 @@ from dcp.server.client.models import (
     Registered,
     Root,
     Run,
+    Series,
     ShardedTensor,
     Statistics,
     Tensor,
@@ -78,6 +79,10 @@ class AsyncClient(AsyncAdministration):
     async def run(self, run_id: int) -> Run:
         """One run."""
         return await self._send(calls.run(run_id))
+
+    async def run_series(self, run_id: int, metric: str, *, points: int = 200) -> Series:
+        """A metric over the steps of a run, in so many points at most, of one checkpoint or several each."""
+        return await self._send(calls.run_series(run_id, metric, points))
 
     def checkpoints(
         self, *, page_size: int = 100, **query: Unpack[CheckpointQuery]

@@ -194,6 +194,11 @@ def runs(root: str | None, contains: str | None, glob: str | None, sort: str) ->
     return PagedCall("/runs", one(models.Run), params(root=root, contains=contains, glob=glob, sort=sort))
 
 
+def run_series(run_id: int, metric: str, points: int) -> Call[models.Series]:
+    query = params(metric=metric, points=points)
+    return Call("GET", f"/runs/{run_id}/series", one(models.Series), params=query)
+
+
 def run(run_id: int) -> Call[models.Run]:
     return Call("GET", f"/runs/{run_id}", one(models.Run))
 

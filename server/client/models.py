@@ -78,6 +78,30 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class SeriesPoint:
+    """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
+
+    checkpoint_id: int
+    first_step: int
+    last_step: int
+    last_at: datetime
+    count: int
+    min: float
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A metric over the steps of a run; ``count`` checkpoints have it."""
+
+    run_id: int
+    metric: str
+    count: int
+    points: tuple[SeriesPoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint with its labels. ``etag`` says which version of it this is."""
 

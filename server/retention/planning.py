@@ -8,8 +8,9 @@ any case are checkpoints without a step, pinned ones, and those that an alias na
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, select
 
@@ -18,8 +19,6 @@ from dcp.server.catalog.patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 
 __all__ = ["Decision", "RunPlan", "plan_run", "runs_of"]
-
-_CHUNK = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ class RunPlan:
         return [one for one in self.decisions if not one.reasons]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     id: int
     key: str
     step: int | None
@@ -84,11 +82,10 @@ def runs_of(
 def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now: float) -> RunPlan:
     """What is kept of one run, and what goes."""
     rows = _rows(connection, run_id)
-    numbers = [row.id for row in rows]
     found: dict[int, tuple[str, ...]] = {}
     unjudged: dict[str, None] = {}
-    named = _names(connection, numbers)
-    measured = _metrics(connection, numbers)
+    named = _names(connection, run_id)
+    measured = _metrics(connection, run_id, keep)
     by_format: defaultdict[str, list[_Row]] = defaultdict(list)
     for row in rows:
         if row.step is None:
@@ -149,33 +146,41 @@ def _is_good(row: _Row) -> bool:
 
 
 def _rows(connection: Connection, run_id: int) -> list[_Row]:
-    names = _Row.__dataclass_fields__
     query = (
-        select(*(checkpoints.c[name] for name in names))
+        select(*(checkpoints.c[name] for name in _Row._fields))
         .where(checkpoints.c.run_id == run_id, checkpoints.c.state.in_(("committed", "unreadable")))
         .order_by(checkpoints.c.step, checkpoints.c.id)
     )
-    return [_Row(**row) for row in connection.execute(query).mappings()]
+    return [_Row._make(row) for row in connection.execute(query)]
 
 
-def _chunks(numbers: list[int]) -> Iterator[list[int]]:
-    for start in range(0, len(numbers), _CHUNK):
-        yield numbers[start : start + _CHUNK]
-
-
-def _names(connection: Connection, numbers: list[int]) -> dict[int, list[str]]:
+def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:
+    """Aliases by checkpoint; all of a run's are of its own checkpoints."""
     found: dict[int, list[str]] = {}
-    for some in _chunks(numbers):
-        query = select(aliases.c.checkpoint_id, aliases.c.name).where(aliases.c.checkpoint_id.in_(some))
-        for number, name in connection.execute(query):
-            found.setdefault(number, []).append(name)
+    query = select(aliases.c.checkpoint_id, aliases.c.name).where(aliases.c.run_id == run_id)
+    for number, name in connection.execute(query.order_by(aliases.c.name)):
+        found.setdefault(number, []).append(name)
     return found
 
 
-def _metrics(connection: Connection, numbers: list[int]) -> dict[int, dict[str, float]]:
+def _metrics(connection: Connection, run_id: int, keep: Retention) -> dict[int, dict[str, float]]:
+    """Those that the rules ask for; all where one of them is nowhere, for what is said of it."""
+    wanted = {rule.metric for rule in keep.bests}
+    if not wanted:
+        return {}
+    query = (
+        select(metrics.c.checkpoint_id, metrics.c.name, metrics.c.value)
+        .join(checkpoints, checkpoints.c.id == metrics.c.checkpoint_id)
+        .where(checkpoints.c.run_id == run_id)
+    )
+    found = _by_checkpoint(connection.execute(query.where(metrics.c.name.in_(sorted(wanted)))))
+    if wanted <= {name for own in found.values() for name in own}:
+        return found
+    return _by_checkpoint(connection.execute(query))
+
+
+def _by_checkpoint(rows: Iterable[Any]) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
-    for some in _chunks(numbers):
-        query = select(metrics.c.checkpoint_id, metrics.c.name, metrics.c.value)
-        for number, name, value in connection.execute(query.where(metrics.c.checkpoint_id.in_(some))):
-            found.setdefault(number, {})[name] = value
+    for number, name, value in rows:
+        found.setdefault(number, {})[name] = value
     return found

@@ -45,6 +45,8 @@ router = APIRouter(prefix="/retention", tags=["retention"])
 
 _CURSOR = "retention"
 _MAX_RUNS = 50
+_MAX_PLANNED = 5_000
+"""Checkpoints behind which a page ends: a run with more is one of its own."""
 
 
 @router.post("/policies", status_code=201, dependencies=[requires("delete")], responses=problems(404, 409))
@@ -187,9 +189,13 @@ def _preview(service: Service, page: PageParams, root: str, run_glob: str, keep:
     limit = min(page.limit, _MAX_RUNS)
     with service.database.read() as connection:
         found = runs_of(connection, root, run_glob, after=after, limit=limit + 1)
-        items = [
-            RunPreview.of(plan_run(connection, run_id, run, keep, service.clock()))
-            for run_id, run in found[:limit]
-        ]
-    more = encode_cursor(mark, found[limit - 1][0]) if len(found) > limit else None
+        items: list[RunPreview] = []
+        planned = 0
+        for run_id, run in found[:limit]:
+            plan = plan_run(connection, run_id, run, keep, service.clock())
+            items.append(RunPreview.of(plan))
+            planned += len(plan.decisions)
+            if planned >= _MAX_PLANNED:
+                break
+    more = encode_cursor(mark, items[-1].run_id) if len(found) > len(items) else None
     return PreviewPage(items=items, next_cursor=more)

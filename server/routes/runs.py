@@ -7,12 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from dcp.server.catalog import runs
-from dcp.server.catalog.known import check_root, notes_of
+from dcp.server.catalog.filters import CheckpointFilter, Sort
+from dcp.server.catalog.known import check_filter, check_root, notes_of
+from dcp.server.catalog.series import metric_series
 from dcp.server.dependencies import Caller, Db, requires
 from dcp.server.logs import redact
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import RunQuery
-from dcp.server.schemas.runs import RunAnswer, RunList
+from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer
 
 __all__ = ["router"]
 
@@ -35,3 +37,19 @@ def get_run(run_id: IdPath, database: Db, caller: Caller) -> RunAnswer:
     """One run."""
     with database.read() as connection:
         return RunAnswer.of(runs.get_run(connection, run_id, caller.roots))
+
+
+@router.get("/{run_id}/series", dependencies=[requires("read")], responses=problems(404))
+def get_run_series(
+    run_id: IdPath,
+    database: Db,
+    caller: Caller,
+    metric: Annotated[str, Query(min_length=1, max_length=128, examples=["loss"])],
+    points: Annotated[int, Query(ge=1, le=1000, description="As many at most.")] = 200,
+) -> SeriesAnswer:
+    """A metric over the steps of a run; of more checkpoints than points, each point is of several."""
+    with database.read() as connection:
+        found = metric_series(connection, run_id, metric, caller.roots, points=points)
+        if not found.points:
+            check_filter(connection, CheckpointFilter(), Sort("metric", metric=metric), caller.roots)
+    return SeriesAnswer.of(found)

@@ -9,6 +9,7 @@ from dcp.server.catalog.errors import InvalidQueryError, MissingError
 from dcp.server.catalog.lineage import MAX_NODES, add_lineage, lineage_of
 from dcp.server.catalog.roots import list_roots, root_row, set_scanned, sync_roots
 from dcp.server.catalog.runs import RunFilter, RunSort, get_run, list_runs
+from dcp.server.catalog.series import metric_series
 from dcp.server.database.engine import Database
 
 
@@ -145,3 +146,41 @@ def test_roots_follow_the_configuration(catalog: Database) -> None:
         assert root_row(connection, "other").is_configured
         with pytest.raises(MissingError):
             root_row(connection, "nowhere")
+
+
+def test_a_metric_over_the_steps_of_a_run(catalog: Database) -> None:
+    """Each checkpoint is a point where there are few; else the least, greatest and mean of neighbours."""
+    facts = [
+        CheckpointFacts(
+            root="main",
+            key=f"r/{step}",
+            format="dcp",
+            observed_seconds=1.0,
+            committed_seconds=float(step),
+            step=step,
+            metrics={"loss": 100.0 - step, "other": 1.0},
+        )
+        for step in range(10)
+    ]
+    with catalog.write() as connection:
+        upsert_checkpoints(connection, facts)
+    add(catalog, "main", "r/without", step=77)
+    add(catalog, "main", "r/unfinished", step=78, whole=0)
+    with catalog.read() as connection:
+        run_id = list_runs(connection, RunFilter()).runs[0].id
+        every = metric_series(connection, run_id, "loss", points=100)
+        assert [(one.first_step, one.last_step, one.count, one.mean) for one in every.points] == [
+            (step, step, 1, 100.0 - step) for step in range(10)
+        ]
+        few = metric_series(connection, run_id, "loss", points=3)
+        assert few.count == 10
+        assert [(one.first_step, one.last_step, one.count) for one in few.points] == [
+            (0, 3, 4),
+            (4, 6, 3),
+            (7, 9, 3),
+        ]
+        first = few.points[0]
+        assert (first.minimum, first.maximum, first.mean) == (97.0, 100.0, 98.5)
+        assert metric_series(connection, run_id, "nothing", points=3).points == []
+        with pytest.raises(MissingError):
+            metric_series(connection, run_id, "loss", frozenset({"other"}), points=3)

@@ -111,6 +111,8 @@ def test_the_catalog(connect: MakeClient, tmp_path: Path) -> None:
     (run,) = client.runs(root="main")
     assert (run.key, run.checkpoint_count, run.latest_step) == ("run", 2, 2)
     assert client.run(run.id) == run
+    series = client.run_series(run.id, "loss", points=1)
+    assert (series.run_id, series.metric, len(series.points)) == (run.id, "loss", 1 if series.count else 0)
     assert [node.id for node in client.lineage(one).nodes] == [one]
 
 

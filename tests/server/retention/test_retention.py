@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import event, select, update
 
 from dcp.manager.retention import Retention
 from dcp.server.automation import upkeep
@@ -83,6 +83,24 @@ def test_rules_and_reasons(runs: KindRuns) -> None:
         "step-6": ("newest", "last 1", "younger than 996 s"),
     }
     assert [one.step for one in planned(runs, keep).deleted] == [1, 2]
+
+
+def test_a_plan_reads_what_its_rules_ask_for(runs: KindRuns) -> None:
+    """Few statements, however many checkpoints there are, and no metric that no rule names."""
+    fill(runs, steps=1_100)
+    statements: list[str] = []
+
+    @event.listens_for(runs.database.reader, "before_cursor_execute")
+    def _(_c: Any, _cursor: Any, statement: str, *_others: Any) -> None:
+        statements.append(statement)
+
+    assert len(planned(runs, Retention(last=3)).deleted) == 1_097
+    assert not any("checkpoint_metrics" in statement for statement in statements)
+    assert len([statement for statement in statements if statement.startswith("SELECT")]) <= 3
+    statements.clear()
+    keep = Retention.from_dict({"best": {"metric": "loss", "count": 2}})
+    assert kept(planned(runs, keep)).keys() == {"step-3", "step-4", "step-1100"}
+    assert len([statement for statement in statements if statement.startswith("SELECT")]) <= 4
 
 
 def test_what_is_kept_in_any_case(runs: KindRuns) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from dcp.server.catalog.roots import set_scanned
+from dcp.server.routes import retention
 from tests.support.app import App, running_app
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.databases import MakeDatabase
@@ -167,6 +169,39 @@ def test_previews_change_nothing(app: App) -> None:
     ]
     states = client.get("/api/v1/checkpoints").json()["items"]
     assert {one["state"] for one in states} == {"committed"}
+
+
+def test_previews_end_a_page_behind_many_checkpoints(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many runs were asked for: the next page goes on, and each run comes once."""
+    monkeypatch.setattr(retention, "_MAX_PLANNED", 5)
+    for run in ("a", "b", "c"):
+        for step in range(3):
+            add_checkpoint(app.service.database, f"{run}/step-{step}")
+    client, body = app.client("read"), {"root": "main", "keep": {"last": 1}}
+    first = client.post(PREVIEW, json=body).json()
+    rest = client.post(PREVIEW, json=body, params={"cursor": first["next_cursor"]}).json()
+    assert [[item["run"] for item in page["items"]] for page in (first, rest)] == [["a", "b"], ["c"]]
+    assert rest["next_cursor"] is None
+
+
+def test_a_series_of_a_run(app: App) -> None:
+    """A metric in so many points; a run that may not be seen is not there, a misspelt metric is an error."""
+    for step in range(10):
+        add_checkpoint(app.service.database, f"run/step-{step}", metrics={"loss": float(step)})
+    client = app.client("read")
+    (run,) = client.get("/api/v1/runs").json()["items"]
+    url = f"/api/v1/runs/{run['id']}/series"
+    found = client.get(url, params={"metric": "loss", "points": 2}).json()
+    assert (found["count"], [point["mean"] for point in found["points"]]) == (10, [2.0, 7.0])
+    assert found["points"][0]["last_at"].endswith("Z")
+    assert app.client("read", roots=["other"]).get(url, params={"metric": "loss"}).status_code == 404
+    with app.service.database.write() as connection:  # until then a metric may yet come
+        for root in ("main", "other"):
+            set_scanned(connection, root, state={}, now=1.0)
+    unknown = client.get(url, params={"metric": "los"})
+    assert unknown.status_code == 422
+    assert "'loss'" in unknown.json()["detail"]
+    assert client.get(url).status_code == 422
 
 
 _WRONG_POLICIES: list[dict[str, Any]] = [
