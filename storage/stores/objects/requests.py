@@ -32,6 +32,9 @@ _LONGEST_PAUSE_SECONDS: Final = 15.0
 _QUIET_ATTEMPTS: Final = 2
 _UNRESOLVED_SECONDS: Final = 5.0
 """The patience with a host that has no address and never answered: most likely its name is misspelt."""
+_FORGET_SECONDS: Final = 60.0
+_unresolved_hosts: dict[tuple[str, str], tuple[float, float]] = {}
+"""When hosts were first and last found to have no address."""
 _answered_hosts: set[tuple[str, str]] = set()
 """Of this process, whose stores come and go: there the patience is that with any outage."""
 _ANSWERS: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
@@ -112,8 +115,7 @@ class Requests:
         sent_bytes: int,
         called_off: threading.Event,
     ) -> T:
-        since = time.monotonic()
-        give_up = since + self._retry_seconds
+        give_up = time.monotonic() + self._retry_seconds
         bound_seconds, attempts = _FIRST_PAUSE_SECONDS, 0
         while True:
             attempts += 1
@@ -127,7 +129,7 @@ class Requests:
                     raise ServiceError(error.kind, str(error), is_ambiguous=attempts > 1) from error
                 pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
                 if error.is_unresolved and self._host not in _answered_hosts:
-                    give_up = min(give_up, since + _UNRESOLVED_SECONDS)
+                    give_up = min(give_up, self._without_address_since() + _UNRESOLVED_SECONDS)
                 late = time.monotonic() + pause > give_up
                 if error.kind is not Failure.PASSING or late or called_off.is_set():
                     raise self._error(op, key, error, attempts) from error
@@ -143,6 +145,15 @@ class Requests:
             _answered_hosts.add(self._host)
             self._count(op, time.perf_counter() - begun, attempts > 1, received_bytes, sent_bytes)
             return result
+
+    def _without_address_since(self) -> float:
+        """When the host was first found to have none: what is asked for next, to clear up, waits no more."""
+        now = time.monotonic()
+        first, last = _unresolved_hosts.get(self._host, (now, now))
+        if now - last > _FORGET_SECONDS:
+            first = now
+        _unresolved_hosts[self._host] = first, now
+        return first
 
     def traffic(self) -> dict[str, float]:
         """See `Store.traffic`."""
