@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from dcp.manager.schedule import Schedule
 from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.turns import Turns
 from dcp.manager.upkeep import Check, Upkeep
-from dcp.manager.user_metadata import user_metadata_of
+from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.plain_errors import plain_errors
 from dcp.progress import ProgressCallback
 from dcp.state_dict_loader import LoadOptions
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager
 
 __all__ = ["CheckpointManager"]
+
+logger = logging.getLogger(__name__)
 
 _AFTER_ERROR_SECONDS = 60.0
 """How long a save under way may take when training has ended with an exception: other ranks may be dead."""
@@ -134,6 +137,7 @@ class CheckpointManager:
         self._folders = StepFolders(root, name, open_store=self._opener)
         self._make_writer = writer if writer is not None else FileSystemWriter
         self._run = run
+        self._mode = mode
         self._progress = progress
         self._timeout_seconds = timeout_seconds
         self._ledger = Ledger(keep_failures=on_failure == "raise")
@@ -204,7 +208,7 @@ class CheckpointManager:
         step: int,
         state_dict: dict[str, Any],
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Metrics | None = None,
         force: bool = False,
         last: bool = False,
         overlap: bool = False,
@@ -233,6 +237,13 @@ class CheckpointManager:
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
             reason = "force"
         if reason is None:
+            if self._turns.is_repeated(step) and not last:
+                logger.warning(
+                    "%s: save() was called again for step %d, which is saved or was restored already: "
+                    "nothing is done. Pass force=True to save it anew",
+                    self._folders.root.url,
+                    step,
+                )
             return None
         described = user_metadata_of(step, metrics, self._run, user_metadata)
         if not self._saver.may_begin(step, reason):
@@ -442,6 +453,14 @@ class CheckpointManager:
         self._closed = True
         self._ledger = Ledger(keep_failures=False)
         self._upkeep = None
+
+    def __repr__(self) -> str:
+        where = f"{self._folders.root.url!r}, mode={self._mode!r}"
+        rank = f", rank={self.rank} of {self.world_size}" if self.world_size > 1 else ""
+        running = self._ledger.running()
+        busy = f", saving step {', '.join(map(str, running))}" if running else ""
+        failed = f", failures={self.failures}" if self.failures else ""
+        return f"CheckpointManager({where}{rank}{busy}{failed}{', closed' if self._closed else ''})"
 
     def __enter__(self) -> Self:
         return self

@@ -37,6 +37,7 @@ class Schedule:
         self._since_seconds = now_seconds
         self._saved: int | None = None
         self._skipped: int | None = None
+        self._repeated: int | None = None
         self._restored = False
         self._first: int | None = None
         self._step: int | None = None
@@ -75,6 +76,13 @@ class Schedule:
         if self._every_steps is not None and self._passed_multiple(step, self._every_steps):
             return "steps"
         return "seconds" if self._time_is_up and step == self._step else None
+
+    def is_repeated(self, step: int) -> bool:
+        """Whether ``step`` was saved or restored already, and not left out on purpose; true once a step."""
+        if step != self._saved or step == self._skipped or step == self._repeated:
+            return False
+        self._repeated = step
+        return True
 
     def _passed_multiple(self, step: int, every: int) -> bool:
         base = self._saved if self._saved is not None else self._first

@@ -72,6 +72,10 @@ class Turns:
         """Why ``step``, which was begun, has to be saved; None if it has not."""
         return self._schedule.reason(step, last=last, stop=self.stopping and not self._stop_saved)
 
+    def is_repeated(self, step: int) -> bool:
+        """Whether ``step`` was saved or restored already, and not left out on purpose; true once a step."""
+        return self._schedule.is_repeated(step)
+
     def saved(self, step: int, reason: Reason) -> None:
         """``step`` is being saved: see `Schedule.saved`."""
         self._schedule.saved(step, time.monotonic())

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgpack
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["user_metadata_of"]
+__all__ = ["Metrics", "user_metadata_of"]
 
+Metrics = Mapping[str, SupportsFloat]
+"""By name: numbers, numpy's too, or tensors and arrays of no dimension; NaN is allowed."""
+
+_LONGEST_SHOWN = 200
 _OURS = frozenset({"step", "metrics", "run"})
 
 
 def user_metadata_of(
-    step: int, metrics: Mapping[str, float] | None, run: str | None, others: Mapping[str, Any] | None
+    step: int, metrics: Metrics | None, run: str | None, others: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The user metadata of a save; ``metrics`` as floats.
 
@@ -44,8 +50,13 @@ def user_metadata_of(
 def _number(name: object, value: object) -> float:
     if not isinstance(name, str):
         raise TypeError(f"metrics: the name {name!r} is not a string")
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise TypeError(f"metrics: {name!r} is not reduced over the ranks yet: give its full_tensor()")
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.dtype.is_complex:
         return float(value.item())
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
-    raise TypeError(f"metrics: {name!r} must be a number or a 0-d tensor of one, not {value!r}")
+    shown = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"a {type(value).__name__}"
+    raise TypeError(f"metrics: {name!r} must be a number or a 0-d tensor of one, not {shown}")

@@ -135,6 +135,78 @@ def test_seconds_save_by_the_clock(tmp_path: Path) -> None:
         assert [manager.save(step, state_at(step)) is not None for step in (1, 2)] == [False, False]
 
 
+def test_a_step_that_is_saved_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once a step, and so is a save of the step that was restored; not at a last call after the loop."""
+
+    def told() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "already" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    with manager_of(tmp_path, mode="sync", every_steps=2) as manager:
+        for step in (1, 1, 2):
+            manager.save(step, state_at(step))
+        assert told() == []
+        assert [manager.save(2, state_at(2)) for _ in range(3)] == [None] * 3
+        (message,) = told()
+        assert "step 2" in message and "force=True" in message
+        assert manager.save(2, state_at(2), last=True) is None
+        assert manager.save(2, state_at(2), force=True) is not None
+        assert told() == []
+    with manager_of(tmp_path, mode="sync", every_steps=2) as manager:
+        manager.restore(state_at(0))
+        manager.save(2, state_at(2))
+        assert len(told()) == 1
+
+
+def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
+    """Losses as training has them; what is no number yet, or not of all ranks, is refused with the reason."""
+    loss = torch.nn.functional.mse_loss(torch.ones(2, requires_grad=True), torch.zeros(2))
+    metrics = {
+        "loss": loss,
+        "bf16": torch.tensor(0.5, dtype=torch.bfloat16),
+        "count": torch.tensor(3),
+        "scalar": np.float32(0.25),
+        "array": np.array(2.0),
+        "int": 7,
+    }
+    with manager_of(tmp_path, mode="sync") as manager:
+        manager.save(1, state_at(1), metrics=metrics)
+        for wrong in (
+            torch.ones(2),
+            torch.ones(1, 1),
+            np.ones(3),
+            "0.5",
+            None,
+            True,
+            1j,
+            torch.ones(100, 100),
+        ):
+            with pytest.raises(TypeError, match="'x' must be a number or a 0-d tensor") as caught:
+                manager.save(2, state_at(2), metrics={"x": wrong})  # type: ignore[dict-item]
+            assert len(str(caught.value)) < 300
+    assert user_of(tmp_path, 1)["metrics"] == {
+        "loss": 1.0,
+        "bf16": 0.5,
+        "count": 3.0,
+        "scalar": 0.25,
+        "array": 2.0,
+        "int": 7.0,
+    }
+
+
+def test_a_manager_says_what_it_is(tmp_path: Path) -> None:
+    """Root, mode, what is under way, and whether it is closed; nothing is asked of the storage."""
+    gate = Gate()
+    with manager_of(tmp_path / "run", writer=writer_with(lambda operation: gate(operation))) as manager:
+        assert repr(manager) == f"CheckpointManager({str(tmp_path / 'run')!r}, mode='thread')"
+        manager.save(3, state_at(3))
+        assert gate.reached.wait(240)
+        assert repr(manager).endswith("mode='thread', saving step 3)")
+        gate.open()
+    assert repr(manager).endswith(", closed)")
+
+
 # -- what is kept --------------------------------------------------------------------------------------------
 
 
