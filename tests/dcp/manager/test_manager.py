@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ def test_a_step_that_is_saved_again_is_told(tmp_path: Path, caplog: pytest.LogCa
 def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
     """Losses as training has them; what is no number yet, or not of all ranks, is refused with the reason."""
     loss = torch.nn.functional.mse_loss(torch.ones(2, requires_grad=True), torch.zeros(2))
-    metrics = {
+    metrics: dict[str, SupportsFloat] = {
         "loss": loss,
         "bf16": torch.tensor(0.5, dtype=torch.bfloat16),
         "count": torch.tensor(3),
