@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dcp.storage.engine.assemble import ragged_positions
-from dcp.storage.engine.write import DataFile, WriteOutcome
-from dcp.storage.tensors import byte_pieces, narrow
+from dcp.storage.engine.memory import copy_small
+from dcp.storage.engine.write import JOINED_BYTES, DataFile, WriteOutcome
+from dcp.storage.tensors import byte_pieces, is_whole_memory, narrow
 
 __all__ = ["Lane", "WriteRequest", "Written", "collect", "row_bytes", "write_lane"]
+
+_ALIKE_FROM = 8
+"""Tensors of one dtype and shape, one after the other, from which on they are written together."""
+
+_ALIKE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -63,23 +70,48 @@ def write_lane(
     """Write a lane's rows and objects, and finish the file; returns (offset, length, CRC-32) by object."""
     objects: list[tuple[int, int, int]] = []
     if lane.with_objects:
-        stored: dict[bytes, tuple[int, int, int]] = {}
-        for blob in request.blobs:
-            place = stored.get(blob)
-            if place is None:
-                place = stored[blob] = file.blob(blob)
-            objects.append(place)
-    sources, codes, all_sizes = request.sources, request.dtype_codes, request.sizes
-    local_offsets = request.local_offsets
-    for row in lane.rows:
-        source, sizes = sources[row], all_sizes[row]
-        if source.shape != sizes:
-            source = narrow(source, local_offsets[row], sizes)
-        file.tensor(codes[row], sizes, source.nbytes, byte_pieces(source))
-        if on_bytes is not None:
-            on_bytes(source.nbytes)
+        distinct = list(dict.fromkeys(request.blobs))
+        stored = dict(zip(distinct, file.blobs(distinct), strict=True))
+        objects = [stored[blob] for blob in request.blobs]
+    codes, all_sizes = request.dtype_codes, request.sizes
+    alike = groupby(lane.rows, key=lambda row: (codes[row], all_sizes[row]))
+    for (code, sizes), group in alike:
+        rows = list(group)
+        if len(rows) >= _ALIKE_FROM and row_bytes(request, rows[0]) <= JOINED_BYTES:
+            rows = _write_alike(request, on_bytes, file, rows)
+        for row in rows:
+            source = request.sources[row]
+            if source.shape != sizes:
+                source = narrow(source, request.local_offsets[row], sizes)
+            file.tensor(code, sizes, source.nbytes, byte_pieces(source))
+            if on_bytes is not None:
+                on_bytes(source.nbytes)
     file.finish()
     return objects
+
+
+def _write_alike(
+    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, rows: list[int]
+) -> list[int]:
+    """Write small tensors of one dtype and shape many at a time; returns the rows from where that ends.
+
+    It ends at a tensor that is not all of its row's bytes in its own memory.
+    """
+    code, sizes, size = request.dtype_codes[rows[0]], request.sizes[rows[0]], row_bytes(request, rows[0])
+    step = max(1, _ALIKE_BYTES // max(size, 256))
+    for begin in range(0, len(rows), step):
+        sources = [request.sources[row] for row in rows[begin : begin + step]]
+        if not all(source.shape == sizes and is_whole_memory(source) for source in sources):
+            return rows[begin:]
+        payloads = np.empty((len(sources), size), np.uint8)
+        if size:
+            first = payloads.ctypes.data
+            for place, source in zip(range(first, first + payloads.nbytes, size), sources, strict=True):
+                copy_small(place, source.data_ptr(), size)
+        file.alike(code, sizes, payloads)
+        if on_bytes is not None:
+            on_bytes(payloads.nbytes)
+    return []
 
 
 def collect(

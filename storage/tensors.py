@@ -19,6 +19,7 @@ __all__ = [
     "dtype_codes",
     "finish_device_work",
     "is_addressable",
+    "is_whole_memory",
     "narrow",
     "slab_boxes",
     "torch_dtype",
@@ -61,13 +62,18 @@ def is_addressable(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
+def is_whole_memory(tensor: torch.Tensor) -> bool:
+    """Whether the ``nbytes`` at ``data_ptr`` are the tensor's elements in C order."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
     """The tensor's elements as C-ordered bytes, in one or more pieces.
 
     A contiguous CPU tensor is one view of its own memory, which the caller keeps alive. Anything else of some
     size comes in slabs through one reused buffer: use each piece before asking for the next.
     """
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+    if is_whole_memory(tensor):
         return (view(tensor.data_ptr(), tensor.nbytes),)
     if tensor.nbytes < _COPY_BELOW_BYTES:
         return (_own_bytes(tensor),)

@@ -101,13 +101,18 @@ class ColumnEncoder:
 
     def rows(self, rows: Sequence[bytes]) -> list[Any]:
         """Byte strings: ``[lengths, joined bytes]``."""
-        self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(rows)
-        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        return [self.column(lengths), self.blob(b"".join(rows))]
+        return self._rows(np.fromiter(map(len, rows), np.int64, len(rows)), b"".join(rows))
 
     def strings(self, texts: Sequence[str]) -> list[Any]:
         """Strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
+        joined = "".join(texts)
+        if joined.isascii():
+            return self._rows(np.fromiter(map(len, texts), np.int64, len(texts)), joined.encode("ascii"))
         return self.rows([text.encode("utf-8", "surrogatepass") for text in texts])
+
+    def _rows(self, lengths: Int64, joined: bytes) -> list[Any]:
+        self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(lengths)
+        return [self.column(lengths), self.blob(joined)]
 
     def _pack(self, data: bytes) -> tuple[int, bytes]:
         if not self._compact or len(data) < _PACKING_WORTHWHILE_BYTES:

@@ -43,6 +43,13 @@ _COMPLEX: Final = struct.Struct("<dd")
 _SMALLEST_INT: Final = -(1 << 63)
 _LARGEST_INT: Final = (1 << 64) - 1
 _ATOMS: Final = frozenset({type(None), bool, float})
+_NUMBERS: Final = msgpack.Packer()
+"""For all threads: to pack one number is one step of the interpreter's."""
+
+_NUMBER_HEADS: Final = frozenset(
+    (*range(0x80), 0xC0, 0xC2, 0xC3, 0xCB, *range(0xCC, 0xD4), *range(0xE0, 0x100))
+)
+"""First bytes of None, booleans, floats and integers, which have their length in them."""
 
 
 class _NotPlainError(Exception):
@@ -51,6 +58,10 @@ class _NotPlainError(Exception):
 
 def encode_plain(value: Any, *, limit_bytes: int = MAX_PLAIN_BYTES) -> bytes | None:
     """The encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the limit."""
+    kind = type(value)
+    if (kind in _ATOMS or (kind is int and _SMALLEST_INT <= value <= _LARGEST_INT)) and limit_bytes >= 9:
+        number: bytes = _NUMBERS.pack(value)
+        return number
     encoder = _Encoder(limit_bytes)
     try:
         encoder.write(value, 0)
@@ -126,6 +137,11 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
     """
     if len(data) > limit_bytes:
         raise CheckpointFormatError(f"plain data of {len(data)} bytes is above the limit of {limit_bytes}")
+    if data and data[0] in _NUMBER_HEADS:
+        try:
+            return msgpack.unpackb(data)
+        except ValueError as error:
+            raise CheckpointFormatError(f"malformed plain data: {error}") from error
     decoder = _Decoder(data)
     try:
         value = decoder.read(0)

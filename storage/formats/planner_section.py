@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from itertools import pairwise
-from typing import Any
+from itertools import chain, compress, pairwise
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,6 +29,10 @@ from dcp.storage.formats.plain import decode_plain
 
 __all__ = ["decode_planner_data", "encode_planner_data"]
 
+_NAMES: Final = frozenset({str})
+_TUPLES: Final = frozenset({tuple})
+_PARTS: Final = frozenset({str, int})
+
 
 def encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, Any] | None:
     """The section of the manifest; PlanError for data that is not plain."""
@@ -36,15 +40,17 @@ def encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, 
         return None
     if not _is_paths(planner_data):
         return {"plain": encoder.blob(plain_section(planner_data, "planner data"))}
-    parts = [part for path in planner_data.values() for part in path]
-    is_position = np.fromiter((type(part) is int for part in parts), dtype=np.uint8, count=len(parts))
-    positions = [part for part in parts if type(part) is int]
+    parts = list(chain.from_iterable(planner_data.values()))
+    is_position = np.array([type(part) is int for part in parts], dtype=bool)
+    positions = list(compress(parts, is_position.tolist()))
+    keys = list(compress(parts, (~is_position).tolist())) if positions else parts
+    lengths = np.fromiter(map(len, planner_data.values()), np.int64, len(planner_data))
     return {
         "fqns": encoder.strings(list(planner_data)),
-        "path_lengths": encoder.column([len(path) for path in planner_data.values()]),
+        "path_lengths": encoder.column(lengths),
         "is_position": encoder.column(is_position),
         "positions": encoder.column(np.array(positions, dtype=np.int64)),
-        "keys": encoder.strings([part for part in parts if type(part) is str]),
+        "keys": encoder.strings(keys),
     }
 
 
@@ -52,14 +58,15 @@ def _is_paths(planner_data: Any) -> bool:
     """Whether this is what flattening leaves (fqn to path), which has a compact form."""
     if type(planner_data) is not dict:
         return False
-    return all(
-        type(fqn) is str and type(path) is tuple and all(_is_path_part(part) for part in path)
-        for fqn, path in planner_data.items()
-    )
-
-
-def _is_path_part(part: Any) -> bool:
-    return type(part) is str or (type(part) is int and -(1 << 63) <= part < 1 << 63)
+    paths = planner_data.values()
+    if not (_NAMES.issuperset(map(type, planner_data)) and _TUPLES.issuperset(map(type, paths))):
+        return False
+    # By kinds, because there may be a million parts, and hardly any is a position.
+    kinds = set(map(type, chain.from_iterable(paths)))
+    if not kinds <= _PARTS:
+        return False
+    parts = chain.from_iterable(paths) if int in kinds else ()
+    return all(-(1 << 63) <= part < 1 << 63 for part in parts if type(part) is int)
 
 
 def decode_planner_data(section: Mapping[str, Any], left: Budget) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import lru_cache
 from typing import Final
 
 from dcp.storage.errors import UnsupportedFormatError
@@ -56,6 +57,9 @@ _CENTRAL: Final = struct.Struct("<4sHHHHIIIIHHHHHII")
 _END: Final = struct.Struct("<4sHHHHIIH")
 _END64: Final = struct.Struct("<4sQHHIIQQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4sIQI")
+
+_LOCAL_CRC_AT: Final = 14
+_CENTRAL_CRC_AT: Final = 16
 
 _PICKLE_NAME: Final = b"r/data.pkl"
 _VERSION_NAME: Final = b"r/version"
@@ -123,12 +127,27 @@ def object_record(pickle_bytes: bytes) -> bytes:
             "store large data as tensors",
             size_bytes=len(pickle_bytes),
         )
-    pickle_crc = crc32(pickle_bytes)
-    head = _local_entry(_PICKLE_NAME, pickle_bytes, pickle_crc) + _VERSION_ENTRY
-    version_offset = len(head) - len(_VERSION_ENTRY)
-    directory = _directory_entry(_PICKLE_NAME, pickle_crc, len(pickle_bytes), 0)
-    directory += _directory_entry(_VERSION_NAME, _VERSION_CRC, len(_VERSION), version_offset)
-    return head + directory + _END.pack(b"PK\5\6", 0, 0, 2, 2, len(directory), len(head), 0)
+    head, before, between, after = _object_template(len(pickle_bytes))
+    crc = crc32(pickle_bytes).to_bytes(4, "little")
+    return b"".join((head, crc, before, pickle_bytes, between, crc, after))
+
+
+@lru_cache(maxsize=1024)
+def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """What stands around the CRC-32, the pickle of ``size_bytes``, and the CRC-32 again."""
+    entry = _local_entry(_PICKLE_NAME, b"", 0, size_bytes)
+    version_offset = len(entry) + size_bytes
+    directory = _directory_entry(_PICKLE_NAME, 0, size_bytes, 0)
+    rest = _directory_entry(_VERSION_NAME, _VERSION_CRC, len(_VERSION), version_offset)
+    end_at, directory_bytes = version_offset + len(_VERSION_ENTRY), len(directory) + len(rest)
+    rest += _END.pack(b"PK\5\6", 0, 0, 2, 2, directory_bytes, end_at, 0)
+    local, central = _LOCAL_CRC_AT, _CENTRAL_CRC_AT
+    return (
+        entry[:local],
+        entry[local + 4 :],
+        _VERSION_ENTRY + directory[:central],
+        directory[central + 4 :] + rest,
+    )
 
 
 def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, phase: int) -> OpenRecord:
@@ -154,8 +173,10 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
     return OpenRecord(head, payload_bytes, before, between, directory_rest + end)
 
 
-def _local_entry(name: bytes, data: bytes, crc: int) -> bytes:
-    header = _LOCAL.pack(b"PK\3\4", 20, 0, 0, _DOS_EPOCH, crc, len(data), len(data), len(name), 0)
+def _local_entry(name: bytes, data: bytes, crc: int, size_bytes: int | None = None) -> bytes:
+    """``size_bytes`` where the data follow that it has."""
+    size = len(data) if size_bytes is None else size_bytes
+    header = _LOCAL.pack(b"PK\3\4", 20, 0, 0, _DOS_EPOCH, crc, size, size, len(name), 0)
     return header + name + data
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, count, pairwise
+from itertools import accumulate, chain, compress, count, pairwise
 from typing import Any
 
 import numpy as np
@@ -125,7 +125,11 @@ class _Memo:
         known = self._strings
         fresh = [text for text in dict.fromkeys(texts) if text not in known]
         known.update(zip(fresh, count(self._count), strict=False))
-        self.definitions += [_string(text) + b"\x940" for text in fresh]
+        encoded = [text.encode("utf-8", "surrogatepass") for text in fresh]
+        heads = {size: b"\x940X" + size.to_bytes(4, "little") for size in set(map(len, encoded))}
+        if encoded:  # each is X, its length, itself, MEMOIZE, POP
+            pieces = chain.from_iterable((heads[len(data)], data) for data in encoded)
+            self.definitions.append(b"".join(pieces)[2:] + b"\x940")
         self._count += len(fresh)
         return np.fromiter(map(known.__getitem__, texts), dtype=_UINT32, count=len(texts))
 
@@ -348,15 +352,16 @@ def _paths(memo: _Memo, data: Mapping[str, tuple[Any, ...]]) -> bytes | None:
     """Opcodes of a mapping from names to paths, each distinct part encoded once; None if it is not one."""
     parts = list(chain.from_iterable(data.values()))
     are_texts = [type(part) is str for part in parts]
-    positions = [part for part, is_text in zip(parts, are_texts, strict=True) if not is_text]
+    texts = list(compress(parts, are_texts))
+    positions = [] if len(texts) == len(parts) else [part for part in parts if type(part) is not str]
     if not all(type(part) is int and 0 <= part < 1 << 31 for part in positions):
         return None
-    if not all(type(fqn) is str for fqn in data):
+    if not set(map(type, data)) <= {str}:
         return None
     # Both kinds of part are an opcode with four bytes: a row of fixed width.
     of_text = np.array(are_texts, dtype=bool)
     arguments = np.zeros(len(parts), dtype=_UINT32)
-    arguments[of_text] = memo.strings([part for part in parts if type(part) is str])
+    arguments[of_text] = memo.strings(texts)
     arguments[~of_text] = positions
     opcodes = np.where(of_text, np.uint8(b"j"[0]), np.uint8(b"J"[0]))
     heads = b"".join(_rows(len(data), b"j", memo.strings(list(data)), b"("))

@@ -1,0 +1,78 @@
+"""Many small tensors and values: written together, as if one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.storage.engine.write import DataFile
+from dcp.storage.formats import dtypes
+from dcp.storage.stores import PosixStore
+from dcp.storage.stores.posix_files import PageCacheFile
+from dcp.storage.tensors import byte_pieces
+
+
+@pytest.mark.parametrize("torch_compatible", [True, False])
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (16, 32)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_records_are_those_of_single_tensors(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], torch_compatible: bool
+) -> None:
+    """Tensors of one kind that go in together give the bytes and places of those that go in by turns."""
+    tensors = [torch.full(shape, number % 2, dtype=getattr(torch, dtype)) for number in range(20)]
+    code, size = dtypes.BY_NAME[dtype].code, tensors[0].nbytes
+    store = PosixStore(tmp_path)
+    single, joint = (
+        DataFile(store, name, durable=False, torch_compatible=torch_compatible)
+        for name in ("single", "joint")
+    )
+    for file in (single, joint):
+        file.blob(b"before")
+    for tensor in tensors:
+        single.tensor(code, shape, size, byte_pieces(tensor))
+    payloads = torch.stack([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8).numpy()
+    joint.alike(code, shape, payloads.reshape(20, size))
+    assert single.finish() == joint.finish()
+    assert (tmp_path / "single").read_bytes() == (tmp_path / "joint").read_bytes()
+    assert dataclasses.asdict(single.rows) == dataclasses.asdict(joint.rows)
+
+
+def test_many_small_ones_take_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of numbers and 0-d tensors are handed to the file some hundreds at a time."""
+    calls = 0
+    write = PageCacheFile.write
+
+    def counted(self: PageCacheFile, data: Any) -> None:
+        nonlocal calls
+        calls += 1
+        write(self, data)
+
+    monkeypatch.setattr(PageCacheFile, "write", counted)
+    state = {f"count.{row}": row - 7 for row in range(3000)}
+    tensors = {f"step.{row}": torch.tensor(float(row)) for row in range(3000)}
+    writer = dcp.FileSystemWriter(tmp_path, sync_files=False)
+    dcp.save({**state, **tensors}, storage_writer=writer, no_dist=True)
+    assert calls < 60
+    wanted: dict[str, Any] = {**dict.fromkeys(state, 0), **{name: torch.zeros(()) for name in tensors}}
+    dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
+    assert all(wanted[name] == value for name, value in state.items())
+    assert all(torch.equal(wanted[name], value) for name, value in tensors.items())
+
+
+def test_odd_ones_among_small_tensors(tmp_path: Path) -> None:
+    """Views that are lazily negated or conjugated, or lie across memory, are stored as what they show."""
+    tensors = [torch.full((4, 4), complex(row, row)) + torch.eye(4) * row for row in range(40)]
+    tensors[17] = tensors[17].t()
+    tensors[20] = tensors[20].conj()
+    tensors[23] = tensors[23][:, ::2].repeat(1, 2)
+    state = {f"w.{row}": tensor for row, tensor in enumerate(tensors)}
+    state |= {f"i.{row}": tensor.imag for row, tensor in enumerate(tensors)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {name: torch.zeros(4, 4, dtype=tensor.dtype) for name, tensor in state.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in state.items())
