@@ -31,6 +31,12 @@ __all__ = ["OK", "Readiness", "needed_revision", "prepare_database"]
 OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 5.0
+_EMPTY: Final = "empty"
+"""Fine, unless the catalog knows checkpoints in it."""
+_NOT_MOUNTED: Final = "it is empty, and the catalog knows checkpoints in it: is its disk mounted?"
+_OTHER_PLACE: Final = (
+    "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
+)
 _NAME: Final = ".dcp-readiness"
 """Of a file that there is not: to ask for it is the cheapest question that a storage has to answer."""
 
@@ -47,13 +53,24 @@ class Readiness:
         patience_seconds = min(_PATIENCE_SECONDS, service.settings.request_seconds / 2)
         looks: dict[str, Callable[[], str]] = {"database": self._look_at_database}
         for root in service.roots:
-            looks[f"root {root.name}"] = partial(_look_at_root, root, service.database)
+            looks[_check_of(root)] = partial(_look_at_root, root)
         self._probes = {name: _Probe(name, look, patience_seconds) for name, look in looks.items()}
+        self._catalog = _Probe("catalog", self._look_at_catalog, patience_seconds)
+        self._empty: frozenset[str] = frozenset()
+        self._doubts: dict[str, str] = {}
 
     async def check(self) -> dict[str, str]:
-        """Look at all of them, at one time."""
-        results = await asyncio.gather(*(probe.ask() for probe in self._probes.values()))
-        return dict(zip(self._probes, results, strict=True))
+        """Look at all of them, at one time; then at what the catalog knows of the roots, if it answers."""
+        found = await asyncio.gather(*(probe.ask() for probe in self._probes.values()))
+        results = dict(zip(self._probes, found, strict=True))
+        self._empty = frozenset(name for name, result in results.items() if result == _EMPTY)
+        if results["database"] == OK:
+            await self._catalog.ask()
+        doubts = self._doubts
+        return {
+            name: doubts.get(name, OK) if result in (OK, _EMPTY) else result
+            for name, result in results.items()
+        }
 
     def prepare(self) -> str | None:
         """Bring the database up to date where the settings allow that; what is missing, or None.
@@ -75,6 +92,19 @@ class Readiness:
         except DatabaseUnavailableError as error:
             _log.warning("database unavailable", error=str(error))
             return "cannot be reached, is full or locked"
+
+    def _look_at_catalog(self) -> str:
+        doubts = {}
+        with suppress(DatabaseUnavailableError), self._service.database.read() as connection:
+            for root in self._service.roots:
+                name = _check_of(root)
+                with suppress(MissingError):
+                    if root_row(connection, root.name).is_other_place:
+                        doubts[name] = _OTHER_PLACE
+                    elif name in self._empty and has_living(connection, root.name):
+                        doubts[name] = _NOT_MOUNTED
+            self._doubts = doubts
+        return OK
 
 
 def prepare_database(service: Service) -> str | None:
@@ -116,23 +146,21 @@ def _revision(database: Database) -> str | None:
         return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
-def _look_at_root(root: Root, database: Database) -> str:
+def _check_of(root: Root) -> str:
+    return f"root {root.name}"
+
+
+def _look_at_root(root: Root) -> str:
     try:
         root.check_there()
         if root.path is None:
             root.store("").stat(_NAME)
-        is_empty = root.is_empty()
+        return _EMPTY if root.is_empty() else OK
     except UnavailableError as error:
         return error.detail
     except Exception as error:  # noqa: BLE001 - whatever a storage raises, it is not ready
         _log.warning("root unavailable", root=root.name, error=repr(error))
         return "unavailable"
-    with suppress(DatabaseUnavailableError, MissingError), database.read() as connection:
-        if root_row(connection, root.name).is_other_place:
-            return "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
-        if is_empty and has_living(connection, root.name):
-            return "it is empty, and the catalog knows checkpoints in it: is its disk mounted?"
-    return OK
 
 
 class _Probe:
