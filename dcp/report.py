@@ -18,10 +18,11 @@ class LoadReport:
     """What `dcp.load` did on this rank.
 
     ``missing``: names in the state dict that the checkpoint lacks (only with partial loading allowed; their
-    values are as they were). ``unexpected``: names of the checkpoint that the state dict did not ask for,
-    without those that ``only`` and ``exclude`` leave out. ``cast``: names of tensors converted from another
-    stored dtype. ``renamed``: names of the checkpoint by those of the state dict, where they differ.
-    ``kept_per_rank``: `PerRank` values that are as they were, because the checkpoint has none for this rank.
+    values are as they were). ``unexpected``: names of the checkpoint that this rank did not load, be they not
+    asked for or, with ``unexpected="ignore"``, without a place; without those that ``only`` and ``exclude``
+    leave out. ``cast``: names of tensors converted from another stored dtype. ``renamed``: names of the
+    checkpoint by those of the state dict, where they differ. ``kept_per_rank``: `PerRank` values that are as
+    they were, because the checkpoint has none for this rank.
 
     ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage for
     them. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared, and those read without

@@ -112,14 +112,14 @@ def load(
     ``only`` and ``exclude`` load a part: shell globs on the flat keys of ``state_dict`` (case-sensitive),
     each for what it matches and everything below, so that ``only="model"`` is the whole model. What is not
     selected is left as it is, and `Stateful` objects of which nothing can be selected are not asked for their
-    state. ``rename`` goes from the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away
-    a prefix that the checkpoint lacks; several keys may get one entry. Each tensor is filled where it is, so
-    that views of a parameter can be loaded from entries of their own (``qkv[:n]`` from ``q``) as long as they
-    are views: ``chunk``, ``split`` and indexing of a DTensor copy where they communicate, and the copy is
-    filled, not the parameter; nothing tells one from the other. ``per_rank="keep"`` lets `PerRank`
-    values be as they are, on all ranks, where another number of ranks saved the checkpoint, or it has none of
-    them; "exact" (default) wants each rank's own. A warning names what is kept, and what is left of ranks
-    that are not there any more.
+    state; ``exclude`` may also name what the checkpoint alone has. ``rename`` goes from the state dict's keys
+    to the checkpoint's: ``{r"^module\\.": ""}`` takes away a prefix that the checkpoint lacks; several keys
+    may get one entry. Each tensor is filled where it is, so that views of a parameter can be loaded from
+    entries of their own (``qkv[:n]`` from ``q``) as long as they are views: ``chunk``, ``split`` and indexing
+    of a DTensor copy where they communicate, and the copy is filled, not the parameter; nothing tells one
+    from the other. ``per_rank="keep"`` lets `PerRank` values be as they are, on all ranks, where another
+    number of ranks saved the checkpoint, or it has none of them; "exact" (default) wants each rank's own. A
+    warning names what is kept, and what is left of ranks that are not there any more.
 
     Entries of the checkpoint under keys of the top level that ``state_dict`` does not have are not asked for
     and not loaded. But what lies below a key that it has, and has no place in the dict or object there on any
