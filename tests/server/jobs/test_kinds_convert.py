@@ -320,6 +320,8 @@ def test_names_are_changed_by_plain_expressions(runs: KindRuns, tmp_path: Path) 
 
 def test_only_what_is_committed_is_converted(runs: KindRuns, tmp_path: Path) -> None:
     """One that has vanished, say, is not."""
+    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
+    runs.scan("main")
     for path in (tmp_path / "main/run/step-5").iterdir():
         path.unlink()
     runs.scan("main")

@@ -140,7 +140,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
-        """A job that was given up begins anew; nothing of its past counts any more."""
+        """A job that was given up begins anew; nothing of its past counts any more. One that waits is due."""
         if not self.jobs:
             return
         job = self.job(data.draw(st.sampled_from(sorted(self.jobs))))
@@ -149,7 +149,10 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             after = self.write(retry, job.id, self.now, "test")
         except ConflictError:
-            assert job.state not in ("failed", "cancelled") or is_taken
+            assert (job.state not in ("failed", "cancelled") and job.waiting is None) or is_taken
+            return
+        if job.waiting is not None:
+            assert (after.state, after.not_before_seconds) == (job.state, 0.0)
             return
         assert job.state in ("failed", "cancelled") and not is_taken
         assert after.state == "queued" and after.error is None and after.cancel_seconds is None
