@@ -14,6 +14,7 @@ from dcp.storage.formats.open import has_checkpoint
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.folders import ObjectRoot, PosixRoot, Root, open_root
+from dcp.storage.stores.posix_files import broken_link
 
 __all__ = ["FILE_SUFFIXES", "near_places_told"]
 
@@ -50,6 +51,8 @@ def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStor
 def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
     """``message`` and what there is to add; "" where that is nothing."""
     root = open_root(checkpoint_id, open_store=open_store)
+    if isinstance(root, PosixRoot) and broken_link(Path(root.url)):
+        return ""  # which the message says
     if isinstance(root, PosixRoot) and not os.path.lexists(root.url):
         return f"{root.url} holds no checkpoint: {_beside_missing(Path(root.url))}"
     names = sorted(root.names(), key=_by_number, reverse=True)
