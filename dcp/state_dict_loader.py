@@ -37,7 +37,7 @@ from dcp.storage import reader as columnar
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.read_requests import Verify
 from dcp.storage.errors import CheckpointError, PlanError
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
 from dcp.storage.formats.python_values import decode_value
@@ -494,22 +494,18 @@ class _ColumnarLoad:
 
     def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
         objects = engine.index.objects
-        rows = columns.objects.tolist()
-        pickled = [objects.fqns[row] for row in rows if objects.plain[row] < 0]
+        rows, plain = columns.objects.tolist(), objects.plain[columns.objects].tolist()
+        pickled = [objects.fqns[row] for row, number in zip(rows, plain, strict=True) if number < 0]
         blobs = self._reader.read_objects(engine, pickled)
-        for row, fqn in zip(rows, columns.object_fqns, strict=True):
-            if objects.plain[row] >= 0:
-                self._planner.store_object(fqn, _plain_value(objects, int(objects.plain[row])))
+        for number, fqn in zip(plain, columns.object_fqns, strict=True):
+            if number >= 0:
+                self._planner.store_object(fqn, decode_value(objects.values[number]))
             else:
                 self._planner.store_blob(fqn, next(blobs))
 
 
 def _names(index: CheckpointIndex) -> list[str]:
     return [*index.fqns, *index.objects.fqns]
-
-
-def _plain_value(objects: ObjectColumns, row: int) -> Any:
-    return decode_value(objects.values[row])
 
 
 def _agree_on_patterns(ranks: list[bytes]) -> bytes:

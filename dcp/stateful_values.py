@@ -21,7 +21,8 @@ def is_stateful(value: Any) -> bool:
     Asking a runtime protocol costs 20 microseconds an object, so tensors and plain data, which never have
     it, are told apart first.
     """
-    return _may_be_stateful(type(value)) and isinstance(value, Stateful)
+    kind = type(value)
+    return kind not in _PLAIN_TYPES and _may_be_stateful(kind) and isinstance(value, Stateful)
 
 
 def check_top_level(state_dict: Any) -> None:
