@@ -7,7 +7,10 @@ PYTHONS = python3.11 python3 python3.12 python3.13 python3.14 python
 
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+# What is installed has a stamp each: all that development needs, or only what the demo does, which is half of it.
 STAMP = .venv/.installed
+DEMO = demo$(if $(S3),-s3)
+DEMO_STAMP = .venv/.installed-$(DEMO)
 
 # Tests of several ranks start processes of their own, so few workers; a file stays on one worker.
 WORKERS ?= -n 2 --dist loadfile
@@ -25,7 +28,7 @@ help:
 	@echo "make format    what ruff can repair by itself"
 	@echo "make clean     remove .venv and the caches"
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	@$(BIN)/python -m dcp.demo $(if $(S3),--s3)
 
 test: $(STAMP)
@@ -56,9 +59,14 @@ format: $(STAMP)
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
+$(STAMP): EXTRA = dev
+$(DEMO_STAMP): EXTRA = $(DEMO)
+
 # Where the interpreter comes without ensurepip (Debian splits it off), its own pip installs into the venv.
-$(STAMP): pyproject.toml constraints.txt
+# The extra dev contains those of the demo.
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
 	@set -e; \
+	if [ $(STAMP) -nt pyproject.toml ] && [ $(STAMP) -nt constraints.txt ]; then touch $@; exit 0; fi; \
 	usable='import sys, venv; from importlib.util import find_spec; \
 	sys.exit(sys.version_info < (3, 11) or not (find_spec("ensurepip") or find_spec("pip")))'; \
 	python=; \
@@ -71,11 +79,12 @@ $(STAMP): pyproject.toml constraints.txt
 		exit 1; \
 	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-		echo "Making .venv with $$("$$python" --version), and installing into it; this is done once."; \
+		echo "Making .venv with $$("$$python" --version)."; \
 		"$$python" -m venv --clear .venv >/dev/null 2>&1 || { \
 			"$$python" -m venv --clear --without-pip .venv; \
 			"$$python" -m pip --python $(BIN)/python install --quiet pip; \
 		}; \
 	fi; \
-	$(PIP) install --quiet --editable '.[dev]' --constraint constraints.txt; \
+	echo "Installing what [$(EXTRA)] of pyproject.toml lists; this is done once, and takes some minutes."; \
+	$(PIP) install --editable '.[$(EXTRA)]' --constraint constraints.txt; \
 	touch $@

@@ -40,6 +40,7 @@ from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
+from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.python_values import decode_value
 from dcp.storage.formats.sources import index_at
 from dcp.storage.reader import FileSystemReader, ReadRequest
@@ -409,7 +410,8 @@ class _ColumnarLoad:
         """Of the checkpoint at this rank's place; what the coordinator read there is not read again."""
         ranks = self._ranks
         if places[ranks.rank] != places[ranks.coordinator]:
-            shared = encode_manifest(index_at(self._reader.place))
+            with near_places_told(self._reader.path, self._reader.open_store):
+                shared = encode_manifest(index_at(self._reader.place))
         return blake2b(shared).digest()
 
     def _index(self, shared: bytes) -> CheckpointIndex:

@@ -185,6 +185,10 @@ def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
     found["other keys on each rank"] = shown(
         lambda: dcp.load({f"absent-{rank}": torch.zeros(2)}, checkpoint_id=root / STEP)
     )
+    step = (20, 30)[rank]
+    found["other places"] = shown(
+        lambda: dcp.load({"step": 0}, checkpoint_id=root / f"run/step-{step:08d}", timeout_seconds=60)
+    )
     store: Any = dist.distributed_c10d._get_default_store()
     if rank == 0:
         state = {"t": torch.zeros(2)}
@@ -204,5 +208,6 @@ def test_ranks_are_as_brief(places: Path) -> None:
             assert len(text.splitlines()) <= limit, (rank, mistake, text)
         assert '{"value": 1 / 0}' in found["of one rank"]
         assert "collectives.py" not in found["of one rank"]
+        assert "/run has step-00000020, step-00000010." in found["other places"]
         other_keys = found["other keys on each rank"]
         assert "rank 0: Missing" in other_keys and "rank 1: Missing" in other_keys
