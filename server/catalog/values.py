@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.storage.formats.python_values import value_text
 
 __all__ = [
     "MAX_KEY_BYTES",
@@ -79,6 +78,8 @@ def _cleaned(value: Any, depth: int, left: list[int]) -> Any:
         case list() | tuple() | set() | frozenset():
             return [_cleaned(item, depth - 1, left) for item in value]
         case _:
+            from dcp.storage.formats.python_values import value_text  # only here: numpy takes its time
+
             return clean_text(value_text(value)[:1000])
 
 
