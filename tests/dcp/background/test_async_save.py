@@ -169,7 +169,7 @@ def test_errors_are_those_of_the_future(tmp_path: Path) -> None:
         bad.result(240)
     dcp.async_save(version_state(3), checkpoint_id=tmp_path / "x", no_dist=True).result(240)
     assert seen_by_dcp(tmp_path / "x") == 3
-    with pytest.raises(dcp.CheckpointError, match="give checkpoint_id"):
+    with pytest.raises(dcp.CheckpointError, match="`checkpoint_id` must be specified"):
         dcp.async_save({"w": torch.ones(3)}, no_dist=True)
 
 

@@ -440,7 +440,13 @@ def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
     sync.close()
     thread.save(1, state_at(1, rank))  # over a group of its own
     thread.close()
+    try:
+        manager_of(f"{root}/early")  # as torchrun started it
+    except dcp.CheckpointError as error:
+        messages.append(str(error))
+    del os.environ["WORLD_SIZE"]
     early = manager_of(f"{root}/early")
+    os.environ["WORLD_SIZE"] = str(world_size)
     store = torch.distributed.PrefixStore("again", group)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
@@ -453,8 +459,9 @@ def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
 
 def test_ranks_never_save_alone_because_the_group_is_not_there(tmp_path: Path) -> None:
     """Before init_process_group and after destroy_process_group every rank looks like the only one."""
-    for after, before in run_ranks(2, _group_comes_and_goes, str(tmp_path)):
+    for after, refused, before in run_ranks(2, _group_comes_and_goes, str(tmp_path)):
         assert "has been destroyed" in after
+        assert "one of 2 processes" in refused
         assert "made before init_process_group()" in before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thread"]
     assert loaded_step(str(tmp_path / "thread" / "step-00000001")) == 1
