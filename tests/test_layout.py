@@ -1,5 +1,6 @@
 """Folders, packages in pyproject.toml, symlinks and the built wheel agree; nothing pulls torch in."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,17 @@ def source_files() -> dict[str, Path]:
     return found
 
 
+def copy_of_the_source(folder: Path) -> Path:
+    """What a build needs, with a folder ``out`` for what it makes."""
+    folder.mkdir()
+    for name in ("dcp", "src", *LAYERS):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "out").mkdir()
+    return folder
+
+
 def test_symlinks_point_at_the_folders_relatively() -> None:
     """Each layer is below dcp by a relative symlink, so that a clone works wherever it is."""
     for layer in LAYERS:
@@ -42,10 +54,58 @@ def test_symlinks_point_at_the_folders_relatively() -> None:
         assert (link / "__init__.py").samefile(ROOT / layer / "__init__.py")
 
 
-def test_package_dir_says_the_same_as_the_symlinks() -> None:
-    """The mapping that builds the wheel and the links that type checkers follow name the same folders."""
-    expected = {"dcp": "dcp", **{f"dcp.{layer}": layer for layer in LAYERS}}
-    assert project_settings()["package-dir"] == expected
+def test_src_has_nothing_but_the_package() -> None:
+    """What an editable install puts on the path has a link to dcp, and no other name."""
+    assert project_settings()["package-dir"] == {"": "src"}
+    (link,) = (ROOT / "src").iterdir()
+    assert (link.name, link.readlink()) == ("dcp", Path("../dcp"))
+
+
+USERS_FILE = """
+from typing import Any
+
+import dcp
+import torch
+from dcp.planners.per_rank import PerRank
+from dcp.storage import StorageReader
+from dcp.storage.stores import PosixStore
+
+
+def train(root: str, reader: StorageReader) -> dict[str, Any]:
+    state: dict[str, Any] = {"w": torch.ones(2), "rng": PerRank(torch.get_rng_state())}
+    dcp.save(state, checkpoint_id=root)
+    reveal_type(dcp.load(state, checkpoint_id=root, storage_reader=reader))
+    with dcp.CheckpointManager(root, keep=dcp.Retention(best=dcp.Best("loss"))) as manager:
+        manager.save(1, state, metrics={"loss": torch.ones(())})
+    reveal_type(PosixStore(root))
+    return dcp.read(root, only="w")
+"""
+
+
+def test_an_editable_install_is_a_path(tmp_path: Path) -> None:
+    """Type checkers do not see through a finder, which is code that the interpreter runs."""
+    copy = copy_of_the_source(tmp_path / "copy")
+    build = "from setuptools import build_meta; print(build_meta.build_editable('out'))"
+    run = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with zipfile.ZipFile(copy / "out" / run.stdout.split()[-1]) as wheel:
+        (path,) = [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".pth")]
+    assert path.split() == [str(copy / "src")]
+
+
+@pytest.mark.exhaustive  # mypy reads all of torch
+def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
+    """By that path alone, in the strict mode of mypy, the layers below the package included."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "user.py").write_text(USERS_FILE)
+    options = ["--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", *options, "user.py"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
+    run = subprocess.run(
+        command, cwd=tmp_path / "project", capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert run.returncode == 0, run.stdout
+    assert '"dcp.report.LoadReport"' in run.stdout and '"dcp.storage.stores.posix.PosixStore"' in run.stdout
 
 
 def test_every_folder_with_modules_is_a_listed_package() -> None:
@@ -61,14 +121,8 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
 
 def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:
     """The wheel has every module and data file of the folders, nothing else, no generic top-level name."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for folder in ("dcp", *LAYERS):
-        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=IGNORED)
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy)
+    copy = copy_of_the_source(tmp_path / "copy")
     build = "from setuptools import build_meta; print(build_meta.build_wheel('out'))"
-    (copy / "out").mkdir()
     run = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     with zipfile.ZipFile(copy / "out" / run.stdout.split()[-1]) as wheel:
