@@ -113,6 +113,7 @@ def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> 
     expected = shape(mixed())
     dcp.save(mixed(), checkpoint_id=tmp_path / "c", no_dist=True)
     assert shape(read_all(checkpoint_id=tmp_path / "c")) == expected
+    assert shape(dcp.read(tmp_path / "c", no_dist=True)) == expected
     dcp.convert(tmp_path / "c", tmp_path / "t.pt", to="torch")
     assert shape(torch.load(tmp_path / "t.pt")) == expected
     dcp.convert(tmp_path / "t.pt", tmp_path / "c2", to="dcp")
