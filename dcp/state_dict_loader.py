@@ -98,46 +98,69 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint in place into a sharded state dict; every rank of the process group calls it alike.
 
-    The parameters up to ``no_dist`` are torch's, with torch's meaning: tensors of ``state_dict`` are filled
-    where they are, with any sharding, device or stride; other values are replaced; `Stateful` objects give
-    their ``state_dict()`` to be filled and get it back by ``load_state_dict()``. Optimizers that have made no
-    step get the state that the checkpoint has, also those that are attributes of such an object. The
-    checkpoint may be of ours or of stock torch, saved by any number of ranks.
-
-    ``verify``: "blocks" (default) compares the checksum of every block that is read whole, "full" also
-    reads the rest of blocks needed in part, "none" compares nothing. ``dtype``: "exact" (default) refuses
-    another dtype than the stored one, "cast" converts. ``allow_partial_load`` keeps what the checkpoint
-    lacks as it is. ``weights_only=False`` allows arbitrary pickled objects to run code: only for files you
-    trust. Given a planner or reader, its own settings hold where these are None.
-
-    ``only`` and ``exclude`` load a part: shell globs on the flat keys of ``state_dict`` (case-sensitive),
-    each for what it matches and everything below, so that ``only="model"`` is the whole model. What is not
-    selected is left as it is, and `Stateful` objects of which nothing can be selected are not asked for their
-    state; ``exclude`` may also name what the checkpoint alone has. ``rename`` goes from the state dict's keys
-    to the checkpoint's: ``{r"^module\\.": ""}`` takes away a prefix that the checkpoint lacks; several keys
-    may get one entry. Each tensor is filled where it is, so that views of a parameter can be loaded from
-    entries of their own (``qkv[:n]`` from ``q``) as long as they are views: ``chunk``, ``split`` and indexing
-    of a DTensor copy where they communicate, and the copy is filled, not the parameter; nothing tells one
-    from the other. ``per_rank="keep"`` lets `PerRank` values be as they are, on all ranks, where another
-    number of ranks saved the checkpoint, or it has none of them; "exact" (default) wants each rank's own. A
-    warning names what is kept, and what is left of ranks that are not there any more.
+    Tensors are filled where they are, with any sharding, device or stride; other values are replaced;
+    `Stateful` objects give their ``state_dict()`` to be filled and get it back by ``load_state_dict()``.
+    Optimizers that have made no step get the state that the checkpoint has, also those that are attributes of
+    such an object. The checkpoint may be of ours or of stock torch, saved by any number of ranks. One that is
+    replaced while it is being read is read anew, once.
 
     Entries of the checkpoint under keys of the top level that ``state_dict`` does not have are not asked for
     and not loaded. But what lies below a key that it has, and has no place in the dict or object there on any
-    rank, would be lost: UnexpectedKeyError, unless ``exclude`` leaves it out by name, or
-    ``unexpected="ignore"`` whatever it is. `LoadReport.unexpected` has what was not loaded.
+    rank, would be lost: see ``unexpected``. `LoadReport.unexpected` has what was not loaded.
 
-    ``storage_options`` are those of the file system of a URL, as for `dcp.save`.
+    The arguments up to ``no_dist`` are torch's, with torch's meaning. Given a planner or reader, its own
+    settings hold where those of here are None.
 
-    A checkpoint that is replaced while it is being read is read anew, once.
+    Args:
+        state_dict: What is to be filled; nested dicts and lists of tensors, values and `Stateful` objects.
+        checkpoint_id: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors
+            file, or a Hugging Face folder.
+        storage_reader: Reads the checkpoint, instead of ours.
+        planner: Plans the load, instead of `DefaultLoadPlanner`.
+        process_group: The ranks that load together; the default group without it.
+        no_dist: Load in this process alone.
+        verify: "blocks" (default) compares the checksum of every block that is read whole, "full" also reads
+            the rest of blocks needed in part, "none" compares nothing.
+        dtype: "exact" (default) refuses another dtype than the stored one, "cast" converts.
+        allow_partial_load: What the checkpoint lacks stays as it is, and is in the report.
+        weights_only: False allows values of any class, whose pickles may run code: only for files you trust.
+        only: Load a part: shell globs on the flat keys of ``state_dict`` (case-sensitive), each for what it
+            matches and everything below, so that ``only="model"`` is the whole model. The rest is left as it
+            is, and `Stateful` objects of which nothing can be selected are not asked for their state.
+        exclude: The same for what is not loaded; it may also name what the checkpoint alone has.
+        rename: From the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away a prefix
+            that the checkpoint lacks; several keys may get one entry. Views of a parameter can be loaded from
+            entries of their own (``qkv[:n]`` from ``q``) as long as they are views: ``chunk``, ``split`` and
+            indexing of a DTensor copy where they communicate, and the copy is filled, not the parameter;
+            nothing tells one from the other.
+        per_rank: "exact" (default) wants each rank's own `PerRank` values; "keep" lets them be as they are,
+            on all ranks, where another number of ranks saved the checkpoint, or it has none of them. A
+            warning names what is kept, and what is left of ranks that are not there any more.
+        unexpected: "error" (default) raises UnexpectedKeyError for entries that would be lost, unless
+            ``exclude`` leaves them out by name; "ignore" does not.
+        timeout_seconds: The longest wait for other ranks.
+        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
+        storage_options: Those of the file system of a URL, as for `dcp.save`.
 
-    Raises, on all ranks alike: CheckpointNotFoundError, MissingKeyError, UnexpectedKeyError,
-    ShapeMismatchError, DtypeMismatchError, PlanError (also for a pattern that matches nothing),
-    CorruptCheckpointError, UnsafeObjectError, CollectiveTimeoutError and others of `dcp.errors`. After an
-    error the tensors of ``state_dict`` may be filled in part; no Stateful object has been touched and, unless
-    planner or storage are of your own, no other value either. But where a ``load_state_dict()`` fails, others
-    have their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
-    names the object.
+    Returns:
+        What was loaded, and at what cost.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        MissingKeyError: The checkpoint lacks entries.
+        UnexpectedKeyError: Entries of the checkpoint would be lost.
+        ShapeMismatchError: A tensor has another shape there.
+        DtypeMismatchError: A tensor has another dtype there, without ``dtype="cast"``.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        UnsafeObjectError: A value needs ``weights_only=False``.
+        PlanError: An option cannot be meant, a pattern matches nothing, or the ranks are not about the same.
+        CollectiveTimeoutError: Ranks did not answer in time.
+
+        These and others of `dcp.errors` are raised on all ranks alike. After an error the tensors of
+        ``state_dict`` may be filled in part; no Stateful object has been touched and, unless planner or
+        storage are of your own, no other value either. But where a ``load_state_dict()`` fails, others have
+        their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
+        names the object.
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")

@@ -72,29 +72,46 @@ def save(
 ) -> Metadata:
     """Save a sharded state dict as one checkpoint; every rank of the process group calls it alike.
 
-    The parameters up to ``use_collectives`` are torch's, with torch's meaning. ``state_dict`` holds tensors
-    of any kind (plain, DTensor, ShardedTensor), other values, nested dicts and lists of them, and
-    `Stateful` objects, whose ``state_dict()`` is saved. Plain tensors and values count as replicated: they
-    must be equal on all ranks (compared by digest), one rank stores them; mark what differs by rank with
-    `PerRank`.
-
-    Without a process group (or with ``no_dist``) this process saves alone. ``use_collectives=False`` lets
-    each rank save its own part without the others (``__{rank}.manifest.msgpack``). ``timeout_seconds``
-    bounds every wait for other ranks. ``user_metadata`` is plain data kept in the manifest. ``progress``
-    draws a bar (True) or is called with `dcp.progress.Progress`.
-
-    ``checkpoint_id`` is a path or a URL, such as ``s3://bucket/run/step-100``. ``storage_options`` are then
-    those of the file system, as all users of fsspec pass them (``endpoint_url``, ``key``, ``secret``,
-    ``anon``, ...; the environment serves as well), and ours of `dcp.storage.stores.objects.options`.
-
-    A ``storage_writer`` that is used again, or without one a planner with ``enable_plan_caching``, remembers
-    the plan: as long as no rank's structure changes, the next save exchanges digests instead of plans.
+    Plain tensors and values count as replicated: they must be equal on all ranks (compared by digest), one
+    rank stores them; mark what differs by rank with `PerRank`.
 
     When it returns the checkpoint is committed and, unless the writer was told otherwise, durable. When it
-    raises, on any rank, it raises on all: a `RankFailedError` that is also of the cause's class; what was
-    under the id before is untouched.
+    raises, on any rank, it raises on all; what was under the id before is untouched.
 
-    Returns torch's `Metadata` of the checkpoint, built when it is looked at.
+    The arguments up to ``use_collectives`` are torch's, with torch's meaning.
+
+    Args:
+        state_dict: Tensors of any kind (plain, DTensor, ShardedTensor), other values, nested dicts and lists
+            of them, and `Stateful` objects, whose ``state_dict()`` is saved.
+        checkpoint_id: A path or a URL, such as ``s3://bucket/run/step-100``. What is there is replaced, in
+            one step.
+        storage_writer: Writes the checkpoint, instead of ours. One that is used again remembers the plan: as
+            long as no rank's structure changes, the next save exchanges digests instead of plans.
+        planner: Plans the save, instead of `DefaultSavePlanner`; with ``enable_plan_caching`` it remembers
+            the plan where no writer is given.
+        process_group: The ranks that save together; the default group without it.
+        no_dist: Save in this process alone.
+        use_collectives: False lets each rank save its own part without the others
+            (``__{rank}.manifest.msgpack``).
+        timeout_seconds: The longest wait for other ranks.
+        user_metadata: Plain data that is kept in the manifest.
+        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
+        storage_options: Those of the file system of a URL, as all users of fsspec pass them
+            (``endpoint_url``, ``key``, ``secret``, ``anon``, ...; the environment serves as well), and
+            ours in `dcp.storage.stores.objects.options`.
+
+    Returns:
+        torch's `Metadata` of the checkpoint, built when it is looked at.
+
+    Raises:
+        PlanError: The ranks' parts do not fit together, or the ranks are not about the same.
+        ReplicaMismatchError: Ranks have different data under one name.
+        CheckpointConflictError: Another save to the id was faster, or ``overwrite=False`` found one there.
+        StorageError: The storage failed; `StorageFullError` where it is full.
+        CollectiveTimeoutError: Ranks did not answer in time.
+
+        These and others of `dcp.errors` are raised on all ranks alike, by several ranks as a
+        `RankFailedError` that is also of the cause's class.
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save")
@@ -133,20 +150,41 @@ def async_save(
 ) -> SaveFuture:
     """`save` behind the training loop: copies the state, returns, and writes the copy in the background.
 
-    The parameters up to ``use_collectives`` are torch's, with torch's meaning, and ``storage_options`` those
-    of `save`, which the writer process gets with the order to save. THREAD writes in a thread of this
-    process; PROCESS in a process of its own, which is started once, does not compete for the
-    interpreter, and commits what was staged even if this process is killed. CPU tensors are copied as well:
-    when this returns, or with ``overlap`` when ``staging_completion`` is done, everything may change again.
+    CPU tensors are copied as well: when this returns, or with ``overlap`` when ``staging_completion`` is
+    done, everything may change again. Host buffers, writer and a gloo group of its own are kept for the next
+    call with the same process group (whose backend may be any). At most two saves are under way; a third call
+    waits. `CheckpointManager` has all that for itself. Interpreter exit waits for the commit.
 
-    Host buffers, writer and a gloo group of its own are kept for the next call with the same process group
-    (whose backend may be any). At most two saves are under way; a third call waits. `CheckpointManager` has
-    all that for itself.
+    The arguments up to ``use_collectives`` are torch's, with torch's meaning.
 
-    Returns a `SaveFuture`: ``result()`` gives torch's `Metadata` once the checkpoint is committed, and
-    raises what the save raised; ``staging_completion`` and ``upload_completion`` are as in torch's
-    AsyncSaveResponse. Errors in the background, a tensor that changed while it was copied among them
-    (StagingError), are errors of the future, on all ranks alike. Interpreter exit waits for the commit.
+    Args:
+        state_dict: As for `save`.
+        checkpoint_id: As for `save`.
+        storage_writer: As for `save`.
+        planner: As for `save`.
+        process_group: As for `save`.
+        async_checkpointer_type: THREAD writes in a thread of this process; PROCESS in a process of its own,
+            which is started once, does not compete for the interpreter, and commits what was staged even if
+            this process is killed.
+        async_stager: Copies the state, instead of ours.
+        no_dist: As for `save`.
+        use_collectives: As for `save`.
+        user_metadata: As for `save`.
+        progress: As for `save`; called in the background.
+        overlap: Copy behind the caller's back, too: nothing may change before ``staging_completion``.
+        storage_options: As for `save`; the writer process gets them with the order to save.
+
+    Returns:
+        A `SaveFuture`: ``result()`` gives torch's `Metadata` once the checkpoint is committed, and raises
+        what the save raised; ``staging_completion`` and ``upload_completion`` are as in torch's
+        AsyncSaveResponse.
+
+    Raises:
+        CollectiveTimeoutError: Ranks did not come to make the saves' own group.
+        CheckpointError: Saves before it have not ended in time.
+
+        Errors in the background, a tensor that changed while it was copied among them (StagingError), are
+        errors of the future, on all ranks alike.
     """
     refuse_a_place("async_save", state_dict)
     from dcp.background.session import default_session  # only here: sessions drain at exit

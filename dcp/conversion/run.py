@@ -73,28 +73,45 @@ def convert(
 ) -> ConversionReport:
     """Write the checkpoint ``source`` as ``target`` in the format ``to``; neither needs to fit into memory.
 
-    ``to`` is ``dcp`` (a folder that stock torch loads too: ``files`` data files, with the source's
-    ``chunks``, or with "split" each tensor cut into one chunk a file), ``torch`` (one file for `torch.load`),
-    or ``safetensors`` (one file if ``target`` ends so, else a Hugging Face folder with shards of
-    ``shard_bytes``).
+    The target is published in one step where its storage allows that. Source checksums are compared on the
+    way. Values that are no plain data cannot go to ``torch`` and ``safetensors`` without running their
+    pickles.
 
-    ``only`` and ``exclude`` are globs and ``rename`` regular expressions on the source's names, as for
-    `dcp.load`. ``dtype`` casts floating-point tensors: one name, or names by glob. Values that are no plain
-    data cannot go to ``torch`` and ``safetensors`` without running their pickles: PlanError lists them, or
-    ``drop_objects`` leaves them out.
+    Args:
+        source: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors file,
+            or a Hugging Face folder.
+        target: Where it goes; refused if something is there, unless ``overwrite``.
+        to: "dcp" (a folder that stock torch loads too), "torch" (one file for `torch.load`), or "safetensors"
+            (one file if ``target`` ends so, else a Hugging Face folder).
+        only: Shell globs on the source's names: what they match, and everything below.
+        exclude: The same for what is left out.
+        rename: From the source's names to the target's: regular expressions with replacements, or a function.
+        dtype: Floating-point tensors are converted to it; one name, or names by glob.
+        shard_bytes: The size of a Hugging Face folder's shards.
+        files: How many data files a "dcp" target has.
+        chunks: "keep" has the source's chunks in a "dcp" target, "split" one of each tensor in each file.
+        drop_objects: Leave out values that are no plain data, instead of refusing them.
+        overwrite: Replace what is at the target.
+        executor: "processes", "inline", "dask://host:port", or a `concurrent.futures.Executor` whose workers
+            see both places.
+        workers: How many processes; by default as many as cores, up to four.
+        storage_options: Of the file system of the source's URL.
+        target_options: Of the file system of the target's.
+        verify: "none" compares no checksums of the source.
+        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
+        resume: Go on with a conversion that was killed, where it was called in the same way on an unchanged
+            source.
 
-    The target is published in one step where its storage allows that, and refused if something is there
-    unless ``overwrite``. Source checksums are compared on the way (``verify="none"`` does not). A conversion
-    that was killed goes on where it was when it is called again in the same way on an unchanged source
-    (``resume``).
+    Returns:
+        What was written, and at what cost.
 
-    ``executor``: "processes" (``workers`` of them, by default as many as cores, up to four), "inline",
-    "dask://host:port", or a `concurrent.futures.Executor` whose workers see both places.
-    ``storage_options`` are of the source's storage, ``target_options`` of the target's.
-
-    Raises CheckpointError's subclasses: CheckpointNotFoundError, CorruptCheckpointError,
-    CheckpointConflictError (the target exists, or the source changed), PlanError (options), StorageError and
-    StorageFullError.
+    Raises:
+        CheckpointNotFoundError: There is no source.
+        CheckpointConflictError: The target exists, or the source changed meanwhile.
+        CorruptCheckpointError: Bytes of the source are not those that were committed.
+        MissingKeyError: A pattern matches nothing.
+        PlanError: An option cannot be meant, or the format cannot hold a value.
+        StorageError: The storage failed; `StorageFullError` where it is full.
     """
     if to not in _FORMATS:
         raise PlanError(f"to must be one of {', '.join(_FORMATS)}, not {to!r}")

@@ -217,17 +217,27 @@ class CheckpointManager:
         """Save ``state_dict`` as the checkpoint of ``step`` if it is time for that; call it at every step.
 
         A step is saved by the interval, as the ``last``, because of a SIGTERM (then this waits for the
-        commit), or with ``force``, which also saves a step again; all ranks alike. ``state_dict`` is what
-        `dcp.save` takes: `Stateful` objects (a model and optimizer in one, a data loader), tensors, plain
-        values; `PerRank` around what differs by rank. When this returns, the state may change; with
-        ``overlap`` it may only inside of `lock`.
+        commit), or with ``force``; all ranks alike. When this returns, the state may change; with ``overlap``
+        it may only inside of `lock`.
 
-        ``metrics`` (numbers, also 0-d tensors; NaN is allowed) are stored with the checkpoint and are what
-        `Best` goes by; those of rank 0 count. ``user_metadata`` is more plain data to store.
+        Args:
+            step: Of the training; it names the checkpoint.
+            state_dict: What `dcp.save` takes: `Stateful` objects (a model and optimizer in one, a data
+                loader), tensors, plain values; `PerRank` around what differs by rank.
+            metrics: Numbers by name, also tensors and arrays of no dimension; NaN is allowed. They are stored
+                with the checkpoint and are what `Best` goes by; those of rank 0 count.
+            force: Save this step whatever the interval, also a step that is saved already.
+            last: This is the last step of the run.
+            overlap: Copy the state during the next forward and backward.
+            user_metadata: More plain data to store.
 
-        Returns the save's future, whose ``result()`` waits for the commit, or None if nothing is saved.
-        Raises, with ``on_failure="raise"``, what an earlier save raised, and CheckpointError for a manager
-        that is closed or busy.
+        Returns:
+            The save's future, whose ``result()`` waits for the commit, or None if nothing is saved.
+
+        Raises:
+            CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; with
+                ``on_failure="raise"`` also what an earlier save raised.
+            TypeError: A metric is no number, or ``user_metadata`` no plain data.
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
@@ -285,13 +295,23 @@ class CheckpointManager:
         """Load the newest good checkpoint into ``state_dict``, or that of ``step`` and no other; all ranks
         together. The next saves count from it.
 
-        ``state_dict`` is what was given to `save`. ``options`` are those of `dcp.load`: ``only`` and
-        ``exclude`` for a part of the state, ``rename`` for other names, ``per_rank="keep"`` to resume on
-        another number of ranks, ``dtype``, ``verify`` and so on.
+        A damaged checkpoint is noted, told, and an older one taken. Errors of the storage are retried and
+        then raised, as all others are, rather than set training back.
 
-        None if nothing is committed: the run starts afresh. A damaged checkpoint is noted, told, and an older
-        one taken; if there is none left, CorruptCheckpointError. Errors of the storage are retried and then
-        raised, as all others are, rather than set training back.
+        Args:
+            state_dict: What was given to `save`.
+            step: The step to restore, and no other.
+            **options: Those of `dcp.load`: ``only`` and ``exclude`` for a part of the state, ``rename`` for
+                other names, ``per_rank="keep"`` to resume on another number of ranks, ``dtype``, ``verify``
+                and so on.
+
+        Returns:
+            What was restored; None if nothing is committed: the run starts afresh.
+
+        Raises:
+            CorruptCheckpointError: There are steps, and none of them is whole.
+            CheckpointNotFoundError: Nothing is committed at ``step``.
+            CheckpointError: Others of `dcp.load`.
         """
         self._check_open()
         self._events.refuse_to_wait("restore()")
