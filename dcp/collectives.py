@@ -66,7 +66,8 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
     """Whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
 
     Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
-    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns.
+    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a
+    read gives each of them the same.
     """
     if no_dist:
         return True
@@ -78,7 +79,7 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
             "destroy_process_group(), or pass no_dist=True to work on one rank"
         )
     count = os.environ.get("WORLD_SIZE", "")
-    if count.isdecimal() and int(count) > 1:
+    if count.isdecimal() and int(count) > 1 and operation != "read":
         _tell_of_no_group(int(count), operation)
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,8 @@ def test_nesting_up_to_the_limit_is_saved(tmp_path: Path) -> None:
 
 def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun, before ``init_process_group()``, each process would save all of it to one id; a load
-    gets what it should, as rank 0, and says so. ``no_dist=True`` is how to mean it."""
+    gets what it should, as rank 0, and says so. ``no_dist=True`` is how to mean it. `dcp.read` gives each of
+    them the same, so that there is nothing to say."""
     state = {"a": torch.ones(2)}
     dcp.save(state, checkpoint_id=tmp_path / "alone")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -144,6 +146,9 @@ def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "x").exists()
     with pytest.warns(UserWarning, match="loads alone, as rank 0"):
         dcp.load(state, checkpoint_id=tmp_path / "alone")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(dcp.read(tmp_path / "alone")["a"], state["a"])
 
     dcp.load(state, checkpoint_id=tmp_path / "alone", no_dist=True)
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
