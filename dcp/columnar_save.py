@@ -13,7 +13,7 @@ from dataclasses import astuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.collectives import Ranks
-from dcp.handshake import begin
+from dcp.handshake import begin, check_same_target
 from dcp.local_state import LocalState, PlanOptions, encoded_object
 from dcp.planners.codec import (
     SectionCache,
@@ -110,6 +110,8 @@ class ColumnarSave:
         if self._cache is not None:
             manner.append("with a plan cache")
         places = begin(self._ranks, lambda: self._writer.store.url, manner=manner)
+        if self._together:
+            check_same_target(self._ranks, places, lambda: self._writer.store)
         self._scattered = len(set(places)) > 1
 
     def _run_together(self) -> None:

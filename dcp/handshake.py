@@ -6,6 +6,7 @@ take each other's messages for something else. One small exchange, where all are
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,11 +15,12 @@ import msgpack
 
 from dcp.failures import RankFailedError, failure_of
 from dcp.storage.errors import PlanError
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
 if TYPE_CHECKING:
     from dcp.collectives import Ranks
 
-__all__ = ["begin", "check_same_checkpoint", "told_to_all"]
+__all__ = ["begin", "check_same_checkpoint", "check_same_target", "told_to_all"]
 
 
 class _Part(NamedTuple):
@@ -104,6 +106,46 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
             ranks=odd,
         )
         raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
+
+
+def check_same_target(ranks: Ranks, places: Sequence[str], store: Callable[[], Store | None]) -> None:
+    """Raise PlanError on all ranks unless what they are about to save goes to one place.
+
+    ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
+    the coordinator leaves an empty file at its own, which the others look for at theirs: a rank that has
+    nothing to write would not find out otherwise. ``store`` is None for storages of others.
+    """
+    if len(set(places)) == 1:
+        return
+    name = ranks.broadcast("compare", lambda: _leave_file(store())).decode()
+    if not name:
+        return
+
+    def look() -> bytes:
+        own = store()
+        return b"\x01" if own is None or own.stat(name) is not None else b""
+
+    try:
+        found = ranks.all_gather("compare", look)
+    finally:
+        own = store() if ranks.is_coordinator else None
+        if own is not None:
+            own.delete_all([name])
+    odd = [rank for rank, there in enumerate(found) if not there]
+    if odd:
+        error = PlanError(
+            f"the ranks do not save to the same place: {_by_rank(places)}. Give all of them one id", ranks=odd
+        )
+        raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
+
+
+def _leave_file(store: Store | None) -> bytes:
+    if store is None:
+        return b""
+    store.make_root()
+    name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    store.create(name, durable=False).finish()
+    return name.encode()
 
 
 def _by_rank(texts: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp import plan_transport
-from dcp.handshake import begin, check_same_checkpoint
+from dcp.handshake import begin, check_same_checkpoint, check_same_target
 from dcp.load_targets import Stored
 from dcp.local_state import warn_of_foreign, warn_of_keys
 from dcp.planners.load_planner import DefaultLoadPlanner
@@ -55,7 +55,12 @@ def save(
     made."""
     made: list[Metadata] = []
     manner = ["by torch's protocol"] if use_collectives else ["by torch's protocol", "without collectives"]
-    scattered = len(set(begin(ranks, lambda: _place_of(writer), manner=manner))) > 1
+    places = begin(ranks, lambda: _place_of(writer), manner=manner)
+    if use_collectives:
+        check_same_target(
+            ranks, places, lambda: writer.store if isinstance(writer, FileSystemWriter) else None
+        )
+    scattered = len(set(places)) > 1
 
     def local_plan() -> SavePlan:
         given = state()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import dcp
 from dcp.channel import Channel
 from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.save_planner import DefaultSavePlanner
 from tests.support.ranks import RankDied, RankRaised, run_ranks
 from tests.support.ranks import Ranks as RankPool
 
@@ -24,6 +25,14 @@ STATE = {"w": torch.arange(6.0), "step": 3}
 
 
 class CustomPlanner(DefaultLoadPlanner):
+    """Takes torch's road, by objects."""
+
+    def create_local_plan(self) -> Any:
+        """As its base."""
+        return super().create_local_plan()
+
+
+class CustomSavePlanner(DefaultSavePlanner):
     """Takes torch's road, by objects."""
 
     def create_local_plan(self) -> Any:
@@ -76,6 +85,68 @@ def test_ranks_that_load_different_ids_are_told(tmp_path: Path, kind: str) -> No
         assert "rank 0, 2:" in message and str(tmp_path / "one") in message
         assert "rank 1:" in message and str(tmp_path / "other") in message
         assert values in ([-1.0], [])
+
+
+def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any:
+    """Ranks 0 and 2 save to one id, rank 1 to another; rank 1 or rank 0 may have nothing to write."""
+    state: dict[str, Any] = dict(STATE)
+    if kind == "writes":
+        state["own"] = dcp.PerRank(torch.full((4,), float(rank)))
+    if kind == "rank 1 alone writes":
+        state = {"own": dcp.PerRank(torch.ones(4))} if rank == 1 else {}
+    name = "other" if rank == 1 else "one"
+    if kind == "over old ones":
+        if rank != 2:
+            dcp.save({"w": torch.full((6,), -1.0)}, checkpoint_id=root / name, no_dist=True)
+        dist.barrier()
+    planner = CustomSavePlanner() if kind == "objects" else None
+
+    def act() -> None:
+        if kind == "thread":
+            dcp.async_save(state, checkpoint_id=root / name).result(120)
+        else:
+            dcp.save(state, checkpoint_id=root / name, planner=planner, timeout_seconds=120)
+
+    found = outcome(act)
+    dist.barrier()
+    left = sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
+    if kind == "over old ones":
+        old = {"w": torch.zeros(6)}
+        dcp.load(old, checkpoint_id=root / name, no_dist=True)
+        left = [] if old["w"].tolist() == [-1.0] * 6 and len(left) == 6 else left
+    dcp.save(STATE, checkpoint_id=root / "one", timeout_seconds=120)
+    return found, left
+
+
+@pytest.mark.parametrize(
+    "kind", ["one has nothing", "rank 1 alone writes", "writes", "objects", "thread", "over old ones"]
+)
+def test_ranks_that_save_to_different_ids_are_told(tmp_path: Path, kind: str) -> None:
+    """Also where a rank has nothing to write, so that no file of its own is missing: the error has both ids,
+    nothing is left behind, what was there stays, and the group serves on."""
+    for (names, message, _, _), left in run_ranks(3, save_different_ids, tmp_path, kind):
+        assert "PlanError" in names, message
+        assert "rank 0, 2:" in message and str(tmp_path / "one") in message
+        assert "rank 1:" in message and str(tmp_path / "other") in message
+        assert left == []
+
+
+def save_by_other_names(rank: int, world_size: int, root: Path) -> Any:
+    """Each rank knows the folder by another name, and rank 1 has nothing to write."""
+    if rank == 0:
+        (root / "real").mkdir()
+    dist.barrier()
+    (root / f"name-{rank}").symlink_to(root / "real")
+    dcp.save(STATE, checkpoint_id=root / f"name-{rank}" / "step-1")
+    dcp.save(STATE, checkpoint_id=root / f"name-{rank}" / "step-1")
+    state: dict[str, Any] = {"w": torch.zeros(6), "step": 0}
+    dcp.load(state, checkpoint_id=root / "real" / "step-1")
+    return state["w"].tolist(), state["step"], len(list((root / "real" / "step-1").iterdir()))
+
+
+def test_one_target_may_have_several_names(tmp_path: Path) -> None:
+    """Nothing but the checkpoint is there afterwards."""
+    assert run_ranks(2, save_by_other_names, tmp_path) == [(STATE["w"].tolist(), 3, 3)] * 2  # type: ignore[attr-defined]
 
 
 def load_by_other_names(rank: int, world_size: int, root: Path) -> Any:
