@@ -29,8 +29,6 @@ __all__ = ["command"]
 
 _VALUE_CHARACTERS = 100
 _FACT_COLUMNS = 12
-_LOOSE_FORMATS = ("safetensors", "torch_save")
-"""Of files that are no checkpoint of a commit, whose time is that of their last change."""
 
 _SORTS: dict[str, Callable[[TensorRow], Any]] = {
     "name": lambda row: row.fqn,
@@ -111,12 +109,14 @@ def _module_as_json(node: ModuleNode) -> dict[str, Any]:
 
 
 def _print_header(header: CheckpointHeader) -> None:
-    is_loose = header.format in _LOOSE_FORMATS
+    from dcp.storage.formats.sources import FILE_FORMATS
+
+    is_of_files = header.format in FILE_FORMATS  # without a commit, whose time is that of their last change
     facts = (
         ("checkpoint", header.url),
         ("format", header.format),
         ("save id", header.save_id),
-        ("modified" if is_loose else "committed", describe_time(header.committed_seconds)),
+        ("modified" if is_of_files else "committed", describe_time(header.committed_seconds)),
         ("written by", _writer(header)),
         ("ranks", header.world_size),
         (

@@ -25,13 +25,22 @@ from dcp.storage.stores.base import Store, place_text
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import broken_link, storage_error
 
-__all__ = ["FILE_FORMATS", "FILE_SUFFIXES", "Place", "Source", "index_at", "locate", "open_source"]
+__all__ = [
+    "FILE_FORMATS",
+    "FILE_SUFFIXES",
+    "LOOSE_FORMATS",
+    "Place",
+    "Source",
+    "index_at",
+    "locate",
+    "open_source",
+]
 
 FILE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, TORCH_FORMAT))
+"""Of files that are checkpoints without a commit object, and may lie among others."""
+
 LOOSE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, "torch_dcp"))
 """Folders of these have files that others replace one by one, under names that stay."""
-
-"""Formats of files that are checkpoints without a commit object, and may lie among others."""
 
 _FILE_URL: Final = re.compile(r"file://", re.IGNORECASE)
 _REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])/+(?P<name>[^/]+)", re.DOTALL)
