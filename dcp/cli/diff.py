@@ -19,7 +19,7 @@ from dcp.cli.common import (
     storage_options,
 )
 from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
     from dcp.difference import Difference, TensorDifference, TensorFacts
@@ -32,20 +32,10 @@ _NARROW = ("tensor:28", "before:12", "after:12", "tensor:12", "before", "after")
 _VALUE_CHARACTERS = 60
 
 
-def _deltas(name: str) -> Callable[[TensorDifference], tuple[bool, float]]:
-    """The largest first, and those of which it is not known last."""
-
-    def key(tensor: TensorDifference) -> tuple[bool, float]:
-        value = None if tensor.values is None else getattr(tensor.values, name)
-        return value is None, 0.0 if value is None else -value
-
-    return key
-
-
 _SORTS: dict[str, Callable[[TensorDifference], Any]] = {
-    "differ": _deltas("differing"),
-    "max": _deltas("max_abs"),
-    "l2": _deltas("relative_l2"),
+    "differ": largest_first(lambda tensor: None if tensor.values is None else tensor.values.differing),
+    "max": largest_first(lambda tensor: None if tensor.values is None else tensor.values.max_abs),
+    "l2": largest_first(lambda tensor: None if tensor.values is None else tensor.values.relative_l2),
     "name": lambda tensor: tensor.fqn,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from dcp.cli.common import (
 )
 from dcp.cli.pictures import bar, sparkline
 from dcp.cli.progress import progress_bar
-from dcp.cli.tables import Top, counted, print_rest, print_table, sort_key, top_of
+from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
     from dcp.statistics import CheckpointStatistics, Histogram, Statistics, TensorStatistics
@@ -75,18 +76,14 @@ def command(
 
 
 def _sorts() -> dict[str, Callable[[TensorStatistics], Any]]:
-    """What to sort by; tensors without that figure come last."""
+    """What to sort by."""
 
-    def figure(name: str) -> Callable[[TensorStatistics], tuple[bool, float]]:
-        def key(tensor: TensorStatistics) -> tuple[bool, float]:
-            value = None if tensor.statistics is None else getattr(tensor.statistics, name)
-            return value is None, 0.0 if value is None else -value
-
-        return key
+    def figure(name: str, tensor: TensorStatistics) -> float | None:
+        return None if tensor.statistics is None else getattr(tensor.statistics, name)
 
     fields = {"size": "count", "nan": "nans", "inf": "infs", "zero": "zeros"}
     keys: dict[str, Callable[[TensorStatistics], Any]] = {
-        name: figure(fields.get(name, name)) for name in _SORTED
+        name: largest_first(partial(figure, fields.get(name, name))) for name in _SORTED
     }
     return keys | {"name": lambda tensor: tensor.fqn}
 

@@ -16,6 +16,7 @@ from dcp.cli.pictures import can_print
 __all__ = [
     "Top",
     "counted",
+    "largest_first",
     "output_columns",
     "print_rest",
     "print_table",
@@ -62,6 +63,16 @@ def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T
     if option not in keys:
         raise typer.BadParameter(f"{option!r} is none of {', '.join(keys)}", param_hint="--sort")
     return keys[option]
+
+
+def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple[bool, float]]:
+    """A key that sorts by a figure, the largest first, and what has none last."""
+
+    def key(row: T) -> tuple[bool, float]:
+        figure = figure_of(row)
+        return figure is None, 0.0 if figure is None else -figure
+
+    return key
 
 
 def print_table(
