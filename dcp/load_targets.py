@@ -16,6 +16,7 @@ from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.planners.selection import Selection, renamer
 from dcp.stateful_values import check_top_level, is_stateful
 from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.near_names import listed
 
 __all__ = ["LoadTargets", "Stored"]
 
@@ -197,5 +198,4 @@ def _flat(key: Any, state: Any) -> dict[str, Any]:
 
 
 def _told(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"{', '.join(map(repr, names[:_MAX_LISTED]))}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"{listed(names, most=_MAX_LISTED)} {'is' if len(names) == 1 else 'are'}"

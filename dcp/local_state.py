@@ -18,6 +18,7 @@ from dcp.planners.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save_planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
 from dcp.planners.trust import foreign_values
 from dcp.storage.errors import PlanError
+from dcp.storage.near_names import listed
 
 __all__ = ["EncodedObject", "LocalState", "PlanOptions", "warn_of_foreign", "warn_of_keys"]
 
@@ -129,8 +130,7 @@ def warn_of_keys(found: Mapping[str, str]) -> None:
 
 
 def _told(found: Mapping[str, str]) -> str:
-    told = [f"{fqn!r:.200} ({kind})" for fqn, kind in list(found.items())[:_MAX_TOLD]]
-    return ", ".join(told) + (f" and {len(found) - _MAX_TOLD} more" if len(found) > _MAX_TOLD else "")
+    return listed(list(found), most=_MAX_TOLD, show=lambda fqn: f"{fqn!r:.200} ({found[fqn]})")
 
 
 def _opaque_bytes(value: Any) -> int:

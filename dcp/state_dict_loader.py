@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -31,6 +31,7 @@ from dcp.report import LoadReport
 from dcp.storage import reader as columnar
 from dcp.storage.engine.read_requests import Verify
 from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.near_names import listed
 from dcp.storage.reader import FileSystemReader
 from dcp.storages import choose_reader
 
@@ -346,7 +347,7 @@ def _load_once(
 
 def _warn_of_other_ranks(planner: DefaultLoadPlanner, report: LoadReport, ranks: Ranks) -> None:
     """Say which `PerRank` values do not go on where the ranks that saved them were."""
-    kept, left = map(_listed, (planner.kept_per_rank, planner.left_per_rank))
+    kept, left = (listed(names, most=_MAX_LISTED) for names in (planner.kept_per_rank, planner.left_per_rank))
     if not kept and not left:
         return
     if report.world_size in (None, ranks.world_size):
@@ -359,8 +360,3 @@ def _warn_of_other_ranks(planner: DefaultLoadPlanner, report: LoadReport, ranks:
             else f"each rank takes its own of {left}, and what the other ranks had is not loaded"
         )
         logger.warning("saved by %s ranks, loaded by %d: %s", report.world_size, ranks.world_size, what)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(map(repr, names[:_MAX_LISTED])) + more

@@ -20,6 +20,7 @@ from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, Note, note_of, plain_key
 from dcp.storage.formats.index import Path
+from dcp.storage.near_names import listed
 
 __all__ = [
     "LIST",
@@ -199,16 +200,12 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     if flattener.duplicates:
         names = sorted(set(flattener.duplicates))
         raise PlanError(
-            f"duplicated flatten key {_listed(names)}: more than one entry of the state dict has it; rename "
-            "one of them (a dict key with a dot in it can collide with nesting, and the key 0 with '0')",
+            f"duplicated flatten key {listed(names, most=_MAX_LISTED)}: more than one entry of the state "
+            "dict has it; rename one of them (a dict key with a dot in it can collide with nesting, and the "
+            "key 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
     return Flat(flattener.flat, flattener.paths, tuple(flattener.notes), flattener.foreign_keys)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
-    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
 
 
 def _extend(entries: list[Any], position: int) -> None:

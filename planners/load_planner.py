@@ -34,6 +34,7 @@ from dcp.planners.unexpected import Unexpected, names_within
 from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.near_names import listed
 
 __all__ = ["DefaultLoadPlanner", "PerRankLoad", "check_options", "uses_columns"]
 
@@ -360,9 +361,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         }
         stale = sorted(self.must_fill - (choice.values.keys() - missing))
         if stale:
-            more = f" and {len(stale) - _MAX_LISTED} more" if len(stale) > _MAX_LISTED else ""
             raise PlanError(
-                f"a load that failed may have filled {', '.join(map(repr, stale[:_MAX_LISTED]))}{more} from "
+                f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
                 "another checkpoint, and this one has nothing to put there, so the state would be of two "
                 "checkpoints; build it anew and load this one alone",
                 fqns=stale[:_MAX_LISTED],

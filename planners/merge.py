@@ -16,6 +16,7 @@ from dcp.planners.boxes import gather_rows
 from dcp.planners.columns import SaveColumns
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
+from dcp.storage.near_names import listed
 
 __all__ = ["MergedObjects", "MergedTensors", "merge_objects", "merge_tensors", "rank_list"]
 
@@ -204,4 +205,4 @@ def describe_sides(sides: Sequence[Sequence[int]]) -> str:
         f"{rank_list(side)} ha{'ve' if len(side) > 1 else 's'} {word}"
         for side, word in zip(sides, words, strict=False)
     ]
-    return ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+    return listed(told, most=4, show=str)

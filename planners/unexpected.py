@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
 from dcp.storage.errors import UnexpectedKeyError
 from dcp.storage.formats.index import Path
+from dcp.storage.near_names import listed
 
 __all__ = ["Unexpected", "check_left", "names_within", "pack_left", "unexpected_keys"]
 
@@ -119,20 +120,19 @@ def unexpected_keys(names: Sequence[str], lost: Sequence[str]) -> UnexpectedKeyE
     for name in lost:
         group = next(above for above in _with_parents(name) if above == name or above not in taken)
         groups.setdefault(group, []).append(name)
-    listed = [
+    told = [
         repr(group) if below == [group] else f"{group!r} ({len(below)} below it, such as {below[0]!r})"
         for group, below in groups.items()
     ]
-    more = len(groups) - _MAX_LISTED
-    rest = f" and {more} more" if more > 0 else ""
-    patterns = f"exclude={list(groups)!r} leaves these out" if more <= 0 else "exclude=[...] leaves some out"
+    is_all = len(groups) <= _MAX_LISTED
+    patterns = f"exclude={list(groups)!r} leaves these out" if is_all else "exclude=[...] leaves some out"
     hint = ""
     if any("state" in group.split(".") for group in groups):
         hint = " (an optimizer has state once it has made a step; torch's get_state_dict() makes it)"
     what = "entry that has" if len(lost) == 1 else "entries that have"
     return UnexpectedKeyError(
         f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "
-        f"would be lost: {', '.join(listed[:_MAX_LISTED])}{rest}. Give the state dict a place for what is "
+        f"would be lost: {listed(told, most=_MAX_LISTED, show=str)}. Give the state dict a place for what is "
         f'needed{hint}. To load without: {patterns}, unexpected="ignore" leaves out whatever there is',
         fqns=list(lost)[:_MAX_LISTED],
     )

@@ -33,6 +33,7 @@ from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.torch_pickle_writer import SizeValue
 from dcp.storage.formats.torch_structure import restore_structure
+from dcp.storage.near_names import listed
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
 
@@ -155,11 +156,9 @@ def _known_values(
 
 def _warn_of_distrust(fqns: Sequence[str]) -> None:
     if fqns:
-        more = f" and {len(fqns) - _MAX_LISTED} more" if len(fqns) > _MAX_LISTED else ""
         logger.warning(
-            "torch.load will need weights_only=False for the file, because of %s%s; dcp.load does not",
-            ", ".join(map(repr, fqns[:_MAX_LISTED])),
-            more,
+            "torch.load will need weights_only=False for the file, because of %s; dcp.load does not",
+            listed(fqns, most=_MAX_LISTED),
         )
 
 

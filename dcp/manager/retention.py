@@ -7,11 +7,12 @@ out. A rule that cannot be judged deletes nothing: it keeps all. Pure: no I/O, n
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
+
+from dcp.storage.near_names import close_to
 
 __all__ = ["Best", "Health", "Plan", "Retention", "StepState", "plan"]
 
@@ -206,7 +207,7 @@ def _spare_unjudged(
 
 def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
     names = sorted({name for state in good for name in state.metrics})
-    near = difflib.get_close_matches(rule.metric, names, 1)
+    near = close_to(rule.metric, names, most=1)
     if rule.metric in names:
         why = f"the metric {rule.metric!r} is NaN or infinite in every step"
     elif near:

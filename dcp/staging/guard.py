@@ -21,6 +21,7 @@ from dcp.staging.layout import pointers_of
 from dcp.staging.samples import Guard, Samples
 from dcp.storage.errors import PlanError, StagingError
 from dcp.storage.formats.index import Int64
+from dcp.storage.near_names import listed
 
 __all__ = ["StateSamples", "changed_error", "check_staged", "named", "sample_state"]
 
@@ -161,8 +162,7 @@ def _wrong_error(problems: Mapping[str, str]) -> StagingError:
 
 def named(fqns: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    shown = ", ".join(repr(fqn) for fqn in fqns[:_MAX_NAMED])
-    return shown if len(fqns) <= _MAX_NAMED else f"{shown} and {len(fqns) - _MAX_NAMED} more"
+    return listed(fqns, most=_MAX_NAMED)
 
 
 def changed_error(fqns: Sequence[str]) -> StagingError:

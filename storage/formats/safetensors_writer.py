@@ -18,6 +18,7 @@ from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.safetensors import MAX_HEADER_BYTES
+from dcp.storage.near_names import listed
 
 __all__ = [
     "EXTRAS_KEY",
@@ -64,11 +65,9 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
     wrong += [f"{t.name!r}, a reserved name" for t in tensors if t.name == "__metadata__"]
     wrong += [f"{t.name!r}, which is no Unicode text" for t in tensors if not _is_text(t.name)]
     if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise PlanError(
-            f"a safetensors file cannot hold {', '.join(wrong[:10])}{more}; exclude or rename them, or "
-            "convert to "
-            "another format"
+            f"a safetensors file cannot hold {listed(wrong, most=10, show=str)}; exclude or rename them, or "
+            "convert to another format"
         )
     keys = [(_RANK[tensor.dtype_code], tensor.name.encode()) for tensor in tensors]
     return sorted(range(len(tensors)), key=keys.__getitem__)
