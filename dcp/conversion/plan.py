@@ -78,9 +78,19 @@ class Planned:
 
 @garbage_collection_paused()
 def plan_layout(
-    entries: Entries, engine: ReadEngine, place: Place, options: LayoutOptions, save_id: str
+    entries: Entries,
+    engine: ReadEngine,
+    place: Place,
+    options: LayoutOptions,
+    save_id: str,
+    *,
+    crcs: Mapping[int, int] | None = None,
 ) -> Planned:
-    """The target's layout. PlanError, with names, for values that it cannot hold and must not drop."""
+    """The target's layout. PlanError, with names, for values that it cannot hold and must not drop.
+
+    ``crcs`` as `payload_crcs` gives them, where whoever copies compares what is read with the source's
+    checksums: then a zip needs no others.
+    """
     values = SourceValues(engine)
     refused = entries.refused
     if options.to == "dcp":
@@ -91,7 +101,7 @@ def plan_layout(
         pairs = [(value, contents[value.fqn]) for value in kept]
         _warn_of_distrust([value.fqn for value, content in pairs if not torch_allows(content)])
         name = place.file_name or ""
-        return Planned(torch_layout(name, entries, pairs, structure_of(entries)), dropped)
+        return Planned(torch_layout(name, entries, pairs, structure_of(entries), crcs or {}), dropped)
     extras = extras_of(entries, [(value, contents[value.fqn]) for value in kept], entries.structure())
     shard_bytes = DEFAULT_SHARD_BYTES if options.shard_bytes is None else options.shard_bytes
     layout = safetensors_layout(

@@ -16,12 +16,12 @@ import numpy as np
 
 from dcp.conversion.layout import Copies, TargetLayout
 from dcp.conversion.pieces import SourceBox
-from dcp.planners.boxes import expand_ranges, gather_rows
+from dcp.planners.boxes import expand_ranges, gather_rows, row_products
 from dcp.planners.load_plan import WantedColumns, plan_load
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
-__all__ = ["SourceColumns", "TaskCopies", "TaskCopy", "copy_sources", "source_files"]
+__all__ = ["SourceColumns", "TaskCopies", "TaskCopy", "copy_sources", "payload_crcs", "source_files"]
 
 
 class TaskCopy(NamedTuple):
@@ -237,6 +237,27 @@ def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
         order, own = engine.payloads.layout(int(chunks[row]))
         for dimension, step in zip(order, own, strict=True):
             found[box_start[row] + dimension] = step
+    return found
+
+
+def payload_crcs(index: CheckpointIndex) -> dict[int, int]:
+    """The CRC-32 of all bytes of a tensor in C order, by row, of those that one chunk has as they are and
+    whose blocks have checksums."""
+    rows = np.flatnonzero(np.diff(index.chunk_start) == 1)
+    chunks = index.chunk_start[rows]
+    counts = np.diff(index.crc_start)[chunks]
+    if index.payload_strides:
+        counts = np.where(np.isin(chunks, list(index.payload_strides)), 0, counts)
+    # A chunk as large as its tensor is all of it, since chunks lie within.
+    elements = row_products(index.shape_values, index.shape_start)[rows]
+    counts = np.where(index.payload_lengths[chunks] == elements * index.itemsizes[rows], counts, 0)
+    single, several = counts == 1, np.flatnonzero(counts > 1).tolist()
+    crcs = index.crcs[index.crc_start[chunks[single]]]
+    found = dict(zip(rows[single].tolist(), crcs.tolist(), strict=True))
+    for place in several:
+        crc = index.payload_crc(int(chunks[place]))
+        if crc is not None:
+            found[int(rows[place])] = crc
     return found
 
 

@@ -80,6 +80,7 @@ def plan_download(
     # Only here: a service is to answer soon after its start.
     from dcp.conversion.entries import choose_entries
     from dcp.conversion.plan import LayoutOptions, plan_layout
+    from dcp.conversion.sources import payload_crcs
     from dcp.conversion.targets.places import Place
     from dcp.server.data.planned import PlannedBody
     from dcp.storage.engine.read import ReadEngine
@@ -92,7 +93,8 @@ def plan_download(
     place = Place(store.url, store, f"download{_SUFFIXES[options.to]}", None)
     with ReadEngine(store, index, verify="blocks") as engine:
         layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
-        planned = plan_layout(entries, engine, place, layout_options, save_id="")
+        crcs = payload_crcs(index) if options.to == "torch" else None
+        planned = plan_layout(entries, engine, place, layout_options, save_id="", crcs=crcs)
         check()
         planned.layout.check()
         body = PlannedBody(engine, planned.layout)

@@ -88,7 +88,7 @@ class PlannedBody(Body):
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
-                # A checksum at the end of a zip needs all before it: then the part before is read, too.
+                # A checksum that the source does not have needs all before it: then that is read, too.
                 stop = min(at + self._stretch_bytes, end if at >= begin else begin)
                 limit = copies.end_of(at, _STRETCH_COPIES)
                 is_dense = limit is not None and at < limit < stop

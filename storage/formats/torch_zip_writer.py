@@ -69,20 +69,24 @@ class ZipLayout:
 
     def add(self, name: str, data: bytes) -> None:
         """An entry whose contents are ``data``."""
-        self._begin(name, len(data), crc32(data), -1)
+        crc = crc32(data)
+        self._begin(name, len(data), crc, -1, local_crc=crc)
         self._put(data)
-        self._end_entry(len(data), crc32(data), -1)
+        self._end_entry(len(data), crc, -1)
 
-    def reserve(self, name: str, size: int, key: int) -> int:
+    def reserve(self, name: str, size: int, key: int, crc: int | None = None) -> int:
         """An entry of ``size`` bytes that somebody else writes; returns where they begin in the file.
 
-        ``key`` (not negative) names it in the parts' ``crc_holes``.
+        ``key`` (not negative) names it in the parts' ``crc_holes``, unless its ``crc`` is known or nothing is in it.
         """
-        self._begin(name, size, 0, key)
+        if crc is not None or not size:
+            key = -1
+        crc = crc or 0
+        self._begin(name, size, crc, key, local_crc=0)  # the same bytes, known or not
         self._close_part()
         offset = self.size_bytes
         self.size_bytes = self._part_begin = offset + size
-        self._end_entry(size, 0, key)
+        self._end_entry(size, crc, key)
         return offset
 
     def finish(self) -> None:
@@ -116,7 +120,7 @@ class ZipLayout:
             self.parts.append(ZipPart(self._part_begin, b"".join(self._pieces), tuple(self._holes)))
             self._pieces, self._holes = [], []
 
-    def _begin(self, name: str, size: int, crc: int, key: int) -> None:
+    def _begin(self, name: str, size: int, crc: int, key: int, *, local_crc: int) -> None:
         encoded = f"{self._folder}/{name}".encode()
         offset = self.size_bytes
         self._entries.append(_Entry(encoded, size, offset, crc, key))
@@ -135,7 +139,7 @@ class ZipLayout:
             _flags(encoded, size),
             0,
             _DOS_EPOCH,
-            crc,
+            local_crc,
             short,
             short,
             len(encoded),

@@ -36,11 +36,13 @@ def torch_layout(
     entries: Entries,
     values: Sequence[tuple[Value, Any]],
     build: Callable[[Mapping[str, Path], Mapping[str, Any]], Any],
+    crcs: Mapping[int, int],
 ) -> TargetLayout:
     """The file ``name`` with the tensors of ``entries`` and ``values``.
 
-    ``build`` makes the nested state dict of paths and values by name. PlanError for more than readers
-    accept.
+    ``build`` makes the nested state dict of paths and values by name. ``crcs`` are those of tensors of the
+    source, by row, where they are known: what is copied as it is needs no hole. PlanError for more than
+    readers accept.
     """
     contents: dict[str, Any] = {
         entry.fqn: _ref(entries, number, str(entry.tied_to)) for number, entry in enumerate(entries.tensors)
@@ -61,6 +63,7 @@ def torch_layout(
     archive.add("byteorder", b"little")
     copies = CopyBuilder()
     copy_of: dict[int, int] = {}
+    source_codes = entries.index.dtype_codes.tolist() if crcs else []
     for storage, key in keys.items():
         if isinstance(storage, StoredTensor):
             archive.add(f"data/{key}", storage.data)
@@ -69,7 +72,9 @@ def torch_layout(
         sizes = entries.shape(entry)
         size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
         copy_of[int(storage)] = len(copies.tensors)
-        offset = archive.reserve(f"data/{key}", size, len(copies.tensors))
+        is_kept = bool(crcs) and source_codes[entry.tensor] == entry.dtype_code
+        crc = crcs.get(entry.tensor) if is_kept else None
+        offset = archive.reserve(f"data/{key}", size, len(copies.tensors), crc)
         copies.add(entry.tensor, ((0,) * len(sizes), sizes), entry.dtype_code, 0, offset)
     tensor_copies = {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
     archive.add("version", b"3\n")

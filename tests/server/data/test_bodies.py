@@ -122,6 +122,32 @@ def test_any_range_is_that_of_the_whole(sharded: Path, to: str) -> None:
         assert read(body, begin, end) == whole[begin:end]
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_range_of_a_zip_reads_nothing_before_it(tmp_path: Path, dtype: str | None) -> None:
+    """Its checksums are combined from the manifest's; only what is cast has to be read from the start, and
+    then damage there is noticed."""
+    path = tmp_path / "s"
+    state = {"a": torch.arange(3_000_000.0), "b": torch.arange(9), "c": torch.ones(0), "d": torch.tensor(3.0)}
+    dcp.save(state, checkpoint_id=path)
+    body = plan_download(opened_at(path), DownloadOptions("torch", dtype=dtype)).body
+    data = read(body)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+    first = path / "__0_0.distcp"
+    first = first if first.exists() else next(path.glob("*.distcp"))
+    with first.open("r+b") as file:
+        file.seek(first.stat().st_size // 3)
+        file.write(b"damaged!")
+    begin = len(data) - 300
+    if dtype is None:
+        assert read(body, begin) == data[begin:]
+    else:
+        with pytest.raises(CorruptCheckpointError):
+            read(body, begin)
+    with pytest.raises(CorruptCheckpointError):
+        read(body)
+
+
 def test_a_range_of_a_transposed_payload(tmp_path: Path) -> None:
     """Stored turned, it is read from its beginning, and comes out right."""
     torch.save({"t": torch.arange(90_000.0).reshape(300, 300).t()}, tmp_path / "t.pt")
