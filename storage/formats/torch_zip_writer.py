@@ -77,7 +77,8 @@ class ZipLayout:
     def reserve(self, name: str, size: int, key: int, crc: int | None = None) -> int:
         """An entry of ``size`` bytes that somebody else writes; returns where they begin in the file.
 
-        ``key`` (not negative) names it in the parts' ``crc_holes``, unless its ``crc`` is known or nothing is in it.
+        ``key`` (not negative) names it in the parts' ``crc_holes``, unless its ``crc`` is known, as that of
+        nothing is.
         """
         if crc is not None or not size:
             key = -1
