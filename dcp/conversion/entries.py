@@ -17,7 +17,7 @@ import numpy as np
 from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.selection import Patterns, Rename, Selection, renamer
-from dcp.storage.errors import MissingKeyError, PlanError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, MissingKeyError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex, Path
 
 __all__ = ["Entries", "Entry", "TargetDtype", "Value", "choose_entries"]
@@ -94,6 +94,9 @@ class Entries:
                 f"how the state was nested is noted in another version than {_STRUCTURE_VERSION}: it was "
                 "written by a newer dcphub; read it with one"
             )
+        known = structure.get("values", {})
+        if not isinstance(known, dict):
+            raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
         paths = [entry.path for entry in self.tensors] + [value.path for value in self.values]
         total = self.index.tensor_count + len(self.index.objects)
         is_whole = len(paths) == total and not self.is_renamed
@@ -108,6 +111,8 @@ class Entries:
             noted = note.get("path") if isinstance(note, dict) else None
             if not isinstance(noted, list) or not all(type(part) in (str, int) for part in noted):
                 continue  # of a stranger's
+            if not isinstance(note.get("keys", []), list):
+                continue
             path = tuple(noted)
             names = children.get(path, set() if path in self.empty else None)
             if names is None or note.get("kind") in ("tensor", "value"):
@@ -116,8 +121,7 @@ class Entries:
             if not names <= {str(key) for key in note.get("keys", names)}:
                 note.pop("keys")
             containers.append(note)
-        known = structure.get("values")
-        kinds = {name: known[old] for name, old in self.source_names.items() if known and old in known}
+        kinds = {name: known[old] for name, old in self.source_names.items() if old in known}
         return {"version": _STRUCTURE_VERSION, "containers": containers, "values": kinds}
 
     @property

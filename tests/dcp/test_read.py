@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
+from dcp.storage.formats.manifest import MANIFEST_NAME, decode_manifest, encode_manifest
 from tests.support.ranks import run_ranks
 
 
@@ -188,6 +190,32 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(dcp.CorruptCheckpointError):
         dcp.read(tmp_path)
     assert dcp.read(tmp_path, verify="none")["w"].shape == (1000,)
+
+
+@pytest.mark.parametrize(
+    ("notes", "has_parts"),
+    [
+        ({"containers": [], "values": 5}, False),
+        ({"containers": [], "values": ["b"]}, False),
+        ({"containers": [{"path": ["a"], "kind": "dict", "keys": 5}], "values": {}}, True),
+    ],
+)
+def test_notes_on_containers_that_nobody_writes(
+    tmp_path: Path, notes: dict[str, Any], has_parts: bool
+) -> None:
+    """A stranger's are an error of the format; parts do without a note on one container."""
+    dcp.save({"a": {0: torch.ones(2)}, "b": torch.ones(2)}, checkpoint_id=tmp_path)
+    manifest = tmp_path / MANIFEST_NAME
+    index = decode_manifest(manifest.read_bytes())
+    provenance = {**index.provenance, "structure": {"version": 1, **notes}}
+    manifest.write_bytes(encode_manifest(replace(index, provenance=provenance)))
+    with pytest.raises(dcp.CheckpointFormatError, match="notes on the structure"):
+        dcp.read(tmp_path)
+    if has_parts:
+        assert torch.equal(dcp.read(tmp_path, only="a")["a"]["0"], torch.ones(2))
+    else:
+        with pytest.raises(dcp.CheckpointFormatError, match="notes on the structure"):
+            dcp.read(tmp_path, only="a")
 
 
 def read_together(rank: int, world_size: int, root: Path) -> Any:
