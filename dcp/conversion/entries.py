@@ -80,9 +80,9 @@ class Entries:
         known = self.index.planner_data
         if not _has_paths(known):
             return paths
-        places = {name: place for place, name in enumerate(known)}
-        last = len(places)
-        return dict(sorted(paths.items(), key=lambda item: places.get(self.source_names[item[0]], last)))
+        new_names = {self.source_names[name]: name for name in paths}
+        ordered = {new_names[name]: paths[new_names[name]] for name in known if name in new_names}
+        return ordered | paths
 
     def structure(self) -> dict[str, Any] | None:
         """The source's notes on containers, as far as they are of what is converted."""

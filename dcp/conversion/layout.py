@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dcp.planners.boxes import gather_rows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
@@ -50,6 +51,24 @@ class Copies:
     files: Int64
     offsets: Int64
     size_bytes: Int64
+
+    @classmethod
+    def of_tensors(
+        cls,
+        index: CheckpointIndex,
+        tensors: Sequence[int],
+        dtype_codes: Sequence[int],
+        files: Sequence[int],
+        offsets: Sequence[int],
+        size_bytes: Sequence[int],
+    ) -> Copies:
+        """Whole tensors: rows of ``index``, and where each gets to."""
+        rows, codes, file_numbers, places, sizes = (
+            np.array(column, np.int64) for column in (tensors, dtype_codes, files, offsets, size_bytes)
+        )
+        box_sizes = gather_rows(index.shape_values, index.shape_start, rows)
+        box_start = starts(index.ndims[rows])
+        return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, codes, file_numbers, places, sizes)
 
     def __len__(self) -> int:
         return len(self.tensors)

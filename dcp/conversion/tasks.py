@@ -23,6 +23,7 @@ from dcp.conversion.layout import Hole, TargetLayout
 from dcp.conversion.pieces import SourceBox
 from dcp.conversion.sinks import FileSink, Sink, StreamSink
 from dcp.conversion.sources import SourceColumns, TaskCopies, TaskCopy, source_files
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.boxes import c_strides
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
@@ -113,6 +114,7 @@ class TaskResult:
 # -- making tasks --------------------------------------------------------------------------------------------
 
 
+@garbage_collection_paused()
 def make_tasks(
     index: CheckpointIndex, layout: TargetLayout, sources: SourceColumns, *, by_file: bool
 ) -> list[Task]:
@@ -145,6 +147,8 @@ def make_tasks(
 
 
 def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes]:
+    if begin <= offset and offset + len(data) <= end:
+        return offset, data
     first = max(begin, offset)
     return first, data[first - offset : min(end, offset + len(data)) - offset]
 

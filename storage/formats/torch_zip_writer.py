@@ -26,11 +26,16 @@ _DOS_EPOCH: Final = 0x0021 << 16
 
 _PADDING_FIELD: Final = 0x4246
 _ZIP64_FIELD: Final = 0x0001
+_PADDINGS: Final = [
+    struct.pack("<HH", _PADDING_FIELD, padding) + b"Z" * padding for padding in range(ALIGNMENT_BYTES)
+]
 _LOCAL: Final = struct.Struct("<4sHHHIIIIHH")
 _LOCAL_BYTES: Final = 30
 _FIELD_BYTES: Final = 4
 _CENTRAL: Final = struct.Struct("<4sHHHHIIIIHHHHHII")
 _CENTRAL_CRC_AT: Final = 16
+_DESCRIPTOR: Final = struct.Struct("<4sIII")
+_DESCRIPTOR_64: Final = struct.Struct("<4sIQQ")
 _END: Final = struct.Struct("<4sHHHHIIH")
 _END64: Final = struct.Struct("<4sQHHIIQQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4sIQI")
@@ -125,14 +130,13 @@ class ZipLayout:
         encoded = f"{self._folder}/{name}".encode()
         offset = self.size_bytes
         self._entries.append(_Entry(encoded, size, offset, crc, key))
-        zip64 = b""
+        zip64, short = b"", size
         if size >= _UNSET_32 or offset >= _UNSET_32:
             fields = ([size, size] if size >= _UNSET_32 else []) + ([offset] if offset >= _UNSET_32 else [])
             zip64 = struct.pack(f"<HH{len(fields)}Q", _ZIP64_FIELD, 8 * len(fields), *fields)
+            short = min(size, _UNSET_32)
         unpadded = offset + _LOCAL_BYTES + len(encoded) + len(zip64) + _FIELD_BYTES
-        padding = -unpadded % ALIGNMENT_BYTES
-        extra = zip64 + struct.pack("<HH", _PADDING_FIELD, padding) + b"Z" * padding
-        short = min(size, _UNSET_32)
+        extra = zip64 + _PADDINGS[-unpadded % ALIGNMENT_BYTES]
         version = 45 if zip64 else 20
         header = _LOCAL.pack(
             b"PK\3\4",
@@ -151,8 +155,8 @@ class ZipLayout:
     def _end_entry(self, size: int, crc: int, key: int) -> None:
         if not size:  # as torch's writer does: nothing to describe
             return
-        wide = max(size, self._entries[-1].offset) >= _UNSET_32
-        descriptor = struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\10", crc, size, size)
+        wide = size >= _UNSET_32 or self._entries[-1].offset >= _UNSET_32
+        descriptor = (_DESCRIPTOR_64 if wide else _DESCRIPTOR).pack(b"PK\7\10", crc, size, size)
         self._put(descriptor, ((key, 4),) if key >= 0 else ())
 
 
@@ -161,10 +165,11 @@ def _flags(name: bytes, size: int) -> int:
 
 
 def _central(entry: _Entry) -> bytes:
-    fields = [value for value in (entry.size, entry.size, entry.offset) if value >= _UNSET_32]
-    extra = struct.pack(f"<HH{len(fields)}Q", _ZIP64_FIELD, 8 * len(fields), *fields) if fields else b""
-    version = 45 if fields else 20
-    size = min(entry.size, _UNSET_32)
+    size, version, extra = entry.size, 20, b""
+    if size >= _UNSET_32 or entry.offset >= _UNSET_32:
+        fields = [value for value in (size, size, entry.offset) if value >= _UNSET_32]
+        extra = struct.pack(f"<HH{len(fields)}Q", _ZIP64_FIELD, 8 * len(fields), *fields)
+        size, version = min(size, _UNSET_32), 45
     header = _CENTRAL.pack(
         b"PK\1\2",
         version,

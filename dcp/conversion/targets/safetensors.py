@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dcp.conversion.entries import Entries
-from dcp.conversion.layout import CopyBuilder, Literal, TargetLayout
+from dcp.conversion.layout import Copies, Literal, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.safetensors_folder import MAX_WEIGHT_MAP_BYTES
@@ -54,7 +54,9 @@ def safetensors_layout(
     tensors = [_described(entries, number) for number in range(len(entries.tensors))]
     shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
     names = [file_name] if file_name is not None else _names(len(shards))
-    copies, literals, sizes, tensor_copies = CopyBuilder(), [], [], {}
+    literals, sizes, tensor_copies = [], [], {}
+    rows_of: list[list[int]] = []
+    offsets: list[int] = []
     for file, rows in enumerate(shards):
         ordered = [rows[place] for place in header_order([tensors[row] for row in rows])]
         own = {**metadata, **({EXTRAS_KEY: encode_extras(extras)} if extras and file == 0 else {})}
@@ -62,13 +64,21 @@ def safetensors_layout(
         literals.append(Literal(file, 0, header))
         position = len(header)
         for row in ordered:
-            entry, tensor = entries.tensors[row], tensors[row]
-            box = ((0,) * len(tensor.sizes), tensor.sizes)
-            tensor_copies[entry.fqn] = copies.add(entry.tensor, box, entry.dtype_code, file, position)
-            position += tensor.size_bytes
+            tensor_copies[tensors[row].name] = len(offsets)
+            offsets.append(position)
+            position += tensors[row].size_bytes
+        rows_of.append(ordered)
         sizes.append(position)
+    copies = Copies.of_tensors(
+        entries.index,
+        [entries.tensors[row].tensor for rows in rows_of for row in rows],
+        [tensors[row].dtype_code for rows in rows_of for row in rows],
+        [file for file, rows in enumerate(rows_of) for _ in rows],
+        offsets,
+        [tensors[row].size_bytes for rows in rows_of for row in rows],
+    )
     last = {INDEX_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
-    return TargetLayout(names, sizes, literals, copies.build(), last_files=last, tensor_copies=tensor_copies)
+    return TargetLayout(names, sizes, literals, copies, last_files=last, tensor_copies=tensor_copies)
 
 
 def _described(entries: Entries, number: int) -> HeaderTensor:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from dcp.conversion.entries import Entries, Value
-from dcp.conversion.layout import CopyBuilder, Hole, Literal, TargetLayout
+from dcp.conversion.entries import Entries, Entry, Value
+from dcp.conversion.layout import Copies, Hole, Literal, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
@@ -44,8 +44,9 @@ def torch_layout(
     source, by row, where they are known: what is copied as it is needs no hole. PlanError for more than
     readers accept.
     """
+    grads = entries.index.requires_grad.tolist()
     contents: dict[str, Any] = {
-        entry.fqn: _ref(entries, number, str(entry.tied_to)) for number, entry in enumerate(entries.tensors)
+        entry.fqn: _ref(entry, entries.shape(entry), bool(grads[entry.tensor])) for entry in entries.tensors
     }
     contents |= {value.fqn: content for value, content in values}
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
@@ -61,7 +62,9 @@ def torch_layout(
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
-    copies = CopyBuilder()
+    chosen: list[Entry] = []
+    offsets: list[int] = []
+    sizes: list[int] = []
     copy_of: dict[int, int] = {}
     source_codes = entries.index.dtype_codes.tolist() if crcs else []
     for storage, key in keys.items():
@@ -69,13 +72,21 @@ def torch_layout(
             archive.add(f"data/{key}", storage.data)
             continue
         entry = entries.tensors[int(storage)]
-        sizes = entries.shape(entry)
-        size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
-        copy_of[int(storage)] = len(copies.tensors)
+        size = math.prod(entries.shape(entry)) * dtypes.BY_CODE[entry.dtype_code].itemsize
+        copy = copy_of[int(storage)] = len(chosen)
         is_kept = bool(crcs) and source_codes[entry.tensor] == entry.dtype_code
         crc = crcs.get(entry.tensor) if is_kept else None
-        offset = archive.reserve(f"data/{key}", size, len(copies.tensors), crc)
-        copies.add(entry.tensor, ((0,) * len(sizes), sizes), entry.dtype_code, 0, offset)
+        offsets.append(archive.reserve(f"data/{key}", size, copy, crc))
+        sizes.append(size)
+        chosen.append(entry)
+    copies = Copies.of_tensors(
+        entries.index,
+        [entry.tensor for entry in chosen],
+        [entry.dtype_code for entry in chosen],
+        [0] * len(chosen),
+        offsets,
+        sizes,
+    )
     tensor_copies = {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
     archive.add("version", b"3\n")
     archive.finish()
@@ -83,7 +94,7 @@ def torch_layout(
         file_names=[name],
         file_sizes=[archive.size_bytes],
         literals=[Literal(0, part.offset, part.data) for part in archive.parts],
-        copies=copies.build(),
+        copies=copies,
         holes=[Hole(key, 0, part.offset + at) for part in archive.parts for key, at in part.crc_holes],
         tensor_copies=tensor_copies,
     )
@@ -98,11 +109,9 @@ def _check_readable(storages: int, pickle_bytes: int) -> None:
         )
 
 
-def _ref(entries: Entries, number: int, key: str) -> TensorRef:
-    entry = entries.tensors[number]
-    sizes = entries.shape(entry)
-    grad = bool(entries.index.requires_grad[entry.tensor])
-    return TensorRef(entry.dtype_code, key, math.prod(sizes), sizes, requires_grad=grad)
+def _ref(entry: Entry, sizes: tuple[int, ...], requires_grad: bool) -> TensorRef:
+    key = str(entry.tied_to)
+    return TensorRef(entry.dtype_code, key, math.prod(sizes), sizes, requires_grad=requires_grad)
 
 
 def _refs(value: Any) -> Iterator[TensorRef | StoredTensor]:
