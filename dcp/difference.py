@@ -115,10 +115,28 @@ def diff(
 ) -> Difference:
     """Compare the checkpoint ``b`` with ``a``, the one before.
 
-    Names of ``a`` are first put through ``rename`` (as for `dcp.load`); ``only`` and ``exclude`` are globs on
-    the names as ``b`` has them. With ``values=False`` no payload is read. ``storage_options`` are for both
-    checkpoints, unless ``options_of_b`` are given. Memory is bounded by some 300 MiB.
-    Raises `PlanError` if nothing is selected or two names become one, and what reading raises.
+    Memory is bounded by some 300 MiB.
+
+    Args:
+        a: A path or URL of a checkpoint or file of any format.
+        b: The same, of the one that came after; formats and shardings may differ.
+        values: False reads no payload: names, shapes and dtypes are compared, and what checksums tell.
+        only: Shell globs on the names as ``b`` has them: what they match, and everything below.
+        exclude: The same for what is left out.
+        rename: What the names of ``a`` are first put through, as for `dcp.load`.
+        storage_options: Of the file systems of URLs, as for `dcp.save`; for both, unless ``options_of_b`` are
+            given.
+        options_of_b: Those of ``b``.
+        progress: A function that gets the bytes done and those in all.
+
+    Returns:
+        The tensors and other values that differ, and how; the names of those that are equal.
+
+    Raises:
+        PlanError: Nothing is selected, or two names become one.
+        CheckpointNotFoundError: Nothing is committed at one of the places.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        StorageError: The storage cannot be read.
     """
     with (
         open_tensors(a, storage_options=storage_options, verify="full") as first,

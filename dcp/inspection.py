@@ -152,9 +152,17 @@ def open_index(
     It may be a folder with a commit, a file of torch.save or safetensors, or a folder of such files (see
     `dcp.storage.formats.sources`).
 
-    ``rank`` picks that rank's part of a save without collectives; by default all parts are merged.
-    ``storage_options`` are those of a URL's file system, as for `dcp.load`.
-    Raises `CheckpointNotFoundError` where no save was committed, `CheckpointFormatError` on damaged metadata.
+    Args:
+        checkpoint_id: The path or URL.
+        rank: That rank's part of a save without collectives; None merges all parts.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        Names, dtypes, shapes and places of all that is in it.
+
+    Raises:
+        CheckpointNotFoundError: No save was committed there.
+        CheckpointFormatError: Its metadata is damaged, or not of a format that is known.
     """
     return open_source(checkpoint_id, open_store=OpenWith(storage_options), rank=rank).index
 
@@ -171,9 +179,19 @@ def list_checkpoints(
     Listed are its folders, and weights of torch.save and safetensors: of the folder and of those in it, and
     the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
     listed as such.
-    With ``quick`` no file is opened, and everything is by the listings: ``committed_seconds`` is the time of
-    the commit object, ``bytes`` the size of all data files, and format, tensors and ranks are not known.
-    Raises `CheckpointNotFoundError` if there is no such folder.
+
+    Args:
+        checkpoint_id: The path or URL of the folder.
+        quick: No file is opened, and everything is by the listings: ``committed_seconds`` is the time of the
+            commit object, ``bytes`` the size of all data files, and format, tensors and ranks are not known.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A line a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder.
+        StorageError: The storage cannot be listed.
     """
     opener = OpenWith(storage_options)
     with near_places_told(checkpoint_id, opener):

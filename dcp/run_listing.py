@@ -32,7 +32,18 @@ def list_runs(
 
     Their ``state`` is "run", ``checkpoints`` the number of those committed directly in them, ``step`` and
     ``committed_seconds`` those of the last commit, and ``name`` is relative to the folder. What cannot be
-    listed, and folders whose names begin with a dot, are passed over. Raises what listing the folder raises.
+    listed, and folders whose names begin with a dot, are passed over.
+
+    Args:
+        checkpoint_id: The path or URL of the folder.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A line a run.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder.
+        StorageError: The storage cannot be listed.
     """
     opener = OpenWith(storage_options)
     if locate(checkpoint_id, open_store=opener).file is not None:
@@ -51,7 +62,20 @@ def list_below(
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
     """The checkpoints of a folder and of all folders below it, within four levels, as `list_checkpoints` has
-    those of one; their names are relative to the folder."""
+    those of one; their names are relative to the folder.
+
+    Args:
+        checkpoint_id: The path or URL of the folder.
+        quick: As for `list_checkpoints`.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A line a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder.
+        StorageError: The storage cannot be listed.
+    """
     opener = OpenWith(storage_options)
     found = list_checkpoints(checkpoint_id, quick=quick, storage_options=storage_options)
     if locate(checkpoint_id, open_store=opener).file is not None:

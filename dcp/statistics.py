@@ -68,9 +68,25 @@ def statistics(
 ) -> CheckpointStatistics:
     """Read the tensors of a checkpoint and describe their values.
 
-    ``only`` and ``exclude`` choose tensors by globs, as for `dcp.load`. ``bins`` is the number of bins of
-    each histogram, at most. Each name counts, also of tied tensors, whose bytes are read once. Memory is
-    bounded by some 64 MiB. Raises `PlanError` if nothing is selected, and what reading raises.
+    Each name counts, also of tied tensors, whose bytes are read once. Memory is bounded by some 64 MiB.
+
+    Args:
+        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
+            folder.
+        only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
+        exclude: The same for what is left out.
+        bins: The number of bins of each histogram, at most.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+        progress: A function that gets the bytes done and those in all.
+
+    Returns:
+        Statistics by tensor, in the checkpoint's order, and of all of them.
+
+    Raises:
+        PlanError: Nothing is selected, or there are too few ``bins``.
+        CheckpointNotFoundError: Nothing is committed there.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        StorageError: The storage cannot be read.
     """
     with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
         return statistics_of(reader, only=only, exclude=exclude, bins=bins, progress=progress)

@@ -64,7 +64,18 @@ def open_tensors(
 ) -> TensorReader:
     """A `TensorReader` of a checkpoint of any format, as `dcp.storage.formats.sources.open_source` finds it.
 
-    Raises `CheckpointNotFoundError` where there is none.
+    Args:
+        checkpoint_id: A path or URL.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+        verify: "blocks" compares the checksum of every block that is read whole, "full" also fetches the rest
+            of blocks that are needed in part, "none" compares nothing.
+
+    Returns:
+        The reader, a context manager.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointFormatError: Its metadata is damaged, or not of a format that is known.
     """
     source = open_source(checkpoint_id, open_store=OpenWith(storage_options))
     return TensorReader(source.store, source.index, verify=verify, name=source.name)

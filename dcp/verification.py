@@ -40,9 +40,19 @@ def verify(
 ) -> VerifyReport:
     """Read and check everything of a checkpoint; what is wrong becomes a `Finding`.
 
-    ``storage_options`` are those of a URL's file system, as for `dcp.load`. ``threads``: None is as many as
-    the store likes, on a disk 2; each takes up to 8 MiB of memory. Raises `CheckpointNotFoundError` where
-    nothing is committed, and `StorageError` where the store as a whole cannot be read.
+    Args:
+        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
+            folder.
+        threads: None is as many as the store likes, on a disk 2; each takes up to 8 MiB of memory.
+        progress: A function that gets the bytes done and those in all.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        What was read, compared and found; damage is no exception.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        StorageError: The store as a whole cannot be read.
     """
     opener = OpenWith(storage_options)
     with near_places_told(checkpoint_id, opener):

@@ -68,36 +68,54 @@ class CheckpointManager:
     `save` or `should_save` for the same steps, and `restore` and `close` together. Each checkpoint is a
     folder below ``root``, named by ``name``. Managers share nothing: a process may have several.
 
-    - ``mode``: where saves are written. "thread" and "process" copy the state, and write the copy in a
-      thread of this process or in one of its own, which commits what it was given even if this process is
-      killed; "sync" writes before `save` returns.
-    - ``every_steps``, ``every_seconds``: when `save` saves, whichever comes first; without either, whenever
-      it is called. Steps are saved at multiples of ``every_steps``, also after a resume. ``save_first``: also
-      the first step of a run that was not restored.
-    - ``keep``: which checkpoints stay; None keeps all. Only committed ones that were not found damaged
-      count; pinned ones stay. The highest step is the newest: after going back, `delete` those after it.
-    - ``when_busy``: what a save by interval does while the one before is not finished: "wait", "skip" (until
-      the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
-    - ``on_failure``: a save that failed in spite of ``retries`` (for errors of the storage, after
-      ``retry_pause_seconds``, doubled each time) is logged, told as an event and counted in `failures`, and
-      training goes on ("warn"); or `save` raises what it raised at the next call, on all ranks at the same
-      step, and so do `wait` and `close` ("raise").
-    - ``verify_saved``: after each commit, in the background, "sizes" sees to it that all files are there with
-      the committed sizes, "full" reads all of their bytes again. What is found is noted beside the
-      checkpoint.
-    - ``handle_sigterm``: SIGTERM on any rank makes the next `save` save and wait for the commit, and then
-      sets `stop_requested`, on all ranks at the same step. A Python handler that was there is called too.
-    - ``writer`` makes the writer of a checkpoint id, for its options: ``partial(FileSystemWriter,
-      torch_compatible=False)``. ``planner`` and ``stager`` are those of `dcp.async_save`.
-    - ``run``: a name that is stored with each checkpoint.
-    - ``on_event``: called with each `Event`, which also becomes a log record and a `torch.monitor` event.
-    - ``progress``: a bar (True), or a function that gets `dcp.progress.Progress`.
-    - ``timeout_seconds`` bounds every wait for other ranks. ``agree_every_steps``: exchange with the other
-      ranks whether to stop, or to save by the clock, only at each so many-th step.
-    - ``storage_options``: for a ``root`` such as ``s3://bucket/run``, as for `dcp.save`. A ``writer`` that
-      has options of its own keeps them.
-    - ``catalog``: the service (``dcp serve``) that is told of commits and deletions, in the background: its
-      URL, or a `CatalogRegistration`. That it is away never slows or fails training.
+    Args:
+        root: The folder of the run, or its URL.
+        process_group: The ranks that save together; None is all of them.
+        no_dist: Save from this process alone.
+        mode: Where saves are written. "thread" and "process" copy the state, and write the copy in a thread
+            of this process or in one of its own, which commits what it was given even if this process is
+            killed; "sync" writes before `save` returns.
+        every_steps: `save` saves at multiples of it, also after a resume; without it and ``every_seconds``
+            whenever it is called.
+        every_seconds: `save` saves when so much time has passed since the last one; of both intervals what
+            comes first.
+        save_first: Save also the first step of a run that was not restored.
+        keep: Which checkpoints stay; None keeps all. Only committed ones that were not found damaged count;
+            pinned ones stay. The highest step is the newest: after going back, `delete` those after it.
+        when_busy: What a save by interval does while the one before is not finished: "wait", "skip" (until
+            the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
+        on_failure: A save that failed in spite of ``retries`` is logged, told as an event and counted in
+            `failures`, and training goes on ("warn"); or `save` raises what it raised at the next call, on
+            all ranks at the same step, and so do `wait` and `close` ("raise").
+        retries: How often a save is tried again after an error of the storage.
+        retry_pause_seconds: The pause before that, doubled each time.
+        verify_saved: After each commit, in the background, "sizes" sees to it that all files are there with
+            the committed sizes, "full" reads all of their bytes again; "off" does neither. What is found is
+            noted beside the checkpoint.
+        handle_sigterm: SIGTERM on any rank makes the next `save` save and wait for the commit, and then sets
+            `stop_requested`, on all ranks at the same step. A Python handler that was there is called too.
+        name: Of a step's folder: a format with one field ``{step}``, or a function of the step; it must write
+            the step in decimal digits.
+        writer: Makes the writer of a checkpoint id, for its options: ``partial(FileSystemWriter,
+            torch_compatible=False)``.
+        planner: That of `dcp.async_save`.
+        stager: That of `dcp.async_save`.
+        run: A name that is stored with each checkpoint.
+        on_event: Called with each `Event`, which also becomes a log record and a `torch.monitor` event.
+        progress: A bar (True), or a function that gets `dcp.progress.Progress`.
+        timeout_seconds: Bounds every wait for other ranks.
+        agree_every_steps: Exchange with the other ranks whether to stop, or to save by the clock, only at
+            each so many-th step.
+        storage_options: For a ``root`` such as ``s3://bucket/run``, as for `dcp.save`. A ``writer`` that has
+            options of its own keeps them.
+        catalog: The service (``dcp serve``) that is told of commits and deletions, in the background: its
+            URL, or a `CatalogRegistration`. That it is away never slows or fails training.
+
+    Raises:
+        ValueError: An option is none of its choices, or cannot be meant.
+        ModuleNotFoundError: ``catalog`` needs httpx, which is not there.
+        CheckpointError: There are several ranks and no process group.
+        CollectiveTimeoutError: Ranks did not answer in time.
     """
 
     @plain_errors
@@ -196,6 +214,18 @@ class CheckpointManager:
         """Whether `save` would save this step; the same on all ranks, who all have to ask.
 
         For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
+
+        Args:
+            step: As for `save`.
+            last: As for `save`.
+
+        Returns:
+            True if it would.
+
+        Raises:
+            ValueError: ``step`` is no whole number from 0.
+            CheckpointError: The manager is closed; with ``on_failure="raise"`` also what an earlier save
+                raised.
         """
         self._check_open()
         step = whole_step(step)
@@ -238,6 +268,7 @@ class CheckpointManager:
             CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; with
                 ``on_failure="raise"`` also what an earlier save raised.
             TypeError: A metric is no number, or ``user_metadata`` no plain data.
+            ValueError: ``step`` is no whole number from 0.
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
@@ -272,6 +303,9 @@ class CheckpointManager:
 
         One rank's call is enough. With several ranks it needs ``handle_sigterm``, or another reason for the
         ranks to exchange something at each step.
+
+        Raises:
+            CheckpointError: The manager is closed, or the ranks exchange nothing.
         """
         self._check_open()
         self._turns.request_stop()
@@ -312,6 +346,7 @@ class CheckpointManager:
             CorruptCheckpointError: There are steps, and none of them is whole.
             CheckpointNotFoundError: Nothing is committed at ``step``.
             CheckpointError: Others of `dcp.load`.
+            ValueError: ``step`` is no whole number from 0.
         """
         self._check_open()
         self._events.refuse_to_wait("restore()")
@@ -343,19 +378,40 @@ class CheckpointManager:
     # -- which there are -------------------------------------------------------------------------------------
 
     def checkpoint_id(self, step: int) -> str:
-        """What `dcp.load` takes to load the checkpoint of ``step``."""
+        """What `dcp.load` takes to load the checkpoint of ``step``, be there one or not.
+
+        Args:
+            step: Of the training.
+
+        Returns:
+            A path or URL.
+
+        Raises:
+            ValueError: ``step`` is no whole number from 0.
+        """
         return self._folders.checkpoint_id(step)
 
     @plain_errors
     def all_steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees them on the storage; not those that are to be
-        deleted."""
+        deleted.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
         going = self._going()
         return [step for step in self._folders.all_steps() if step not in going]
 
     @plain_errors
     def latest(self) -> int | None:
-        """The newest of `all_steps`; `restore` may find it damaged and take an older one."""
+        """The newest of `all_steps`; `restore` may find it damaged and take an older one.
+
+        Returns:
+            The step; None if nothing is committed.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
         return next(self._newest_first(), None)
 
     def _newest_first(self) -> Iterator[int]:
@@ -369,8 +425,15 @@ class CheckpointManager:
     def delete(self, step: int) -> None:
         """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
 
-        Rank 0 acts, and other ranks need not call it. Raises CheckpointNotFoundError if there is none, and
-        CheckpointError if it is pinned, or being saved or verified.
+        Rank 0 acts, and other ranks need not call it.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: It is pinned, or being saved or verified, or the manager is closed.
+            ValueError: ``step`` is no whole number from 0.
         """
         self._check_open()
         if self._upkeep is None:
@@ -383,13 +446,28 @@ class CheckpointManager:
 
     @plain_errors
     def pin(self, step: int) -> None:
-        """Keep ``step``, whatever `Retention` says. Rank 0 acts. Raises CheckpointNotFoundError if there is
-        none."""
+        """Keep ``step``, whatever `Retention` says. Rank 0 acts.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: The manager is closed.
+        """
         self._set_pin(step, True)
 
     @plain_errors
     def unpin(self, step: int) -> None:
-        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts."""
+        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts.
+
+        Args:
+            step: Of `all_steps`.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointError: The manager is closed.
+        """
         self._set_pin(step, False)
 
     def _set_pin(self, step: int, pinned: bool) -> None:
@@ -405,7 +483,11 @@ class CheckpointManager:
 
     @plain_errors
     def pinned(self) -> list[int]:
-        """The pinned ones of `all_steps`."""
+        """The pinned ones of `all_steps`.
+
+        Raises:
+            StorageError: The storage cannot be listed.
+        """
         going = self._going()
         return [step for step in self._folders.pinned() if step not in going]
 
@@ -413,8 +495,17 @@ class CheckpointManager:
 
     @plain_errors
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Whether all saves have ended, and on rank 0 all verifications and deletions, within
-        ``timeout_seconds`` (None: no bound but their own). Raises as ``on_failure`` says."""
+        """Wait for all saves, and on rank 0 for all verifications and deletions.
+
+        Args:
+            timeout_seconds: How long at most; None: no bound but their own.
+
+        Returns:
+            Whether all have ended.
+
+        Raises:
+            CheckpointError: With ``on_failure="raise"``, what a save raised, and what was found damaged.
+        """
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
         done = self._ledger.wait(timeout_seconds)
@@ -429,10 +520,16 @@ class CheckpointManager:
     def close(self, timeout_seconds: float | None = None) -> None:
         """Wait for the saves under way and what follows them, then give everything back; idempotent.
 
-        Bounded by ``timeout_seconds`` (the manager's own by default); a save that has not ended by then is
-        called off. All ranks close together. Leaving a ``with`` block closes, and so does the end of the
-        interpreter; after an exception a save under way gets a minute, because other ranks may be dead.
-        Raises as ``on_failure`` says, unless there is an exception already.
+        A save that has not ended by then is called off. All ranks close together. Leaving a ``with`` block
+        closes, and so does the end of the interpreter; after an exception a save under way gets a minute,
+        because other ranks may be dead.
+
+        Args:
+            timeout_seconds: How long at most; None is the manager's own.
+
+        Raises:
+            CheckpointError: With ``on_failure="raise"``, what a save raised, and what was found damaged;
+                not where a ``with`` block is left by an exception.
         """
         self._events.refuse_to_wait("close()")
         self._close(self._timeout_seconds if timeout_seconds is None else timeout_seconds)

@@ -10,15 +10,45 @@ from typing import Any
 import pytest
 
 import dcp
+import dcp.difference
+import dcp.inspection
+import dcp.run_listing
+import dcp.statistics
+import dcp.tensor_reading
+import dcp.verification
 
+SMALL = (
+    "should_save",
+    "request_stop",
+    "checkpoint_id",
+    "all_steps",
+    "latest",
+    "delete",
+    "pin",
+    "unpin",
+    "pinned",
+    "wait",
+    "close",
+)
+ERRORS_OF_PYTHON = ("TypeError", "ValueError", "ModuleNotFoundError")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "save": dcp.save,
     "async_save": dcp.async_save,
     "load": dcp.load,
     "read": dcp.read,
     "convert": dcp.convert,
+    "statistics": dcp.statistics.statistics,
+    "diff": dcp.difference.diff,
+    "verify": dcp.verification.verify,
+    "open_tensors": dcp.tensor_reading.open_tensors,
+    "open_index": dcp.open_index,
+    "list_checkpoints": dcp.inspection.list_checkpoints,
+    "list_runs": dcp.run_listing.list_runs,
+    "list_below": dcp.run_listing.list_below,
+    "CheckpointManager": dcp.CheckpointManager,
     "CheckpointManager.save": dcp.CheckpointManager.save,
     "CheckpointManager.restore": dcp.CheckpointManager.restore,
+    **{f"CheckpointManager.{name}": getattr(dcp.CheckpointManager, name) for name in SMALL},
 }
 
 
@@ -34,9 +64,12 @@ def test_every_argument_is_described(name: str) -> None:
     """In the order of the signature, and none that is not there."""
     function = FUNCTIONS[name]
     found = sections(function)
-    assert list(found) == ["Args", "Returns", "Raises"]
-    described = re.findall(r"^    \**(\w+):", found["Args"], flags=re.MULTILINE)
     parameters = [each for each in inspect.signature(function).parameters if each != "self"]
+    wanted = ["Args"] * bool(parameters) + ["Returns", "Raises"]
+    if isinstance(function, type) or name.removeprefix("CheckpointManager.") in SMALL:
+        wanted = [each for each in wanted if each != "Returns" or each in found]
+    assert list(found) == wanted
+    described = re.findall(r"^    \**(\w+):", found.get("Args", ""), flags=re.MULTILINE)
     assert described == parameters
 
 
@@ -44,4 +77,4 @@ def test_every_argument_is_described(name: str) -> None:
 def test_errors_that_are_named_exist(name: str) -> None:
     """Each is a class of `dcp`, or of Python."""
     for error in re.findall(r"^    (\w+):", sections(FUNCTIONS[name])["Raises"], flags=re.MULTILINE):
-        assert hasattr(dcp, error) or error in ("TypeError", "ValueError"), error
+        assert hasattr(dcp, error) or error in ERRORS_OF_PYTHON, error
