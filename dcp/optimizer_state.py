@@ -135,8 +135,11 @@ def _with_state(optimizer: Optimizer) -> Iterator[None]:
     parameters = _without_state(optimizer)
     state = optimizer.state
     known = set(state)
+    # The state outlives the load: made in the caller's inference mode it could not be trained with.
+    inference = any(parameter.is_inference() for parameter in parameters)
     try:
-        _step(optimizer, parameters)
+        with torch.inference_mode(inference):
+            _step(optimizer, parameters)
         yield
     finally:
         for owner in [owner for owner in state if owner not in known]:
@@ -158,7 +161,8 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
             _optimizer_step_pre_hooks=OrderedDict(),
             _optimizer_step_post_hooks=OrderedDict(),
         )
-        with _unsafe_preserve_version_counter(tuple(parameters)):
+        counted = tuple(parameter for parameter in parameters if not parameter.is_inference())
+        with _unsafe_preserve_version_counter(counted):
             try:
                 # Not as it is called: schedulers and profilers count the steps that are made through them.
                 step = type(optimizer).step

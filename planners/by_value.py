@@ -84,13 +84,14 @@ def _is_allowed(kind: type) -> bool:
 
 
 def like(current: Any, value: Any) -> Any:
-    """``value``, loaded in place of ``current``, as the class of that has it if it stores its values as data.
+    """``value``, loaded in place of ``current``, as the class of that has it if it stores its values as data;
+    so also what lists, tuples and dicts of one shape hold.
 
     The class is the caller's: nothing of the checkpoint decides on it.
     """
     kind = type(current)
     if kind is type(value):
-        return value
+        return value if kind in _EXACT else _like_inside(current, value)
     if isinstance(current, enum.Enum) and isinstance(current, _ATOMS) and isinstance(value, _ATOMS):
         try:
             member = kind(value)
@@ -100,3 +101,19 @@ def like(current: Any, value: Any) -> Any:
     if type(value) is tuple and isinstance(current, tuple) and _is_named(kind) and len(current) == len(value):
         return kind._make(map(like, current, value))
     return value
+
+
+def _like_inside(current: Any, value: Any) -> Any:
+    """`like` for what lists, tuples and dicts of one shape hold; ``value`` itself where nothing changes."""
+    if type(value) not in (dict, list, tuple):
+        return value
+    if _EXACT.issuperset(map(type, current.values() if isinstance(current, dict) else current)):
+        return value
+    if type(value) is dict:
+        changed = {key: like(current[key], item) if key in current else item for key, item in value.items()}
+        return value if all(changed[key] is item for key, item in value.items()) else changed
+    if len(value) != len(current):
+        return value
+    items = [*map(like, current, value)]
+    same = all(new is old for new, old in zip(items, value, strict=True))
+    return value if same else type(value)(items)

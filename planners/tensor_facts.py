@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ __all__ = ["TensorFacts"]
 _dynamo = getattr(torch._C, "_dynamo", None)
 _TensorGuards: Any = getattr(getattr(_dynamo, "guards", None), "TensorGuards", None)
 """Not public. What it compares is spelled out in tests/planners/test_known_state.py."""
+
+_is_nested = attrgetter("is_nested")
 
 
 class TensorFacts:
@@ -47,6 +50,10 @@ class TensorFacts:
         if self._guard is None or len(tensors) != self._count:
             return False
         if not all(tensors[position] is tensors[first] for position, first in self._again):
+            return False
+        if any(
+            map(_is_nested, tensors)
+        ):  # which have no strides; torch ends the process where it asks for them
             return False
         with torch.enable_grad():
             return bool(self._guard.check(*self._distinct(tensors)))  # never true of one tensor given twice

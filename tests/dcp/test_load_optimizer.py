@@ -77,6 +77,26 @@ def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
     assert not called
 
 
+def test_state_that_is_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path) -> None:
+    """It outlives the load, and tensors of inference mode may not be changed outside of it."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer, 3)
+    dcp.save({"model": net, "optim": optimizer}, checkpoint_id=tmp_path)
+    new = model(1)
+    resumed = torch.optim.AdamW(new.parameters())
+    with torch.inference_mode():
+        dcp.load({"model": new, "optim": resumed}, checkpoint_id=tmp_path)
+    assert exactly(resumed.state_dict(), optimizer.state_dict())
+    train(net, optimizer, 1)
+    train(new, resumed, 1)
+    assert exactly(dict(new.state_dict()), dict(net.state_dict()))
+
+    with torch.inference_mode():
+        made_there = model()
+        dcp.load({"optim": torch.optim.AdamW(made_there.parameters())}, checkpoint_id=tmp_path)
+
+
 def test_schedulers_do_not_count_the_step(tmp_path: Path) -> None:
     """A scheduler notices steps of its optimizer; none was made."""
     net = model()

@@ -94,6 +94,8 @@ def state() -> dict[str, Any]:
 
 def exact(value: Any) -> Any:
     """A value with the types in it."""
+    if isinstance(value, dict):
+        return {key: exact(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [exact(item) for item in value]
     return type(value).__name__, value
@@ -110,6 +112,8 @@ def check(root: Path) -> None:
     for name in ("int enum", "str enum", "mixed enum", "int flag", "named tuple", "typed tuple"):
         assert type(target[name]) is type(VALUES[name][0]), name
     assert isinstance(target["typed tuple"].first, Level)
+    for name in VALUES.keys() - {"int", "version", "named tuple"}:
+        assert exact(target[name]) == exact(VALUES[name][0]), name
 
 
 def test_they_are_saved_as_what_they_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
