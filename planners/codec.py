@@ -82,8 +82,12 @@ def _fields(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
 
 def encode_save_columns(columns: SaveColumns) -> bytes:
     """One rank's save plan as bytes."""
-    sections = {"names": _encode_names, "object_names": _encode_object_names, "paths": _encode_paths}
-    sections["items"] = _encode_items
+    sections = {
+        "names": _encode_names,
+        "object_names": _encode_object_names,
+        "paths": _encode_paths,
+        "items": _encode_items,
+    }
     packed = {name: encode_within_budget(partial(encode, columns)) for name, encode in sections.items()}
     return _pack({"version": VERSION, **packed, "notes": encode_notes(columns.notes)})
 

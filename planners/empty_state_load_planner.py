@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp.planners.flatten import set_element
 from dcp.planners.load_planner import DefaultLoadPlanner
-from dcp.planners.torch_plans import provenance_of
+from dcp.planners.torch_plans import known_provenance
 from dcp.storage.errors import MissingKeyError, PlanError
 from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path
@@ -23,9 +23,9 @@ class EmptyStateLoadPlanner(DefaultLoadPlanner):
     """Fills an empty dict with what the checkpoint has: all, or what is at or below one of ``keys``.
 
     A key names an entry by its flat key, or a dict or list that entries were nested in. Keys of dicts are of
-    the types that were saved, where a save of ours noted these. Tensors are whole and
-    on the CPU, on every rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and
-    raises MissingKeyError for a key that the checkpoint does not have.
+    the types that were saved, where a save of ours noted these. Tensors are whole and on the CPU, on every
+    rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and raises
+    MissingKeyError for a key that the checkpoint does not have.
     """
 
     def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class EmptyStateLoadPlanner(DefaultLoadPlanner):
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         self._filled = state_dict
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        notes = notes_by_path(provenance_of(metadata).get("structure"))
+        notes = notes_by_path(known_provenance(metadata).get("structure"))
         nested: dict[str, Any] = {}
         found: set[str] = set()
         entries = metadata.state_dict_metadata

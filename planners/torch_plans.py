@@ -39,9 +39,9 @@ __all__ = [
     "NotedPlan",
     "columns_from_plan",
     "index_from_metadata",
+    "known_provenance",
     "metadata_from_plans",
     "plan_from_writes",
-    "provenance_of",
     "read_items",
     "write_items",
 ]
@@ -252,11 +252,11 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
         chunk_files=chunk_files,
         objects=ObjectColumns(fqns=tuple(objects)),
         planner_data=metadata.planner_data,
-        provenance=provenance_of(metadata),
+        provenance=known_provenance(metadata),
     )
 
 
-def provenance_of(metadata: Metadata) -> Mapping[str, Any]:
+def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
     """Who saved it, where a reader of ours read it: torch's metadata do not tell."""
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 

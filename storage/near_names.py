@@ -16,7 +16,8 @@ _COMPARED: Final = 2_000
 """Texts that are compared letter by letter, a few microseconds each."""
 
 _SHARED: Final = 2
-"""Letters at the begin or the end that one of more texts has to have in common with the one meant."""
+"""Of more texts, those are compared that have so many letters at the begin or the end in common with the one
+meant, and at most so many more or fewer in all."""
 
 
 def near_names(name: str, names: Iterable[str], *, most: int = 3) -> list[str]:

@@ -18,6 +18,7 @@ from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import CheckpointFormatError, MissingKeyError, PlanError, UnsupportedFormatError
+from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
 
 __all__ = ["Entries", "Entry", "TargetDtype", "Value", "choose_entries"]
@@ -26,7 +27,6 @@ TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
 
 _MAX_LISTED = 10
-_STRUCTURE_VERSION = 1
 
 
 class Entry(NamedTuple):
@@ -89,9 +89,9 @@ class Entries:
         structure = self.index.provenance.get("structure")
         if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
             return None
-        if structure.get("version") != _STRUCTURE_VERSION:
+        if structure.get("version") != STRUCTURE_VERSION:
             raise UnsupportedFormatError(
-                f"how the state was nested is noted in another version than {_STRUCTURE_VERSION}: it was "
+                f"how the state was nested is noted in another version than {STRUCTURE_VERSION}: it was "
                 "written by a newer dcphub; read it with one"
             )
         known = structure.get("values", {})
@@ -122,7 +122,7 @@ class Entries:
                 note.pop("keys")
             containers.append(note)
         kinds = {name: known[old] for name, old in self.source_names.items() if old in known}
-        return {"version": _STRUCTURE_VERSION, "containers": containers, "values": kinds}
+        return {"version": STRUCTURE_VERSION, "containers": containers, "values": kinds}
 
     @property
     def is_renamed(self) -> bool:

@@ -29,6 +29,8 @@ __all__ = [
     "Registered",
     "Root",
     "Run",
+    "Series",
+    "SeriesPoint",
     "ShardedTensor",
     "Statistics",
     "Tensor",

@@ -23,6 +23,7 @@ from dcp.storage.formats.plain import decode_plain, encode_plain
 
 __all__ = [
     "NO_PLAIN_KEY",
+    "STRUCTURE_VERSION",
     "Note",
     "Noted",
     "decode_notes",
@@ -40,7 +41,9 @@ __all__ = [
 Note = Mapping[str, Any]
 """What is noted of one container."""
 
-_VERSION: Final = 1
+STRUCTURE_VERSION: Final = 1
+"""Of ``provenance["structure"]`` as a whole."""
+
 _MAX_NOTES_BYTES: Final = 32 << 20
 _MAX_ENCODED_BYTES: Final = 1 << 30
 _MAX_INT_BITS: Final = 4096
@@ -101,7 +104,7 @@ def structure_of_notes(notes: Sequence[Note]) -> dict[str, Any]:
     """
     if not notes:
         return {}
-    structure = {"version": _VERSION, "containers": [dict(note) for note in notes], "values": {}}
+    structure = {"version": STRUCTURE_VERSION, "containers": [dict(note) for note in notes], "values": {}}
     if encode_plain(structure, limit_bytes=_MAX_NOTES_BYTES) is None:
         logger.warning(
             "the state dict has so many keys that are no strings that their types are not stored: they are "

@@ -344,13 +344,12 @@ def _planner_data(fields: Mapping[str, Any], budget: Budget) -> Deferred | None:
     """Decoded when somebody asks: a load does not, and it takes longer than all the rest."""
     if fields.get("planner_data") is None:
         return None
-    version, section = fields["version"], get_section(fields, "planner_data")
+    version, section, left = fields["version"], get_section(fields, "planner_data"), copy(budget)
 
     def decode() -> Any:
         with reading_version(version, _VERSION, "the manifest"):
-            return decode_planner_data(section, budget)
+            return decode_planner_data(section, left)
 
-    budget = copy(budget)
     return Deferred(decode)
 
 

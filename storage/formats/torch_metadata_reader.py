@@ -42,9 +42,8 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
 
     Raises UnsafeObjectError for a class that does not belong into such a file, UnsupportedFormatError for
     what is recognised and cannot be read (stream transforms, sparse or quantised tensors, what a newer torch
-    has added),
-    CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such a file when
-    a writer thread fails), CheckpointFormatError for the rest.
+    has added), CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such
+    a file when a writer thread fails), CheckpointFormatError for the rest.
     """
     limits = Limits(data_bytes=MAX_METADATA_BYTES)
     metadata = decode_pickle(data, find=classes.find_metadata_class, limits=limits)

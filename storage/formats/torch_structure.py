@@ -14,12 +14,11 @@ What names and paths do not tell is noted in ``provenance["structure"]``, which 
 
 ``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
 "Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", or at the root
-"tensor" or "value" (no container). ``keys`` are all keys in order,
-where one is no str or has no entry below it (an empty container); of a save also "int_keys", see
-`dcp.storage.formats.container_notes`. ``metadata`` is the attribute ``_metadata``
-that a module's state dict has, with plain dicts in it. Listed are containers that are not what their paths
-suggest: a dict, or a list under an int. ``values`` has the types of values that are stored as another: a
-torch.Size as a tuple. Torch-free.
+"tensor" or "value" (no container). ``keys`` are all keys in order, where one is no str or has no entry below
+it (an empty container); of a save also "int_keys", see `dcp.storage.formats.container_notes`. ``metadata`` is
+the attribute ``_metadata`` that a module's state dict has, with plain dicts in it. Listed are containers that
+are not what their paths suggest: a dict, or a list under an int. ``values`` has the types of values that are
+stored as another: a torch.Size as a tuple. Torch-free.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
-from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, original_keys
+from dcp.storage.formats.container_notes import STRUCTURE_VERSION, empty_dicts, notes_by_path, original_keys
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.pickle_decoder import BuiltDict, Constructor, Instance
@@ -108,7 +107,11 @@ class _Flattener:
             name = "tensor" if isinstance(root, TensorPickle) else "value"
             self._containers.append({"path": [], "kind": name})
             self._leaf(name, (name,), root)
-        self.result.structure = {"version": 1, "containers": self._containers, "values": self._kinds}
+        self.result.structure = {
+            "version": STRUCTURE_VERSION,
+            "containers": self._containers,
+            "values": self._kinds,
+        }
         return self.result
 
     # -- what a container is ---------------------------------------------------------------------------------

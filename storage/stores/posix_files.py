@@ -23,6 +23,7 @@ __all__ = [
     "Observe",
     "PageCacheFile",
     "PosixReadHandle",
+    "broken_link",
     "is_below",
     "path_of_descriptor",
     "step",
