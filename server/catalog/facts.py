@@ -11,7 +11,7 @@ from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.structures import StructureFacts
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
 
-__all__ = ["CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]
+__all__ = ["END_OF_TIME", "CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]
 
 Format = Literal["dcp", "torch_dcp", "torch_save", "safetensors", "unknown"]
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
@@ -19,7 +19,7 @@ FoundState = Literal["incomplete", "committed", "unreadable"]
 Verification = Literal["unverified", "good", "damaged"]
 
 _MAX_STEP: Final = (1 << 63) - 1
-_END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999
+END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def _shown(seconds: float | None) -> float | None:
     # Times of files may be anything; those that no calendar has would spoil every list they are in.
     if seconds is None or not 0 < seconds < math.inf:
         return None
-    return min(_END_OF_TIME, seconds)
+    return min(END_OF_TIME, seconds)
 
 
 @dataclass(frozen=True, slots=True)

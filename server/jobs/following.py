@@ -23,7 +23,7 @@ from dcp.server.jobs.ledger_rows import event_of_row, progress_of
 from dcp.server.jobs.states import FINAL_STATES, JobEvent, JobState, Progress
 from dcp.server.security.keys import valid_keys
 
-__all__ = ["Following", "JobFeed", "News"]
+__all__ = ["POLL_SECONDS", "Following", "JobFeed", "News"]
 
 POLL_SECONDS: Final = 0.5
 _log = structlog.get_logger(__name__)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import StringConstraints
 
+from dcp.server.catalog.facts import END_OF_TIME
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataDep
 from dcp.server.data.bodies import FileBody
@@ -39,7 +40,6 @@ router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], depende
 
 DATA_PROBLEMS = (400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
 _FORMAT = "torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the values."
-_END_OF_TIME = 253_402_300_799.0  # files may say any time
 _BYTES = problems(412, 416, *DATA_PROBLEMS)
 
 Glob = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -109,7 +109,7 @@ def list_files(checkpoint_id: IdPath, data: DataDep, caller: Caller) -> FileList
             FileAnswer(
                 name=clean_text(file.info.name),
                 bytes=file.info.size_bytes,
-                modified_at=rfc3339(min(max(file.info.modified_seconds, 0.0), _END_OF_TIME)),
+                modified_at=rfc3339(min(max(file.info.modified_seconds, 0.0), END_OF_TIME)),
                 role=file.role,
             )
             for file in files

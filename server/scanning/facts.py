@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, cast, get_args
 
-from dcp.server.catalog.facts import CheckpointFacts, Format, FoundState
+from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, Format, FoundState
 from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _LARGEST_STEP: Final = (1 << 63) - 1
-_END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 _STEP: Final = re.compile(r"([0-9]+)(?:\.[A-Za-z]+)?$")
 _REVISION: Final = re.compile(r"[0-9a-f]{40}")
 _METRIC: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
@@ -238,9 +237,9 @@ def _metrics(noted: Any) -> dict[str, float]:
 def _time(value: Any, otherwise: float) -> float | None:
     """``value`` if it is a time, else ``otherwise``; None where that is none either, so that what is found
     today on a storage without times does not count as fifty years old."""
-    if type(value) is float and 0 < value < _END_OF_TIME:
+    if type(value) is float and 0 < value < END_OF_TIME:
         return value
-    return min(otherwise, _END_OF_TIME) if otherwise > 0 else None
+    return min(otherwise, END_OF_TIME) if otherwise > 0 else None
 
 
 def _guessed_format(files: Sequence[FileInfo]) -> Format:

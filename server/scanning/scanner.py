@@ -27,7 +27,7 @@ from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root, Roots
 from dcp.server.scanning.losses import Doubt, Losses, Missing, judge
 from dcp.server.scanning.reading import Reader, StructureMemo
-from dcp.server.scanning.walk import Candidate, PassedOver, walk
+from dcp.server.scanning.walk import Candidate, PassedOver, is_in, walk
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["ScanReport", "ScanStoppedError", "Scanner"]
@@ -270,9 +270,9 @@ class _Scan:
         with self._database.read() as connection:
             runs = run_keys(connection, self._root.name)
         for run in runs:
-            if run in self._done or not _is_in(run, self._below):
+            if run in self._done or not is_in(run, self._below):
                 continue
-            if not any(_is_in(run, folder) for folder in self._closed):
+            if not any(is_in(run, folder) for folder in self._closed):
                 self._leave(run)
                 yield
 
@@ -339,7 +339,3 @@ class _Scan:
 
     def _trouble(self, key: str, what: str) -> None:
         self.report.trouble.append(f"{key}: {what}"[:1000])
-
-
-def _is_in(key: str, folder: str) -> bool:
-    return not folder or key == folder or key.startswith(f"{folder}/")

@@ -32,7 +32,7 @@ from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["Candidate", "Found", "Left", "PassedOver", "classify", "walk"]
+__all__ = ["Candidate", "Found", "Left", "PassedOver", "classify", "is_in", "walk"]
 
 MAX_DEPTH: Final = 24
 
@@ -300,7 +300,7 @@ def _walk_listing(root: Root, below: str) -> Iterator[Found]:
     if root.url.startswith("memory://"):
         folders = sorted(folders, key=lambda folder: f"{folder.key}/")
     for folder in folders:
-        while runs and not _is_in(folder.key, runs[-1]):
+        while runs and not is_in(folder.key, runs[-1]):
             yield Left(runs.pop())
         parts = folder.key.split("/") if folder.key else []
         if any(part.startswith(".") for part in parts):
@@ -327,5 +327,6 @@ def _why_not(key: str, parts: Sequence[str]) -> str | None:
     return next((fault for fault in map(_fault_of, parts) if fault is not None), None)
 
 
-def _is_in(key: str, folder: str) -> bool:
+def is_in(key: str, folder: str) -> bool:
+    """Whether ``key`` is that of ``folder`` or below it; "" is the root."""
     return not folder or key == folder or key.startswith(f"{folder}/")
