@@ -27,7 +27,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
 from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.python_values import decode_value
+from dcp.storage.formats.python_values import decode_values
 from dcp.storage.formats.sources import index_at
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
@@ -178,10 +178,12 @@ class ColumnarLoad:
         rows, plain = columns.objects.tolist(), objects.plain[columns.objects].tolist()
         pickled = [objects.fqns[row] for row, number in zip(rows, plain, strict=True) if number < 0]
         blobs = self._reader.read_objects(engine, pickled)
-        for number, fqn in zip(plain, columns.object_fqns, strict=True):
-            if number >= 0:
-                self._planner.store_object(fqn, decode_value(objects.values[number]))
-            else:
+        fqns = columns.object_fqns
+        values = decode_values([objects.values[number] for number in plain if number >= 0])
+        names = [fqn for number, fqn in zip(plain, fqns, strict=True) if number >= 0] if pickled else fqns
+        self._planner.store_objects(names, values)
+        for number, fqn in zip(plain, fqns, strict=True) if pickled else ():
+            if number < 0:
                 self._planner.store_blob(fqn, next(blobs))
 
 

@@ -14,7 +14,7 @@ from dcp.optimizer_state import optimizers_without_state, parameter_groups, stat
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.load_planner import DefaultLoadPlanner
 from dcp.planners.selection import Selection, renamer
-from dcp.stateful_values import check_top_level, is_stateful
+from dcp.stateful_values import check_top_level, stateful_keys
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.near_names import listed
 
@@ -44,10 +44,14 @@ class LoadTargets:
         self._renamed = renamer(planner.rename) if planner is not None else None
         # all ranks in one order, because state_dict() may run collectives
         keys = sorted(state_dict, key=str)
-        reaches = self._selection.reaches if self._selection is not None else lambda _: True
-        self._keys: Sequence[Any] = [key for key in keys if reaches(str(key))]
-        self.unasked = tuple(str(key) for key in keys if not reaches(str(key)))
+        self._keys: Sequence[Any] = keys
+        self.unasked: tuple[str, ...] = ()
+        if self._selection is not None:
+            reaches = self._selection.reaches
+            self._keys = [key for key in keys if reaches(str(key))]
+            self.unasked = tuple(str(key) for key in keys if not reaches(str(key)))
         self._plain: dict[str, Any] = {}
+        self._stateful: Collection[Any] = ()
         self._added: list[tuple[dict[Any, Any], str]] = []
 
     def state(self, stored: Stored) -> dict[str, Any]:
@@ -57,9 +61,11 @@ class LoadTargets:
         """
         self.take_back()
         made: set[str] = set()
-        for key in self._keys:
-            value = self._state_dict[key]
-            self._plain[key] = self._state_of(key, value, stored, made) if is_stateful(value) else value
+        values = [self._state_dict[key] for key in self._keys]
+        self._plain.update(zip(self._keys, values, strict=True))
+        self._stateful = dict.fromkeys(stateful_keys(self._keys, values))
+        for key in self._stateful:
+            self._plain[key] = self._state_of(key, self._plain[key], stored, made)
         self._add_settings(self._plain, "", stored)
         if self._planner is not None:
             self._planner.made_keys = frozenset(made)
@@ -73,10 +79,10 @@ class LoadTargets:
         """
         untouched = self._planner.untouched_keys if self._planner is not None else frozenset()
         for key in self._keys:
-            value = self._state_dict[key]
-            if not is_stateful(value):
+            if key not in self._stateful:
                 self._state_dict[key] = self._plain[key]
             elif str(key) not in untouched:
+                value = self._state_dict[key]
                 self._give(key, value)
                 self._check_kept(key, value)
 

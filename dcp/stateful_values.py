@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp.storage.errors import PlanError
 
-__all__ = ["check_top_level", "is_stateful", "stateful_to_plain"]
+__all__ = ["check_top_level", "is_stateful", "stateful_keys", "stateful_to_plain"]
 
 _PLAIN_TYPES = frozenset({dict, list, tuple, str, bytes, int, float, bool, type(None)})
 
@@ -38,6 +38,14 @@ def check_top_level(state_dict: Any) -> None:
 
 def _may_be_stateful(cls: type) -> bool:
     return cls not in _PLAIN_TYPES and not issubclass(cls, torch.Tensor)
+
+
+def stateful_keys(keys: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Those of ``keys``, in order, that have a `Stateful` in ``values``: asked by class, as there may be many
+    thousands of values."""
+    classes = set(filter(_may_be_stateful, set(map(type, values))))
+    pairs = zip(keys, values, strict=True) if classes else ()
+    return [key for key, value in pairs if type(value) in classes and isinstance(value, Stateful)]
 
 
 def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:

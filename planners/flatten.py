@@ -268,9 +268,6 @@ def replace_element(root: Any, path: Path, value: Any) -> None:
     As `set_element`, but an existing key that is no string (``state[0]`` of an optimizer) is found again
     rather than shadowed by its string.
     """
-    if len(path) == 1 and type(root) is dict and path[0] in root:  # as most of very many are
-        root[path[0]] = value
-        return
     container = root
     for key, following in itertools.pairwise(path):
         original = _original_key(container, key)

@@ -248,7 +248,7 @@ def _intersect(
     boxes = np.flatnonzero(usable[box_tensors])
     ndims = wanted.ndims[box_tensors[boxes]]
     parts = []
-    for ndim in np.unique(ndims).tolist():
+    for ndim in np.flatnonzero(np.bincount(ndims)).tolist():
         chosen = boxes[ndims == ndim]
         places = wanted.box_start[chosen][:, None] + np.arange(ndim, dtype=np.int64)
         low, sizes = wanted.box_offsets[places], wanted.box_sizes[places]
@@ -269,7 +269,7 @@ def _intersect(
 
 def _intersect_ndim(index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64) -> _Pieces:
     ndim = low.shape[1]
-    wanted_tensors = np.unique(tensors)
+    wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
     counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
     lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
     if lone:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any, Literal, get_args
 
@@ -203,15 +203,34 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         else:
             self._put(fqn, value)
 
+    def store_objects(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
+        """`store_object` of many."""
+        pairs = zip(fqns, values, strict=True)
+        if self.stores_later:
+            self._later.extend(pairs)
+        else:
+            self._put_all(pairs)
+
     def store_values(self) -> None:
         """Put what has waited for the whole load to succeed."""
         values, self._later = self._later, []
-        for fqn, value in values:
-            self._put(fqn, value)
+        self._put_all(values)
         copies, self._copies = self._copies, []
         with torch.no_grad():
             for _, tensor, loaded in copies:
                 tensor.copy_(loaded)
+
+    def _put_all(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """`_put` of many, most of which are of the top level where there are very many."""
+        root = self.original_state_dict
+        paths = self.mappings if self.flatten_state_dict and type(root) is dict else {}
+        current = self.state_dict
+        for fqn, value in pairs:
+            path = paths.get(fqn, ())
+            if len(path) == 1 and path[0] in root:
+                root[path[0]] = like(current.get(fqn), value)
+            else:
+                self._put(fqn, value)
 
     def _put(self, fqn: str, value: Any) -> None:
         value = like(self.state_dict.get(fqn), value)
@@ -443,6 +462,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 _COLUMNAR_STEPS = (
     "create_load_columns",
     "store_object",
+    "store_objects",
     "store_blob",
     "create_local_plan",
     "create_global_plan",

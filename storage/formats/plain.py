@@ -23,6 +23,7 @@ __all__ = [
     "MAX_FOREIGN_PLAIN_BYTES",
     "MAX_PLAIN_BYTES",
     "MAX_PLAIN_DEPTH",
+    "NUMBER_HEADS",
     "decode_plain",
     "encode_plain",
 ]
@@ -46,7 +47,7 @@ _ATOMS: Final = frozenset({type(None), bool, float})
 _NUMBERS: Final = msgpack.Packer()
 """For all threads: to pack one number is one step of the interpreter's."""
 
-_NUMBER_HEADS: Final = frozenset(
+NUMBER_HEADS: Final = frozenset(
     (*range(0x80), 0xC0, 0xC2, 0xC3, 0xCB, *range(0xCC, 0xD4), *range(0xE0, 0x100))
 )
 """First bytes of None, booleans, floats and integers, which have their length in them."""
@@ -137,7 +138,7 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
     """
     if len(data) > limit_bytes:
         raise CheckpointFormatError(f"plain data of {len(data)} bytes is above the limit of {limit_bytes}")
-    if data and data[0] in _NUMBER_HEADS:
+    if data and data[0] in NUMBER_HEADS:
         try:
             return msgpack.unpackb(data)
         except ValueError as error:

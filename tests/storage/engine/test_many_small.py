@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +14,10 @@ import torch
 
 import dcp
 from dcp.storage.engine.write import DataFile
+from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.python_values import decode_values
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.posix_files import PageCacheFile
 from dcp.storage.tensors import byte_pieces
@@ -76,3 +82,41 @@ def test_odd_ones_among_small_tensors(tmp_path: Path) -> None:
     wanted = {name: torch.zeros(4, 4, dtype=tensor.dtype) for name, tensor in state.items()}
     dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
     assert all(torch.equal(wanted[name], tensor) for name, tensor in state.items())
+
+
+def _calls(function: Callable[[], object]) -> int:
+    """Calls of Python functions and steps of generators in this thread while ``function`` runs."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("value", [7, torch.tensor(7.0)], ids=["ints", "tensors"])
+def test_loads_of_many_small_ones_make_few_calls_for_each(tmp_path: Path, value: Any) -> None:
+    """What a value of the top level costs is steps of loops, not calls of functions."""
+    state = {f"entry.{row}": value + row for row in range(3000)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {name: number - value for name, number in state.items()}
+    dcp.load(dict(wanted), checkpoint_id=tmp_path, no_dist=True)  # what is imported or cached once
+    assert _calls(lambda: dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)) < 3 * len(state)
+    assert wanted == state
+
+
+def test_many_values_are_decoded_as_one_by_one() -> None:
+    """Numbers among other values; bytes that no encoder writes are refused there, too."""
+    values = [None, True, -3, 1 << 40, 1 << 90, 0.5, 2j, "a", b"b", [1, (2, {"c": 3})], ()]
+    encoded = [data for value in values if (data := encode_plain(value)) is not None]
+    assert decode_values(encoded) == values
+    assert list(map(type, decode_values(encoded))) == list(map(type, values))
+    for bad in (b"", b"\xcd\x01", b"\x01\x02", b"\xc1\x80", b"\xc4\x05a"):
+        with pytest.raises(CheckpointFormatError):
+            decode_values([b"\x01", bad])
