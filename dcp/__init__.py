@@ -102,7 +102,6 @@ _NAMES = {
         "UnsafeObjectError",
         "UnsupportedFormatError",
         "WriterProcessError",
-        "WriterProcessError",
     ),
     "dcp.failures": ("RankFailedError",),
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),

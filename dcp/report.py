@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["LoadReport"]
+
+_SHORT = Repr()
+_SHORT.maxlist = _SHORT.maxdict = 12
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 4
+"""For a prompt: a checkpoint may have a million names that a load did not ask for."""
 
 
 @dataclass
@@ -52,6 +59,10 @@ class LoadReport:
     save_id: str | None = None
     world_size: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
 
     def note_plan(self, planner: DefaultLoadPlanner) -> None:
         """Take what the planner found out."""

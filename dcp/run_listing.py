@@ -30,9 +30,10 @@ def list_runs(
 ) -> list[CheckpointSummary]:
     """The runs below a folder, however deep within four levels, by name; not the folder itself.
 
-    Their ``state`` is "run", ``checkpoints`` the number of those committed directly in them, ``step`` and
-    ``committed_seconds`` those of the last commit, and ``name`` is relative to the folder. What cannot be
-    listed, and folders whose names begin with a dot, are passed over.
+    Their ``state`` is "run" and their ``name`` relative to the folder; ``checkpoints`` is the number of those
+    committed directly in them, ``committed_seconds`` the time of the last commit, and ``step`` that of the
+    last commit whose name has one. What cannot be listed, and folders whose names begin with a dot, are
+    passed over.
 
     Args:
         checkpoint_id: The path or URL of the folder.
@@ -113,7 +114,7 @@ def _summary(name: str, run: Root, committed: Mapping[str, Found]) -> Checkpoint
         folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
         for folder, files in committed.items()
     }
-    newest = max(times, key=lambda folder: (times[folder], folder))
-    return CheckpointSummary(
-        name, run.url, "run", name_and_step(newest)[1], times[newest], checkpoints=len(committed)
-    )
+    steps = {folder: step for folder in times if (step := name_and_step(folder)[1]) is not None}
+    newest = max(steps, key=lambda folder: (times[folder], folder), default=None)
+    step = None if newest is None else steps[newest]
+    return CheckpointSummary(name, run.url, "run", step, max(times.values()), checkpoints=len(committed))

@@ -99,6 +99,11 @@ class LazyMetadata(Metadata):
         lazy.__dict__["_storage_meta"] = storage_meta
         return lazy
 
+    def __repr__(self) -> str:
+        # what a prompt shows of a save must not be a page a tensor
+        index = self.index
+        return f"<metadata of {index.tensor_count:,} tensors and {len(index.objects):,} objects>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (
             self.state_dict_metadata,

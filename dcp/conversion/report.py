@@ -35,4 +35,4 @@ class ConversionReport:
     blocks_unverified: int = 0
     dropped_objects: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    checksums: Mapping[str, int] = field(default_factory=dict)
+    checksums: Mapping[str, int] = field(default_factory=dict, repr=False)

@@ -111,6 +111,14 @@ def test_ls_lists_runs_and_with_r_their_checkpoints(runs: Path) -> None:
     assert [row["name"] for row in run("ls", "-r", runs / "a/step-1", "--json").json] == ["step-1"]
 
 
+def test_the_newest_step_of_a_run_is_of_those_that_have_one(tmp_path: Path) -> None:
+    """A checkpoint that is called otherwise, and was committed later, hides it no more."""
+    for name in ("run/step-7", "run/by-hand", "other/by-hand"):
+        save_ours(tmp_path / name, {"n": 1})
+    rows = {row["name"]: (row["checkpoints"], row["step"]) for row in run("ls", tmp_path, "--json").json}
+    assert rows == {"other": (1, None), "run": (2, 7)}
+
+
 def test_runs_of_an_object_store_are_found(runs: Path) -> None:
     """And in memory."""
     for step in (1, 2):

@@ -1,0 +1,28 @@
+"""What a prompt shows of what the functions return: some lines, whatever the size of the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import dcp
+
+TENSORS = 300
+
+
+def test_what_a_call_returns_is_short_to_see(tmp_path: Path) -> None:
+    """Of a save, a load that asked for one of many names, and a conversion; what they hold is all there."""
+    state = {f"layer.{n}": torch.zeros(2) for n in range(TENSORS)}
+    saved = dcp.save({**state, "step": 1}, checkpoint_id=tmp_path / "ours")
+    assert repr(saved) == "<metadata of 300 tensors and 1 objects>"
+    assert len(saved.state_dict_metadata) == TENSORS + 1
+    loaded = dcp.load({"layer.0": torch.zeros(2)}, checkpoint_id=tmp_path / "ours")
+    assert len(loaded.unexpected) == TENSORS
+    assert len(repr(loaded)) < 1500
+    assert "bytes_needed=8," in repr(loaded)
+    converted = dcp.convert(
+        tmp_path / "ours", tmp_path / "w.safetensors", to="safetensors", drop_objects=True
+    )
+    assert len(converted.checksums) == TENSORS
+    assert len(repr(converted)) < 1500
