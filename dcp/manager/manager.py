@@ -32,6 +32,7 @@ from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.plain_errors import plain_errors
 from dcp.progress import ProgressCallback
 from dcp.state_dict_loader import LoadOptions
+from dcp.stateful_values import check_top_level
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
@@ -151,6 +152,8 @@ class CheckpointManager:
         _check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
         _check_choice("on_failure", on_failure, ("warn", "raise"))
         _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
+        if keep is not None and not isinstance(keep, Retention):
+            raise ValueError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
         self._opener = OpenWith(storage_options)
         self._folders = StepFolders(root, name, open_store=self._opener)
         self._make_writer = writer if writer is not None else FileSystemWriter
@@ -267,12 +270,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; with
                 ``on_failure="raise"`` also what an earlier save raised.
+            PlanError: ``state_dict`` is no dict.
             TypeError: A metric is no number, or ``user_metadata`` no plain data.
             ValueError: ``step`` is no whole number from 0.
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
         step = whole_step(step)
+        check_top_level(
+            state_dict
+        )  # here, because in the background it would fail each save, and only be told
         self._saver.begin_step(step)
         reason = self._turns.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not

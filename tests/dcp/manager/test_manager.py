@@ -730,10 +730,20 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         {"verify_saved": "some"},
         {"every_steps": 0},
         {"name": "constant"},
+        {"keep": 3},
     )
     for wrong in choices:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             dcp.CheckpointManager(tmp_path, **wrong)
+
+
+def test_what_is_no_state_dict_is_refused_at_the_call(tmp_path: Path) -> None:
+    """Also at steps that are not due: in the background each save would fail, and training go on without."""
+    with manager_of(tmp_path, every_steps=10) as manager:
+        for step in (1, 10):
+            with pytest.raises(dcp.PlanError, match="put the Linear into one"):
+                manager.save(step, torch.nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose
+    assert (manager.all_steps(), manager.failures) == ([], 0)
 
 
 @pytest.mark.parametrize(
