@@ -20,6 +20,7 @@ from dcp.cli.common import (
     unwinding_on_sigterm,
 )
 from dcp.cli.progress import progress_bar
+from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
     from dcp.conversion.report import ConversionReport
@@ -171,9 +172,10 @@ def _print(report: ConversionReport) -> None:
         if report.tasks_resumed
         else ""
     )
+    tensors, files = counted(report.tensor_count, "tensor"), counted(len(report.files), "file")
     print(
         printable(
-            f"{report.target}: {report.tensor_count} tensors in {len(report.files)} files, "
+            f"{report.target}: {tensors} in {files}, "
             f"{describe_bytes(report.bytes_written)} in {seconds:.1f} s{rate}{resumed}"
         )
     )

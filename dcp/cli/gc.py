@@ -20,6 +20,7 @@ from dcp.cli.common import (
     storage_options,
 )
 from dcp.cli.rm import Yes
+from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
     from dcp.manager.leftovers import Leftovers
@@ -108,9 +109,9 @@ def _print(root: str, rows: list[_Row], *, yes: bool, uploads: bool) -> None:
         for name in row.uploads:
             fate = "" if uploads else "; stays, unless --uploads"
             print(printable(f"  {name} (unfinished upload{fate})"))
-    counted = [row for row in rows if row.removed or not yes]
-    files, size_bytes = sum(len(row.files) for row in counted), sum(row.bytes for row in counted)
+    done = [row for row in rows if row.removed or not yes]
+    files, size_bytes = sum(len(row.files) for row in done), sum(row.bytes for row in done)
     verb = "removed" if yes else "would remove"
-    print(printable(f"{root}: {verb} {files} files, {describe_bytes(size_bytes)}"))
+    print(printable(f"{root}: {verb} {counted(files, 'file')}, {describe_bytes(size_bytes)}"))
     if files and not yes:
         print_error("nothing was removed: --yes does it")

@@ -20,6 +20,7 @@ from dcp.cli.common import (
     printable,
     storage_options,
 )
+from dcp.cli.tables import counted
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -116,4 +117,4 @@ def _print(done: _Done) -> None:
             print(printable(f"{done.url}/{name}"))
     verb = "removed" if done.removed else "would remove"
     stays = f"; {len(done.left)} other files stay" if done.left else ""
-    print(printable(f"{done.url}: {verb} {done.files} files, {describe_bytes(done.bytes)}{stays}"))
+    print(printable(f"{done.url}: {verb} {counted(done.files, 'file')}, {describe_bytes(done.bytes)}{stays}"))

@@ -36,7 +36,7 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     ):
         shown = run("convert", before, after, "--to", to, "--executor", "inline")
         assert (shown.status, shown.err) == (0, "")
-        assert f"{after}: 3 tensors in 1 files" in shown.out
+        assert f"{after}: 3 tensors in 1 file," in shown.out
     torch.testing.assert_close(torch.load(tmp_path / "model.pt", weights_only=True), _model(), rtol=0, atol=0)
     torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), _model(), rtol=0, atol=0)
     state = {name: torch.zeros_like(tensor) for name, tensor in _model().items()}

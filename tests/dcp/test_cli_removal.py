@@ -138,7 +138,7 @@ def test_gc_goes_by_the_age_that_it_is_told(tmp_path: Path) -> None:
     (folder / "__3_0.0123abcd.distcp").write_bytes(b"half")
     age(folder / "__3_0.0123abcd.distcp", 3600)
     assert "would remove 0 files" in run("gc", folder).out
-    assert "removed 1 files" in run("gc", folder, "--hours", "0.5", "--yes").out
+    assert "removed 1 file," in run("gc", folder, "--hours", "0.5", "--yes").out
     assert verify(folder).ok
 
 

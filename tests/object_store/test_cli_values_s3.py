@@ -80,7 +80,7 @@ def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
         assert run("rm", gone, *options).out.count(f"{gone}/") == 3
         assert raw.list(s3_root) == before
         assert len(uploads()) == 2
-        assert "removed 1 files, 7 B" in run("gc", s3_root, "--hours", "0", "--yes", *options).out
+        assert "removed 1 file, 7 B" in run("gc", s3_root, "--hours", "0", "--yes", *options).out
         assert uploads() == {
             "__6_0.4567abcd.distcp"
         }  # the other one was of the save that is known to be dead
