@@ -36,6 +36,7 @@ from dcp.server.jobs.ledger_reading import (
     job_events_after,
     list_jobs,
     list_tasks,
+    task_results,
 )
 from dcp.server.jobs.ledger_rows import (
     NO_LEASE,
@@ -101,6 +102,7 @@ __all__ = [
     "stopped",
     "submit",
     "submit_or_join",
+    "task_results",
 ]
 
 _FENCE_SHIFT: Final = 20

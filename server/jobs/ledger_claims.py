@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, text,
 
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.jobs.ledger_rows import by_priority, emit, lock_job, task_of_row
-from dcp.server.jobs.states import Claim, Held, Job, Json, Phase
+from dcp.server.jobs.states import Claim, Held, Job, Phase
 
 __all__ = ["NO_LIMITS", "Limits", "claim", "has_work", "renew", "stopped"]
 
@@ -93,11 +93,7 @@ def _claim_phase(
     fence = connection.execute(
         update(jobs).where(jobs.c.id == job.id).values(**values).returning(jobs.c.fence)
     ).scalar_one()
-    results: tuple[Json, ...] = ()
-    if phase == "publish":
-        done = select(tasks.c.result).where(tasks.c.job_id == job.id).order_by(tasks.c.number)
-        results = tuple(result or {} for result in connection.execute(done).scalars())
-    return Claim(phase=phase, job=lock_job(connection, job.id), task=None, fence=fence, results=results)
+    return Claim(phase=phase, job=lock_job(connection, job.id), task=None, fence=fence)
 
 
 # -- candidates ----------------------------------------------------------------------------------------------

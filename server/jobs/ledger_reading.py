@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, and_, null, or_, select
 
 from dcp.server.database.tables import checkpoints, job_events, job_results, jobs, roots, tasks
 from dcp.server.jobs.ledger_rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
-from dcp.server.jobs.states import Job, JobEvent, JobState, Task
+from dcp.server.jobs.states import Job, JobEvent, JobState, Json, Task
 from dcp.server.problems import NotFoundError
 from dcp.server.security.principal import SYSTEM
 
@@ -107,6 +107,13 @@ def list_tasks(
         .limit(limit)
     )
     return [task_of_row(row) for row in connection.execute(query)]
+
+
+def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
+    """What the tasks of a job have found, in order: for whoever publishes it. It may be much, so that it is
+    read where nobody waits for the end of the transaction."""
+    query = select(tasks.c.result).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
+    return tuple(result or {} for result in connection.execute(query).scalars())
 
 
 def job_events_after(

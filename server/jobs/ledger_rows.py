@@ -187,6 +187,8 @@ def finish(
     if result is not None:
         values["result"] = short = short_result(result)
         if short != result:
+            # It may have all that its tasks have found, which is not needed twice.
+            connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(result=null()))
             connection.execute(insert(job_results).values(job_id=job.id, result=dict(result)))
     if error is not None:
         values["error"] = error.document()
@@ -196,9 +198,10 @@ def finish(
 
 def short_result(result: Json) -> dict[str, Any]:
     """What of a result stands in lists: all of a small one, of others what is short."""
-    if _size(result) <= _MAX_RESULT_BYTES:
+    sizes = {name: _size(value) for name, value in result.items()}
+    if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)
-    return {name: value for name, value in result.items() if _size(value) <= _MAX_VALUE_BYTES}
+    return {name: value for name, value in result.items() if sizes[name] <= _MAX_VALUE_BYTES}
 
 
 def _size(value: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 __all__ = [
@@ -190,14 +190,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a worker has to do, for as long as its lease lasts; ``results`` are those of the tasks, in order,
-    where it is to publish."""
+    """What a worker has to do, for as long as its lease lasts."""
 
     phase: Phase
     job: Job
     task: Task | None
     fence: int
-    results: tuple[Json, ...] = field(default=(), repr=False)
 
     @property
     def held(self) -> Held:

@@ -45,6 +45,7 @@ from dcp.server.jobs.ledger import (
     release,
     renew,
     stopped,
+    task_results,
 )
 from dcp.server.jobs.schedules import Schedule, Scheduler
 from dcp.server.jobs.schedules_built_in import built_in_schedules
@@ -225,7 +226,11 @@ class Worker:
         job, task = made.job, made.task
         number = "job" if task is None else str(task.number)
         prepared: Json = {}
-        if made.phase == "plan":
+        results: tuple[Json, ...] = ()
+        if made.phase == "publish":
+            with self._database.read() as connection:
+                results = task_results(connection, job.id)
+        elif made.phase == "plan":
             kind = self._kinds[job.kind]
             with self._database.read() as connection:
                 prepared = kind.prepare(connection, kind.params.model_validate(job.params))
@@ -239,7 +244,7 @@ class Worker:
             prepared=prepared,
             payload={} if task is None else task.payload,
             plan_data=job.plan or {},
-            results=made.results,
+            results=results,
             memory_bytes=self._settings.task_memory_bytes,
             seconds=self._settings.task_seconds,
         )

@@ -122,7 +122,9 @@ class KindRuns:
                     assert task is not None
                     return _json(kind.run_task(context, _json(task.payload), lambda done_bytes: None))
                 if made.phase == "publish":
-                    return _json(kind.publish(context, _json(job.plan), [_json(one) for one in made.results]))
+                    with self.database.read() as connection:
+                        results = ledger.task_results(connection, job.id)
+                    return _json(kind.publish(context, _json(job.plan), [_json(one) for one in results]))
                 if job.plan is not None:
                     kind.discard(context, _json(job.plan))
                 if kind.leaves_plans:

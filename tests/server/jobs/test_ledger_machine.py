@@ -39,6 +39,7 @@ from dcp.server.jobs.ledger import (
     retry,
     stopped,
     submit_or_join,
+    task_results,
 )
 from dcp.server.problems import ConflictError
 
@@ -194,10 +195,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if made.phase == "task":
             assert made.task is not None and made.task.number not in known.done
         if made.phase == "publish":
-            assert [result["number"] for result in made.results] == list(range(known.task_count))
-            assert [result["fence"] for result in made.results] == [
-                known.done[n] for n in range(known.task_count)
-            ]
+            with self.database.read() as connection:
+                results = task_results(connection, made.job.id)
+            assert [result["number"] for result in results] == list(range(known.task_count))
+            assert [result["fence"] for result in results] == [known.done[n] for n in range(known.task_count)]
         self.taken.append(Taken(made, owner, self.now + LEASE_SECONDS))
 
     @rule(data=st.data())
