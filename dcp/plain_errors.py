@@ -69,7 +69,9 @@ def _foreign_cause(cause: BaseException) -> BaseException | None:
     if isinstance(cause, RemoteError) or not isinstance(cause, CheckpointError):
         return cause
     last: BaseException = cause
-    while last.__cause__ is not None:
+    seen: set[int] = set()  # libraries make rings of causes, by raising again what they have kept
+    while last.__cause__ is not None and id(last) not in seen:
+        seen.add(id(last))
         last = last.__cause__
     frames = _frames(last.__traceback__)
     known = {"dcp", "torch", *sys.stdlib_module_names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import uuid
@@ -19,6 +20,9 @@ settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+# Workers of xdist have one, as if each had a terminal; what our commands print would be cut to it.
+os.environ.pop("COLUMNS", None)
 
 # A shell that starts the tests in the background has Ctrl-C ignored, in all processes below, too; tests of it
 # would wait for ever.

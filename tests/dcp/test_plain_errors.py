@@ -126,7 +126,23 @@ def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
     cause, summary = error.failures[0]
     assert type(cause) is dcp.errors.MissingKeyError and len(summary) > 3
     assert error.__cause__ is None and error.__context__ is cause
-    assert str(error).startswith(str(cause)) and str(error).endswith("(failed on rank 0 in step 'read')")
+    assert str(error).startswith(str(cause)) and str(error).endswith("(failed on rank 0 in step 'plan')")
+
+
+def test_causes_may_form_a_ring(tmp_path: Path) -> None:
+    """As those do that a library keeps and raises again: the error comes all the same."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            first, second = dcp.CheckpointError("the first"), ValueError("the second")
+            first.__cause__, second.__cause__ = second, first
+            raise first
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Nothing is loaded."""
+
+    with pytest.raises(dcp.CheckpointError, match="the first"):
+        dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "step-1", no_dist=True)
 
 
 def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
