@@ -293,7 +293,13 @@ class ColumnarSave:
         codes = local.dtype_codes[local.item_tensors[columns.items]].tolist()
         cache: dict[bytes, bytes] = {}
         fqns, values = local.objects.fqns, self._local.objects
-        objects = [encoded_object(fqns[row], values[row], cache) for row in columns.objects.tolist()]
+        # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
+        blobs: list[bytes] = []
+        plains: list[bytes | None] = []
+        for row in columns.objects.tolist():
+            blob, plain = encoded_object(fqns[row], values[row], cache)
+            blobs.append(blob)
+            plains.append(plain)
         sources = self._local.sources
         return WriteRequest(
             sources=[sources[number] for number in local.item_sources[columns.items].tolist()],
@@ -301,8 +307,8 @@ class ColumnarSave:
             sizes=columns.size_rows,
             local_offsets=columns.local_offset_rows,
             shares=columns.shares.tolist(),
-            blobs=[blob for blob, _ in objects],
-            values=[plain for _, plain in objects],
+            blobs=blobs,
+            values=plains,
         )
 
     def _commit(self, parts: list[bytes]) -> bytes:
