@@ -14,7 +14,7 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -84,7 +84,9 @@ class AsyncSession:
         self._given_stager = stager
         self._stager: DefaultStager | None = None
         self._in_flight = in_flight
-        self._own_channel = own_channel(process_group, timeout_seconds) if not alone else None
+        self._own_channel = (
+            None if alone else own_channel(process_group, timeout_seconds, manner=[self.kind.value])
+        )
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
         self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
         self._known = KnownState()
@@ -330,11 +332,13 @@ def _ranks(
     )
 
 
-def own_channel(group: ProcessGroup | None, timeout_seconds: float) -> Channel | None:
+def own_channel(
+    group: ProcessGroup | None, timeout_seconds: float, *, manner: Sequence[str] = ()
+) -> Channel | None:
     """A gloo group over the store of ``group``: saves run beside the training's collectives, and two threads
     that use one group would take each other's messages. None for one rank. Collective."""
     shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
-    begin(shared, lambda: "")
+    begin(shared, lambda: "", manner=manner)
     if shared.world_size == 1:
         return None
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.

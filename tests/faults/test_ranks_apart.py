@@ -215,6 +215,19 @@ def test_ranks_that_load_otherwise_fail_at_once(tmp_path: Path) -> None:
         assert seconds < 60
 
 
+def save_in_other_ways(rank: int, world_size: int, root: Path) -> Any:
+    """Rank 1 saves in a process, rank 0 in a thread."""
+    kind = dcp.AsyncCheckpointerType.PROCESS if rank == 1 else dcp.AsyncCheckpointerType.THREAD
+    return outcome(lambda: dcp.async_save(STATE, checkpoint_id=root, async_checkpointer_type=kind).result(60))
+
+
+def test_ranks_that_save_in_other_ways_are_told(tmp_path: Path) -> None:
+    """A thread and a process would never meet, and wait for each other until the timeout of 1800 s."""
+    for names, message, _, _ in run_ranks(2, save_in_other_ways, tmp_path / "x"):
+        assert "PlanError" in names, message
+        assert "(thread)" in message and "(process)" in message
+
+
 # -- the timeout ---------------------------------------------------------------------------------------------
 
 
