@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from dcp.storage.errors import CheckpointError
 __all__ = ["PortError", "app_of_environment", "flags_environment", "serve"]
 
 _KEEP_ALIVE_SECONDS: Final = 15
+_FORCED_SECONDS: Final = 2.0
 _SETTLE_SECONDS: Final = 0.5  # the first requests come first
 _log = structlog.get_logger(__name__)
 
@@ -117,6 +118,12 @@ class _Server(uvicorn.Server):
             _tell_address(self.config.host, bound[0][1] if bound else self.config.port)
         asyncio.get_running_loop().call_later(_SETTLE_SECONDS, _settle)
         self._begun.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # by a second signal: then uvicorn leaves out the application's own end
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_SECONDS)
 
 
 def _settle() -> None:

@@ -116,6 +116,7 @@ class Worker:
         self._ended: queue.SimpleQueue[tuple[Held, Outcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._problem: str | None = None
+        self._failing: dict[tuple[str, str | None], JobError] = {}  # as the log knows, by kind and root
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -350,13 +351,29 @@ class Worker:
             self._fail(made, error)
 
     def _fail(self, made: Claim, error: JobError) -> None:
-        _log.warning(
-            "failed", job=made.job.id, phase=made.phase, type=error.type, retryable=error.is_retryable
-        )
+        self._tell_failed(made, error)
         if not self._kinds[made.job.kind].waits:
             error = replace(error, is_environment=False)
         self._database.transact(
             lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
+        )
+
+    def _tell_failed(self, made: Claim, error: JobError) -> None:
+        job = made.job
+        log = _log.warning
+        if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often
+            is_told = self._failing.get((job.kind, job.root)) == error
+            self._failing[job.kind, job.root] = error
+            log = _log.debug if is_told else log
+        log(
+            "failed",
+            job=job.id,
+            kind=job.kind,
+            root=job.root,
+            phase=made.phase,
+            type=error.type,
+            error=error.detail,
+            retryable=error.is_retryable,
         )
 
     def _complete(self, connection: Connection, made: Claim, result: Json) -> None:
@@ -370,5 +387,6 @@ class Worker:
             job = complete_publish(connection, made.held, result, now)
             kind: Kind[Any] = self._kinds[job.kind]
             kind.record(connection, job, result)
+            self._failing.pop((job.kind, job.root), None)
         else:
             complete_discard(connection, made.held, now)

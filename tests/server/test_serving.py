@@ -130,6 +130,38 @@ def test_requests_under_way_are_finished(tmp_path: Path) -> None:
         database.close()
 
 
+def test_a_second_signal(tmp_path: Path) -> None:
+    """Ctrl-C twice ends it at once and in good order: status 0, and nothing that reads as a fault."""
+    with Service(tmp_path, {"embedded_worker": False}) as service:
+        for _ in range(2):
+            os.kill(service.pid, signal.SIGINT)
+            time.sleep(0.02)
+        wait_until(lambda: service.exit_status is not None, "the end")
+        assert service.exit_status == 0
+        assert "Traceback" not in service.log()
+        assert "Application shutdown complete" in service.log()
+
+
+def test_a_root_that_is_away_for_long(tmp_path: Path) -> None:
+    """The log says once which root the scans cannot find, and again when it was there in between."""
+    root = tmp_path / "disk"
+    service = Service(tmp_path, {"roots": {"disk": {"url": str(root), "scan_seconds": 0.2}}}, ready=False)
+    with service:
+        failed = re.compile(r"\[warning *\] failed .*")
+
+        def attempts() -> int:
+            database = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}")
+            with database.read() as connection:
+                row = connection.exec_driver_sql("SELECT sum(attempt), count(*) FROM jobs").one()
+            database.close()
+            return int((row[0] or 0) + row[1])
+
+        wait_until(lambda: attempts() > 4, "some attempts")
+        told = failed.findall(service.log())
+        assert len(told) == 1 and "root=disk" in told[0]
+        assert "the folder of root disk is not there" in told[0]
+
+
 def test_what_it_says_on_its_start(tmp_path: Path) -> None:
     """Its roots, that the database is new, where it listens and has its pages, and what the first scan finds;
     of a root that is not there that it is not, which is made by nobody."""
