@@ -27,6 +27,8 @@ _SIGNATURES: Final = re.compile(
     r"(?i)\b(x-amz-(?:signature|credential|security-token)|signature|sig)=[^&\s\"']+"
 )
 _HIDDEN: Final = "***"
+_OF_LINES: Final = frozenset({"event", "exception", "stack"})
+"""What has several lines."""
 
 
 def redact(value: Any) -> Any:
@@ -64,6 +66,7 @@ def configure_logs(settings: Settings) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+    plain: list[Any] = [] if settings.log_format == "json" else [_printable]
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if settings.log_format == "json"
@@ -73,7 +76,7 @@ def configure_logs(settings: Settings) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *plain, renderer],
         )
     )
     root = logging.getLogger()
@@ -92,6 +95,16 @@ def configure_logs(settings: Settings) -> None:
         "alembic",
     ):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Without characters that a terminal obeys: paths and names of files are written by others."""
+    for name, value in event.items():
+        if name not in _OF_LINES and isinstance(value, str) and not value.isprintable():
+            event[name] = "".join(
+                char if char.isprintable() else char.encode("unicode_escape").decode() for char in value
+            )
+    return event
 
 
 def _redacted(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -55,6 +55,23 @@ def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) ->
     assert "RuntimeError: with dcp_abcdefgh_***" in lines[2]["exception"]
 
 
+def test_what_others_write_does_nothing_to_a_terminal(
+    logs_as_before: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control characters of paths and names are shown; tracebacks keep their lines, and words theirs."""
+    configure_logs(Settings(log_format="console"))
+    log = structlog.get_logger("ours")
+    log.info("request", path="/a\x1b[2J\x00\u2028b", root="läufe", other="a\nb \x9b")
+    try:
+        raise RuntimeError("once")
+    except RuntimeError:
+        log.exception("failed")
+    shown = capsys.readouterr().err
+    assert r"path=/a\x1b[2J\x00\u2028b" in shown and "root=läufe" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    assert shown.splitlines()[1].count("failed") == 1 and shown.splitlines()[-1] == "RuntimeError: once"
+
+
 def test_what_libraries_tell_of_their_own_work_is_left_out(
     logs_as_before: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
