@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
@@ -197,10 +197,10 @@ class _Refusal(FileSystemWriter):
     the other ranks make, and fails there with ``error`` on all of them."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(os.curdir)
+        super().__init__(os.curdir, open_store=self._fail)
         self._error = error
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def _fail(self, path: str | os.PathLike[str]) -> NoReturn:
         raise self._error
 
     def discard(self) -> None:

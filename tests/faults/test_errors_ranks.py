@@ -373,7 +373,7 @@ def save_to_another_place(rank: int, world_size: int, folder: str, replaced: boo
     messages = []
     try:
         dcp.save(mine, checkpoint_id=f"{folder}/{rank}", timeout_seconds=120)
-    except dcp.CheckpointConflictError as error:
+    except dcp.errors.PlanError as error:
         messages.append(str(error))
     if replaced:
         mine["own"].value.zero_()
@@ -388,6 +388,6 @@ def test_ranks_that_write_to_different_places_are_found_out(tmp_path: Path, repl
     of all: the one that was there stays."""
     for messages in run_ranks(2, save_to_another_place, str(tmp_path), replaced):
         assert len(messages) == 1
-        assert "give them all the same id" in messages[0]
+        assert "Give all of them one id" in messages[0]
     left = {path.name for path in (tmp_path / "0").glob("*")}
     assert len(left) == (4 if replaced else 0), left
