@@ -67,7 +67,7 @@ class ConvertOptions(Parameters):
                 raise ValueError(str(error)) from None
         for pattern, replacement in (self.rename or {}).items():
             try:
-                re.compile(pattern).sub(replacement, "")
+                _with_its_groups(re.compile(pattern)).sub(replacement, "")
             except (re.error, IndexError, OverflowError, RecursionError) as error:
                 raise ValueError(f"rename: {pattern[:100]!r} is no regular expression: {error}") from None
         return self
@@ -86,6 +86,16 @@ class ConvertOptions(Parameters):
         )
         rename = None if self.rename is None else BoundedRename(self.rename)
         return StageOptions(layout, self.only, self.exclude, rename, self.dtype)
+
+
+def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """An expression that matches at once, to try a replacement with: the caller's own may take for ever also
+    on an empty text, where nothing interrupts it."""
+    names = {number: name for name, number in pattern.groupindex.items()}
+    groups = (
+        f"(?P<{names[number]}>)" if number in names else "()" for number in range(1, pattern.groups + 1)
+    )
+    return re.compile("".join(groups))
 
 
 class ConvertParams(ConvertOptions):

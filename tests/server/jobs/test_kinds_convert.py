@@ -20,7 +20,7 @@ from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, events, jobs
 from dcp.server.jobs.kinds import renaming
-from dcp.server.jobs.kinds.convert import ConvertParams
+from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
 from dcp.server.jobs.ledger import request_cancel
 from dcp.server.problems import ProblemError
 from dcp.storage.stores.opening import OpenWith
@@ -283,6 +283,17 @@ def test_parameters_that_cannot_be_meant(params: dict[str, Any]) -> None:
     ConvertParams.model_validate(given)
     with pytest.raises(ValidationError):
         ConvertParams.model_validate(given | params)
+
+
+def test_expressions_are_not_searched_with_where_they_are_checked() -> None:
+    """A request is refused or taken in no time, also if its expression takes for ever on an empty text."""
+    bomb = "(?P<n>a?|b?|c?){16}(?=x)"  # a second and more
+    begun = time.process_time()
+    assert ConvertOptions(to="torch", rename={bomb: r"\g<n>-\1"}).rename == {bomb: r"\g<n>-\1"}
+    for replacement in (r"\g<m>", r"\2"):
+        with pytest.raises(ValueError, match="no regular expression"):
+            ConvertOptions(to="torch", rename={bomb: replacement})
+    assert time.process_time() - begun < 0.5
 
 
 @pytest.mark.parametrize(
