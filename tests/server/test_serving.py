@@ -143,7 +143,7 @@ def test_a_second_signal(tmp_path: Path) -> None:
 
 
 def test_a_root_that_is_away_for_long(tmp_path: Path) -> None:
-    """The log says once which root the scans cannot find, and again when it was there in between."""
+    """The log says once which root the scans cannot find, and why."""
     root = tmp_path / "disk"
     service = Service(tmp_path, {"roots": {"disk": {"url": str(root), "scan_seconds": 0.2}}}, ready=False)
     with service:
