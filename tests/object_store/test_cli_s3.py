@@ -46,14 +46,15 @@ def failed(outcome: Outcome) -> str:
 
 def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
     """As on disk: a checkpoint, one that was not committed, one that is damaged."""
-    good, half, bad = (save(f"{s3_root}/step-{step}", s3_server) for step in (10, 2, 11))
+    root = f"{s3_root}/run"
+    good, half, bad = (save(f"{root}/step-{step}", s3_server) for step in (10, 2, 11))
     options = given(s3_server)
     with raw_s3(s3_server) as raw:
         for name in (MANIFEST_NAME, METADATA_NAME):
             raw.delete(f"{half}/{name}")
         raw.write(f"{bad}/{MANIFEST_NAME}", b"no manifest")
-        raw.write(f"{s3_root}/other/readme", b"")
-    listed = run("ls", s3_root, *options)
+        raw.write(f"{root}/other/readme", b"")
+    listed = run("ls", root, *options)
     lines = [line.split() for line in listed.out.splitlines()[3:]]
     assert [(line[0], line[1], line[-1]) for line in lines] == [
         ("step-2", "2", "incomplete"),
@@ -61,8 +62,8 @@ def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
         ("step-11", "11", "unreadable"),
     ]
     assert "step-11: " in listed.err
-    (run_row,) = run("ls", s3_root.rpartition("/")[0], "--json", *options).json
-    assert (run_row["state"], run_row["url"], run_row["checkpoints"]) == ("run", s3_root, 2)
+    (run_row,) = run("ls", s3_root, "--json", *options).json
+    assert (run_row["state"], run_row["url"], run_row["checkpoints"]) == ("run", root, 2)
     (row,) = run("ls", f"{good}/", "--json", *options).json
     assert (row["url"], row["name"], row["format"], row["tensors"]) == (good, "step-10", "dcp", 5)
     shown = run("show", good, "--objects", "--json", *options).json
