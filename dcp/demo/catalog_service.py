@@ -53,7 +53,7 @@ class CatalogService:
                 self._start()
                 break
             except DemoError:  # somebody else may have taken the port meanwhile
-                if attempt == _START_ATTEMPTS or "address already in use" not in self._tail().lower():
+                if attempt == _START_ATTEMPTS or "is taken" not in self._tail():
                     raise
         self.ready_seconds = time.monotonic() - begun
         return self

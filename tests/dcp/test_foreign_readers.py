@@ -32,14 +32,15 @@ def _load_sharded(rank: int, world_size: int, file: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     whole = _state()["model"]["weight"]
     for module in (dcp, stock):
-        state = {"model": {"weight": distribute_tensor(torch.zeros(10, 4), mesh, [Shard(0)])}}
+        weight = distribute_tensor(torch.zeros(10, 4), mesh, [Shard(0)])
+        state = {"model": {"weight": weight, "bias": torch.zeros(3, dtype=torch.int64)}}
         module.load(
             state,
             checkpoint_id=file,
             storage_reader=BroadcastingTorchSaveReader(),
             planner=DynamicMetaLoadPlanner(),
         )
-        assert torch.equal(state["model"]["weight"].full_tensor(), whole)
+        assert torch.equal(weight.full_tensor(), whole)
 
 
 def test_torchs_example_on_two_ranks(tmp_path: Path) -> None:
