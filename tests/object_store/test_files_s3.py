@@ -26,7 +26,7 @@ def test_files_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
         direct.write(f"{s3_root}/model.pt", buffer.getvalue())
         direct.write(f"{s3_root}/hub/model.safetensors", save(state))
     options = s3_proxy.storage_options
-    for source, limit in (("model.pt", 12), ("hub/model.safetensors", 8), ("hub", 14)):
+    for source, limit in (("model.pt", 13), ("hub/model.safetensors", 8), ("hub", 14)):
         s3_proxy.log.clear()
         loaded = torch.zeros_like(block)
         views = {f"layers.{number}.w": loaded[number] for number in range(_TENSORS)}
