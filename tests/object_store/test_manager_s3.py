@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -297,6 +298,7 @@ def test_a_thousand_steps_are_found_by_a_few_requests(
         )
         raw.write_many([(f"{s3_root}/step-{step:08d}/{MANIFEST_NAME}", manifest) for step in range(1, 1000)])
         raw.write_many([(f"{s3_root}/step-{step:08d}/{NOTES_NAME}", notes) for step in range(901, 1000)])
+    time.sleep(steps._RACY_SECONDS + 1)  # younger files are read again each time
     with manager_of(s3_root, s3_proxy, mode="thread", verify_saved="off") as manager:
         s3_proxy.log.clear()
         state = version_state(0)
