@@ -224,7 +224,8 @@ class FaultProxy:
         self.log.append(request)
         waits = "100-continue" in head.headers.get("expect", "").lower()
         if fault is not None and fault.kind is Kind.ANSWER and waits:
-            await _answer(connection, request, fault)  # the client has not sent the body, and will not
+            # The client has not sent the body, and may or may not: the connection ends with the answer.
+            await _answer(connection, request, fault, closes=True)
             return False
         if waits:
             connection.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -278,14 +279,16 @@ class FaultProxy:
         return connection.server
 
 
-async def _answer(connection: _Connection, request: Request, fault: Fault) -> None:
-    """An error as S3 sends it."""
+async def _answer(connection: _Connection, request: Request, fault: Fault, *, closes: bool = False) -> None:
+    """An error as S3 sends it; if the connection ends with it, the client is told, lest it is used again."""
     body = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f"<Error><Code>{fault.code}</Code><Message>Made by the test: {fault.code}</Message>"
         f"<Resource>/{request.bucket}</Resource><RequestId>0123456789ABCDEF</RequestId></Error>"
     ).encode()
     headers = {"Content-Type": "application/xml", "Content-Length": str(len(body)), **dict(fault.headers)}
+    if closes:
+        headers["Connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     sent = b"" if request.method == "HEAD" else body
     request.status, request.response_bytes = fault.status, len(sent)
