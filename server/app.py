@@ -16,40 +16,23 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, compile_path
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from dcp.server import documentation, monitoring
-from dcp.server.access import check_routes
-from dcp.server.context import Service
-from dcp.server.handlers import install_handlers
-from dcp.server.middleware.authentication import AuthenticationMiddleware
-from dcp.server.middleware.hosts import HostMiddleware
-from dcp.server.middleware.idempotency import IdempotencyMiddleware
-from dcp.server.middleware.limits import LimitMiddleware
-from dcp.server.middleware.requests import RequestMiddleware
-from dcp.server.readiness import Readiness
-from dcp.server.routes import (
-    audit,
-    checkpoints,
-    deletion,
-    diffs,
-    downloads,
-    health,
-    jobs,
-    keys,
-    labels,
-    lineage,
-    metrics,
-    retention,
-    roots,
-    rules,
-    runs,
-    shards,
-    stats,
-    tensors,
-    verification,
-    webhooks,
-)
+from dcp.server import monitoring
+from dcp.server.http import documentation
+from dcp.server.http.access import check_routes
+from dcp.server.http.context import Service
+from dcp.server.http.handlers import install_handlers
+from dcp.server.http.lifespan import lifespan
+from dcp.server.http.middleware.authentication import AuthenticationMiddleware
+from dcp.server.http.middleware.hosts import HostMiddleware
+from dcp.server.http.middleware.idempotency import IdempotencyMiddleware
+from dcp.server.http.middleware.limits import LimitMiddleware
+from dcp.server.http.middleware.requests import RequestMiddleware
+from dcp.server.http.readiness import Readiness
+from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks
+from dcp.server.routes.catalog import checkpoints, deletion, labels, lineage, roots, runs
+from dcp.server.routes.data import diffs, downloads, shards, stats, tensors
+from dcp.server.routes.jobs import jobs, verification
 from dcp.server.settings import Settings
-from dcp.server.startup import lifespan
 from dcp.version import __version__
 
 __all__ = ["API", "create_app"]

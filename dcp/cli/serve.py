@@ -62,7 +62,7 @@ def command(
     with errors_as_lines(debug=debug):
         gc.disable()  # until it listens: some hundred modules are to be imported
         settings = read_settings(config, **flags)
-        from dcp.server.serving import serve
+        from dcp.server.process.serving import serve
 
         raise typer.Exit(serve(settings, flags))
 

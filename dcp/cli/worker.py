@@ -37,7 +37,7 @@ def command(
     with errors_as_lines(debug=debug):
         settings = read_settings(config, database_url=database, concurrency=concurrency)
         from dcp.server.jobs.worker import Worker
-        from dcp.server.logs import configure_logs
+        from dcp.server.process.logs import configure_logs
 
         configure_logs(settings)
         stop = threading.Event()

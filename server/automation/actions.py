@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
-from dcp.server.jobs.kinds.parameters import Parameters, PlainText
+from dcp.server.jobs.kinds.shared.parameters import Parameters, PlainText
 from dcp.server.schemas.common import Name
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, func, insert, select, text
 
-from dcp.server.catalog.sql import insert_or_update
+from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import consumers, events, roots
 
 __all__ = ["Event", "NewEvent", "emit", "emit_all", "events_after", "last_event_id", "move_on", "position"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
+from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.structures import StructureFacts
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
 
 __all__ = ["END_OF_TIME", "CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, select
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.sql import insert_missing
+from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, lineage, roots
 
 __all__ = ["Ancestry", "Edge", "Node", "add_lineage", "lineage_of"]

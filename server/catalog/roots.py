@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, false, select, true, update
 
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.sql import insert_missing
+from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, roots
 
 __all__ = [

@@ -3,11 +3,9 @@
 It needs httpx (``pip install 'dcphub[catalog]'``) and nothing of the service itself.
 """
 
-from dcp.server.client.async_client import AsyncClient
-from dcp.server.client.async_connection import AsyncPages
+from dcp.server.client.asynchronous.client import AsyncClient
+from dcp.server.client.asynchronous.connection import AsyncPages
 from dcp.server.client.calls import CheckpointQuery, DownloadQuery
-from dcp.server.client.client import Client
-from dcp.server.client.connection import Pages
 from dcp.server.client.errors import (
     AnswerError,
     BadRequestError,
@@ -64,6 +62,8 @@ from dcp.server.client.models_admin import (
     Webhook,
     WebhookSecret,
 )
+from dcp.server.client.synchronous.client import Client
+from dcp.server.client.synchronous.connection import Pages
 
 __all__ = [
     "Alias",

@@ -10,11 +10,11 @@ from typing import Annotated, Final, cast
 from fastapi import Depends, Request
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
-from dcp.server.context import Service
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
 from dcp.server.data.plans import Plans
 from dcp.server.data.responses import Streams
-from dcp.server.dependencies import ServiceDep
+from dcp.server.http.context import Service
+from dcp.server.http.dependencies import ServiceDep
 from dcp.server.problems import ConflictError, GoneError
 from dcp.server.roots import Root
 from dcp.server.security.principal import Principal

@@ -159,7 +159,7 @@ checkpoints: Final = Table(
     Column("version", Integer, nullable=False, server_default="1"),  # the ETag; counts every change
     UniqueConstraint("root_id", "key"),
     # One for each order, and by time within what is often asked for: a page is read from an index, without
-    # sorting and without reading on. `dcp.server.catalog.planning` says which one.
+    # sorting and without reading on. `dcp.server.catalog.queries.planning` says which one.
     Index(None, "committed_seconds", "id"),
     Index(None, "step_order", "id"),
     Index(None, "bytes", "id"),

@@ -1,1 +1,4 @@
-"""Jobs: a durable ledger, workers that carry it out, and what kinds of jobs there are."""
+"""Jobs: workers that carry them out, schedules, and who follows what happens to one.
+
+The durable record of them is `ledger`, where their steps run `executors`, what they do `kinds`.
+"""

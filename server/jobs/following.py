@@ -19,8 +19,8 @@ from sqlalchemy import Connection, and_, or_, select
 
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import job_events, jobs
-from dcp.server.jobs.ledger_rows import event_of_row, progress_of
-from dcp.server.jobs.states import FINAL_STATES, JobEvent, JobState, Progress
+from dcp.server.jobs.ledger.rows import event_of_row, progress_of
+from dcp.server.jobs.ledger.states import FINAL_STATES, JobEvent, JobState, Progress
 from dcp.server.security.keys import valid_keys
 
 __all__ = ["POLL_SECONDS", "Following", "JobFeed", "News"]

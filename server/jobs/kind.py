@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from dcp.server.jobs.states import Job, JobSpec, Json, TaskSpec
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json, TaskSpec
 from dcp.server.problems import ProblemError
 from dcp.server.roots import Roots
 from dcp.server.security.principal import Principal, Scope

@@ -9,9 +9,9 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from dcp.server.automation.upkeep import consume_events, has_events, is_anything_due, submit_due
+from dcp.server.automation.periodic import consume_events, has_events, is_anything_due, submit_due
+from dcp.server.catalog.contents.structures import forget_drafts
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.catalog.structures import forget_drafts
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.ledger import submit

@@ -22,7 +22,10 @@ import structlog
 from sqlalchemy import Connection
 
 from dcp.server.database.engine import Database, DatabaseUnavailableError
-from dcp.server.jobs.executors import Executor, Running, open_executor
+from dcp.server.jobs.executors.executor import Executor, Running, open_executor
+from dcp.server.jobs.executors.subprocess_main import error_of, load_kinds
+from dcp.server.jobs.executors.subprocess_messages import Order
+from dcp.server.jobs.executors.subprocesses import Outcome
 from dcp.server.jobs.kind import Kind
 from dcp.server.jobs.ledger import (
     DEFAULT_BACKOFF,
@@ -47,12 +50,9 @@ from dcp.server.jobs.ledger import (
     stopped,
     task_results,
 )
+from dcp.server.jobs.ledger.states import Json
 from dcp.server.jobs.schedules import Schedule, Scheduler
 from dcp.server.jobs.schedules_built_in import built_in_schedules
-from dcp.server.jobs.states import Json
-from dcp.server.jobs.subprocess_main import error_of, load_kinds
-from dcp.server.jobs.subprocess_messages import Order
-from dcp.server.jobs.subprocesses import Outcome
 from dcp.server.settings import Settings
 
 __all__ = ["DEFAULT_KINDS", "Worker"]

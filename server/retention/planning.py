@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, select
 
 from dcp.manager.retention import Retention, StepState, plan
-from dcp.server.catalog.patterns import matches
+from dcp.server.catalog.queries.patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 
 __all__ = ["Decision", "RunPlan", "plan_run", "runs_of"]

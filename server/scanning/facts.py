@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, cast, get_args
 
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, Format, FoundState
-from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object

@@ -14,8 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.facts import CheckpointFacts, FoundState
-from dcp.server.catalog.structures import StructureFacts
 from dcp.server.roots import Root
 from dcp.server.scanning.facts import (
     facts_of_parts,

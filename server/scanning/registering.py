@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
+from dcp.server.catalog.contents.structures import prepare_structures
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.structures import prepare_structures
 from dcp.server.database.engine import Database
 from dcp.server.problems import ConflictError, NotFoundError, UnprocessableError
 from dcp.server.roots import Root, Roots, check_key

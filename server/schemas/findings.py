@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from pydantic import Field
 
+from dcp.server.catalog.contents.verifications import Statistics, Verified
 from dcp.server.catalog.details import CheckpointDetail
-from dcp.server.catalog.verifications import Statistics, Verified
 from dcp.server.schemas.common import Answer, rfc3339
 
 __all__ = ["StatisticsAnswer", "VerificationAnswer", "VerificationList"]

@@ -8,7 +8,7 @@ from pydantic import Field, create_model
 
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Job, JobEvent, Progress, Task
-from dcp.server.jobs.states import JobState, Json, TaskState
+from dcp.server.jobs.ledger.states import JobState, Json, TaskState
 from dcp.server.schemas.common import Answer, Request, optional_rfc3339, rfc3339
 
 __all__ = [

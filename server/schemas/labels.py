@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from dcp.server.catalog.aliases import Alias
+from dcp.server.catalog.labelling.aliases import Alias
 from dcp.server.schemas.common import MAX_ID, Answer, Finite, Name, Request, rfc3339
 
 __all__ = ["AliasAnswer", "AliasChange", "AliasList", "MetricsChange"]

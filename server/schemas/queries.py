@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from dcp.server.catalog.facts import Format, State, Verification
-from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, Sort
+from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
 from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.schemas.common import MAX_ID, Name, Text, Time
 

@@ -6,8 +6,8 @@ from typing import Self
 
 from pydantic import Field
 
+from dcp.server.catalog.labelling.series import Series
 from dcp.server.catalog.runs import Run
-from dcp.server.catalog.series import Series
 from dcp.server.schemas.common import Answer, optional_rfc3339, rfc3339
 
 __all__ = ["PointAnswer", "RunAnswer", "RunList", "SeriesAnswer"]

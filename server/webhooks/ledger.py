@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Select, delete, insert, select, text, update
 from dcp.server.catalog import audit
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import emit, events_after, last_event_id, move_on, position
-from dcp.server.catalog.sql import insert_missing
+from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
 from dcp.server.security.principal import SYSTEM
 from dcp.server.webhooks.hooks import Hook, count_enabled, disable_hook, enabled_hooks, get_hook

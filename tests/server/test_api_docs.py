@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dcp.server.access import access_of, walk_routes
 from dcp.server.app import API
-from dcp.server.dependencies import Public, Requires
+from dcp.server.http.access import access_of, walk_routes
+from dcp.server.http.dependencies import Public, Requires
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.server.security.principal import ALL_SCOPES

@@ -15,9 +15,9 @@ from fastapi import APIRouter
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
-from dcp.server.access import access_of, check_routes, walk_routes
 from dcp.server.app import API, create_app
-from dcp.server.dependencies import Public, Requires, public, requires
+from dcp.server.http.access import access_of, check_routes, walk_routes
+from dcp.server.http.dependencies import Public, Requires, public, requires
 from dcp.server.settings import Settings
 from tests.support.app import App, running_app
 from tests.support.asgi_server import served

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from dcp.cli.app import app
 from dcp.cli.serve import _roots
 from dcp.server.database.engine import Database
+from dcp.server.process.serving import flags_environment
 from dcp.server.security.keys import find_key
-from dcp.server.serving import flags_environment
 from dcp.server.settings import Settings
 
 runner = CliRunner()

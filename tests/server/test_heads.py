@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dcp.server.heads import TimedHeads
-from dcp.server.serving import _options
+from dcp.server.process.heads import TimedHeads
+from dcp.server.process.serving import _options
 from dcp.server.settings import Settings
 
 _GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

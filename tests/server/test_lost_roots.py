@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dcp.cli.app import app as command_line
 from dcp.server.database.engine import Database
-from dcp.server.jobs.kinds.deletion import delete_softly
+from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.problems import UnavailableError
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import roots_of, rows, scan, write_manifest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dcp.server.catalog.checkpoints import upsert_checkpoint
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.server.database.engine import Database
 
 __all__ = ["add_checkpoint"]

@@ -26,7 +26,7 @@ from dcp.server.jobs.kind import (
     TaskSpec,
     TransientJobError,
 )
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 

@@ -18,10 +18,10 @@ from typing import Any, Final
 from pydantic import SecretStr
 
 from dcp.server.database.engine import Database
-from dcp.server.jobs.executors import ProcessExecutor
+from dcp.server.jobs.executors.executor import ProcessExecutor
+from dcp.server.jobs.executors.subprocess_main import Setup
 from dcp.server.jobs.ledger import Backoff, Job, JobSpec, find_job, request_cancel, submit
 from dcp.server.jobs.schedules import Schedule
-from dcp.server.jobs.subprocess_main import Setup
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
 from tests.support.job_kinds import TEST_KINDS, log_lines

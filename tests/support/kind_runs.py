@@ -19,10 +19,10 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs import ledger
+from dcp.server.jobs.executors.subprocess_main import error_of
 from dcp.server.jobs.kind import JobContext
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.states import Claim, Job
-from dcp.server.jobs.subprocess_main import error_of
+from dcp.server.jobs.ledger.states import Claim, Job
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner
 from dcp.server.security.principal import LOCAL, Principal

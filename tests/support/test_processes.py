@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dcp.server.jobs import subprocesses
+from dcp.server.jobs.executors import subprocesses
 from dcp.server.monitoring import processes as monitoring
 from tests.support import crashes
 from tests.support.processes import children, command_of, environment_of, lives, parent_of

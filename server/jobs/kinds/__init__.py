@@ -1,4 +1,7 @@
-"""What jobs there are, by name."""
+"""What jobs there are, one module each; `KINDS` has them by name.
+
+What several of them need is in `shared`; what a kind is, in `dcp.server.jobs.kind`.
+"""
 
 from __future__ import annotations
 

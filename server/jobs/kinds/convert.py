@@ -16,11 +16,11 @@ from dcp.conversion.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters, PlainText
-from dcp.server.jobs.kinds.renaming import BoundedRename
-from dcp.server.jobs.kinds.subjects import Subject, find_subject, open_source, storage_errors
-from dcp.server.jobs.kinds.targets import record_target
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters, PlainText
+from dcp.server.jobs.kinds.shared.renaming import BoundedRename
+from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.jobs.kinds.shared.targets import record_target
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.roots import Root, check_key
 from dcp.server.scanning.facts import facts_of_source

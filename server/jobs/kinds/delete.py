@@ -12,10 +12,10 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import CatalogError
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
-from dcp.server.jobs.kinds.deletion import delete_softly
-from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
-from dcp.server.jobs.kinds.subjects import roots_of_committed
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.kinds.shared.deletion import delete_softly
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.shared.subjects import roots_of_committed
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from sqlalchemy import Connection
 
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.numbers import difference_document
-from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters
-from dcp.server.jobs.kinds.subjects import Subject, find_subject, open_source, storage_errors
-from dcp.server.jobs.states import JobSpec, Json
+from dcp.server.jobs.kinds.shared.numbers import difference_document
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters
+from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 

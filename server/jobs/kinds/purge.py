@@ -18,9 +18,15 @@ from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.database.tables import checkpoints
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
-from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.shared.subjects import (
+    Subject,
+    find_subject,
+    fingerprint_at,
+    open_place,
+    storage_errors,
+)
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.problems import ForbiddenError, UnavailableError
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.server.security.principal import Principal, Scope

@@ -10,10 +10,10 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import CatalogError
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.deletion import delete_softly
-from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
-from dcp.server.jobs.kinds.subjects import open_database
-from dcp.server.jobs.states import JobSpec, Json
+from dcp.server.jobs.kinds.shared.deletion import delete_softly
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.shared.subjects import open_database
+from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.problems import ForbiddenError
 from dcp.server.retention.planning import plan_run, runs_of
 from dcp.server.retention.policies import Policy, get_policy

@@ -11,9 +11,9 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.parameters import Parameters
-from dcp.server.jobs.kinds.subjects import open_database, storage_errors
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.kinds.shared.parameters import Parameters
+from dcp.server.jobs.kinds.shared.subjects import open_database, storage_errors
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.roots import check_key
 from dcp.server.scanning.scanner import Scanner

@@ -8,12 +8,18 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from sqlalchemy import Connection
 
-from dcp.server.catalog.verifications import set_statistics
+from dcp.server.catalog.contents.verifications import set_statistics
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec, TransientJobError
-from dcp.server.jobs.kinds.numbers import statistics_document
-from dcp.server.jobs.kinds.parameters import CheckpointId, Globs, Parameters
-from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.kinds.shared.numbers import statistics_document
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters
+from dcp.server.jobs.kinds.shared.subjects import (
+    Subject,
+    find_subject,
+    fingerprint_at,
+    open_place,
+    storage_errors,
+)
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.formats.sources import index_at

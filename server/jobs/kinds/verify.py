@@ -10,12 +10,18 @@ from sqlalchemy import Connection
 
 from dcp.findings import Finding
 from dcp.server.catalog import audit
+from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.details import lock_checkpoint
-from dcp.server.catalog.verifications import add_verification
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec, TransientJobError
-from dcp.server.jobs.kinds.parameters import CheckpointId, Parameters
-from dcp.server.jobs.kinds.subjects import Subject, find_subject, fingerprint_at, open_place, storage_errors
-from dcp.server.jobs.states import Job, JobSpec, Json
+from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
+from dcp.server.jobs.kinds.shared.subjects import (
+    Subject,
+    find_subject,
+    fingerprint_at,
+    open_place,
+    storage_errors,
+)
+from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.roots import Root
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings

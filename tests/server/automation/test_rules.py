@@ -15,9 +15,9 @@ from sqlalchemy import select
 
 import dcp
 from dcp.server.automation.actions import Action, Condition, expand_key
+from dcp.server.automation.periodic import consume_events, has_events
 from dcp.server.automation.rules import NewRule, Rule, create_rule, update_rule
-from dcp.server.automation.upkeep import consume_events, has_events
-from dcp.server.catalog.labels import Change, add_tags
+from dcp.server.catalog.labelling.labels import Change, add_tags
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs
 from tests.support.kind_runs import KindRuns

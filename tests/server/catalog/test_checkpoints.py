@@ -16,11 +16,11 @@ from dcp.server.catalog.checkpoints import (
     upsert_checkpoint,
     upsert_checkpoints,
 )
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
 from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError, StateError
 from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.catalog.runs import get_run
-from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, structures
 

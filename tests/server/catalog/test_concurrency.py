@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import Connection, func, select
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoints
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
 from dcp.server.catalog.events import emit, events_after, last_event_id, move_on, position
-from dcp.server.catalog.labels import Change, add_tags
+from dcp.server.catalog.labelling.labels import Change, add_tags
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.catalog.runs import RunFilter, list_runs
-from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, structures, tags
 from tests.support.databases import MakeDatabase

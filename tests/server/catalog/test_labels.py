@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from dcp.server.catalog.aliases import delete_alias, get_alias, list_aliases, set_alias
 from dcp.server.catalog.audit import audit_page
 from dcp.server.catalog.checkpoints import CheckpointFacts, get_checkpoint, set_state, upsert_checkpoint
 from dcp.server.catalog.errors import (
@@ -20,7 +19,8 @@ from dcp.server.catalog.errors import (
     StateError,
 )
 from dcp.server.catalog.events import events_after
-from dcp.server.catalog.labels import Change, add_tags, remove_tags, set_metrics, set_pinned
+from dcp.server.catalog.labelling.aliases import delete_alias, get_alias, list_aliases, set_alias
+from dcp.server.catalog.labelling.labels import Change, add_tags, remove_tags, set_metrics, set_pinned
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 

@@ -7,13 +7,13 @@ import re
 import pytest
 from sqlalchemy import Connection, text
 
-from dcp.server.catalog import planning
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoints
-from dcp.server.catalog.conditions import conditions_of
-from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, Sort
-from dcp.server.catalog.queries import Search, list_checkpoints
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.queries import planning
+from dcp.server.catalog.queries.conditions import conditions_of
+from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
+from dcp.server.catalog.queries.listing import Search, list_checkpoints
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.server.database.engine import Database
 
 COMMON = StructureFacts.of([TensorFacts("w", "tensor", "bfloat16", (1,), 2)])

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, text, update
 
-from dcp.server.catalog import planning, queries
-from dcp.server.catalog.aliases import set_alias
 from dcp.server.catalog.checkpoints import CheckpointFacts, set_state, upsert_checkpoints
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
 from dcp.server.catalog.details import Checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.labels import Change
-from dcp.server.catalog.queries import CheckpointFilter, MetricCondition, Sort, list_checkpoints
+from dcp.server.catalog.labelling.aliases import set_alias
+from dcp.server.catalog.labelling.labels import Change
+from dcp.server.catalog.queries import listing, planning
+from dcp.server.catalog.queries.listing import CheckpointFilter, MetricCondition, Sort, list_checkpoints
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.catalog.structures import StructureFacts, TensorFacts
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints
 
@@ -87,7 +87,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """How few rows are few, and how many are looked at for a page: the same rows must come by either way."""
     monkeypatch.setattr(planning, "FEW", request.param)
     if request.param == 0:
-        monkeypatch.setattr(queries, "WINDOWS", (90, 120))
+        monkeypatch.setattr(listing, "WINDOWS", (90, 120))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def pages(
         cursor = page.next_cursor
         if cursor is None:
             return found
-        assert len(page.checkpoints) == limit or sum(queries.WINDOWS) < 300
+        assert len(page.checkpoints) == limit or sum(listing.WINDOWS) < 300
     raise AssertionError("the pages do not end")
 
 
@@ -262,7 +262,7 @@ def test_a_search_that_finds_next_to_nothing_goes_on_with_the_next_page(
 ) -> None:
     """Filters that each leave many and together nothing: empty pages after so many rows, until the end."""
     monkeypatch.setattr(planning, "FEW", 0)
-    monkeypatch.setattr(queries, "WINDOWS", (20, 50))
+    monkeypatch.setattr(listing, "WINDOWS", (20, 50))
     wanted = CheckpointFilter(dtype="bfloat16", tensor="head.weight", states=frozenset())
     with catalog.read() as connection:
         cursors = []

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, event, func, select
 
-from dcp.server.catalog import structures
 from dcp.server.catalog.checkpoints import CheckpointFacts, get_checkpoint, upsert_checkpoint
-from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.events import events_after
-from dcp.server.catalog.roots import sync_roots
-from dcp.server.catalog.structures import (
+from dcp.server.catalog.contents import structures
+from dcp.server.catalog.contents.structures import (
     StructureFacts,
     TensorFacts,
     ensure_structure,
@@ -22,13 +19,16 @@ from dcp.server.catalog.structures import (
     get_structure,
     prepare_structures,
 )
-from dcp.server.catalog.tensors import tensors_page
-from dcp.server.catalog.verifications import (
+from dcp.server.catalog.contents.tensors import tensors_page
+from dcp.server.catalog.contents.verifications import (
     add_verification,
     get_statistics,
     list_verifications,
     set_statistics,
 )
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.events import events_after
+from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import structure_tensors
 from dcp.server.database.tables import structures as structure_table

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts, ensure_structure
+from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.structures import StructureFacts, TensorFacts, ensure_structure
-from dcp.server.catalog.tensors import tensors_page, tree_level
 from dcp.server.database.engine import Database
 
 NAMES = [f"layers.{n}.{part}" for n in range(12) for part in ("w", "b")] + ["layers", "a.b", "a.b-x", "a.b.c"]

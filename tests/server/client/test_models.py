@@ -13,20 +13,8 @@ from pydantic import BaseModel
 from dcp.server.client import models, models_admin
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
-from dcp.server.schemas import (
-    checkpoints,
-    data,
-    findings,
-    jobs,
-    keys,
-    labels,
-    lineage,
-    retention,
-    roots,
-    rules,
-    runs,
-    webhooks,
-)
+from dcp.server.schemas import checkpoints, data, findings, jobs, labels, lineage, roots, runs
+from dcp.server.schemas.administration import keys, retention, rules, webhooks
 
 PAIRS = [
     (models.Root, roots.RootAnswer),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.catalog import planning, queries
+from dcp.server.catalog.queries import listing, planning
 from dcp.server.client import Client
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
@@ -25,7 +25,7 @@ def client(
 ) -> Iterator[Client]:
     """Of a service that tests two rows, then one, and then answers with what it has."""
     monkeypatch.setattr(planning, "FEW", 0)
-    monkeypatch.setattr(queries, "WINDOWS", (2, 1))
+    monkeypatch.setattr(listing, "WINDOWS", (2, 1))
     database = Database(f"sqlite:///{tmp_path / 'catalog.sqlite'}")
     upgrade(database)
     for step in range(1, COUNT + 1):

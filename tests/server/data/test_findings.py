@@ -10,7 +10,7 @@ import torch
 from sqlalchemy import select
 
 import dcp
-from dcp.server.catalog.verifications import add_verification, set_statistics
+from dcp.server.catalog.contents.verifications import add_verification, set_statistics
 from dcp.server.database.tables import statistics, statistics_parts
 from tests.support.app import App, running_app
 from tests.support.databases import MakeDatabase

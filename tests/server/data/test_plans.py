@@ -158,7 +158,7 @@ def test_a_place_comes_before_planning(app: App, monkeypatch: pytest.MonkeyPatch
         go_on.wait(30)
         return real(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("dcp.server.routes.downloads.plan_download", slow)
+    monkeypatch.setattr("dcp.server.routes.data.downloads.plan_download", slow)
     url = f"/api/v1/checkpoints/{known(app, 'run/many')}/download"
     headers = {"Authorization": f"Bearer {app.key('read')}"}
     answers: list[httpx.Response] = []
@@ -199,7 +199,7 @@ def test_a_client_that_leaves_ends_the_planning(app: App, monkeypatch: pytest.Mo
             raise
         raise AssertionError("nobody told it to stop")
 
-    monkeypatch.setattr("dcp.server.routes.downloads.plan_download", endless)
+    monkeypatch.setattr("dcp.server.routes.data.downloads.plan_download", endless)
     url = f"/api/v1/checkpoints/{known(app, 'run/many')}/download"
     headers = {"Authorization": f"Bearer {app.key('read')}"}
     with (

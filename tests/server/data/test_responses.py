@@ -21,7 +21,7 @@ from dcp.server.data.responses import (
     disposition,
     is_unchanged,
 )
-from dcp.server.handlers import install_handlers
+from dcp.server.http.handlers import install_handlers
 from dcp.server.problems import PreconditionFailedError, RangeError
 from dcp.storage.errors import CorruptCheckpointError
 from tests.support.asgi_server import served

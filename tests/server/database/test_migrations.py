@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from dcp.server.catalog.verifications import get_statistics, statistics_tensors
+from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
 from dcp.server.database import migrations
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata

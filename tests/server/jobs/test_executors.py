@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from dcp.server.jobs.executors import ProcessExecutor, open_executor
+from dcp.server.jobs.executors.executor import ProcessExecutor, open_executor
+from dcp.server.jobs.executors.subprocess_main import Setup, error_of
+from dcp.server.jobs.executors.subprocess_messages import Messages, Order, receive_message, send_message
+from dcp.server.jobs.executors.subprocesses import Nursery, Outcome
 from dcp.server.jobs.kind import PermanentJobError, TransientJobError, is_retryable
-from dcp.server.jobs.subprocess_main import Setup, error_of
-from dcp.server.jobs.subprocess_messages import Messages, Order, receive_message, send_message
-from dcp.server.jobs.subprocesses import Nursery, Outcome
 from dcp.server.problems import NotFoundError, UnavailableError
 from dcp.server.settings import Settings
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError

@@ -14,11 +14,11 @@ import distributed
 import pytest
 
 from dcp.server.database.engine import Database
-from dcp.server.jobs.executors import Running
-from dcp.server.jobs.executors_dask import DaskExecutor
-from dcp.server.jobs.subprocess_main import Setup
-from dcp.server.jobs.subprocess_messages import Order
-from dcp.server.jobs.subprocesses import Outcome
+from dcp.server.jobs.executors.dask import DaskExecutor
+from dcp.server.jobs.executors.executor import Running
+from dcp.server.jobs.executors.subprocess_main import Setup
+from dcp.server.jobs.executors.subprocess_messages import Order
+from dcp.server.jobs.executors.subprocesses import Outcome
 from dcp.server.settings import Settings
 from tests.support.job_kinds import TEST_KINDS, log_lines
 from tests.support.job_workers import (

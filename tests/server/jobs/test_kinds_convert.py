@@ -19,8 +19,8 @@ from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, events, jobs
-from dcp.server.jobs.kinds import renaming
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
+from dcp.server.jobs.kinds.shared import renaming
 from dcp.server.jobs.ledger import request_cancel
 from dcp.server.problems import ProblemError
 from dcp.storage.stores.opening import OpenWith

@@ -14,12 +14,12 @@ import dcp
 from dcp.conversion.run import convert
 from dcp.demo.s3_server import S3Server
 from dcp.manager.notes import update_notes
-from dcp.server.catalog.aliases import set_alias
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.labels import Change, set_pinned
+from dcp.server.catalog.labelling.aliases import set_alias
+from dcp.server.catalog.labelling.labels import Change, set_pinned
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, checkpoints, events, jobs
-from dcp.server.jobs.kinds.deletion import delete_softly, restore
+from dcp.server.jobs.kinds.shared.deletion import delete_softly, restore
 from dcp.server.problems import ForbiddenError
 from dcp.storage.stores.posix import PosixStore
 from tests.support.kind_runs import KindRuns

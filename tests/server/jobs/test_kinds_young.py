@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from sqlalchemy import select
 
 import dcp
+from dcp.server.catalog.contents.verifications import get_statistics, list_verifications
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.verifications import get_statistics, list_verifications
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import events
-from dcp.server.jobs.kinds.deletion import delete_softly
+from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.scanning.registering import Registration, register
 from dcp.server.scanning.scanner import Scanner
 from tests.support.catalog_roots import age

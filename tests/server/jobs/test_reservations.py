@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import dcp
 from dcp.server.database.engine import Database
 from dcp.server.jobs.ledger import fail, request_cancel
-from dcp.server.jobs.states import JobError
+from dcp.server.jobs.ledger.states import JobError
 from tests.support.halting_kinds import serve
 from tests.support.job_workers import HANG_SECONDS, until, wait_for_end
 from tests.support.kind_runs import KindRuns

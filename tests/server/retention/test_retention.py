@@ -10,14 +10,14 @@ import pytest
 from sqlalchemy import event, select, update
 
 from dcp.manager.retention import Retention
-from dcp.server.automation import upkeep
-from dcp.server.automation.upkeep import is_anything_due, submit_due
-from dcp.server.catalog.aliases import set_alias
+from dcp.server.automation import periodic
+from dcp.server.automation.periodic import is_anything_due, submit_due
 from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError, StateError
-from dcp.server.catalog.labels import Change, set_pinned
+from dcp.server.catalog.labelling.aliases import set_alias
+from dcp.server.catalog.labelling.labels import Change, set_pinned
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, jobs
-from dcp.server.jobs.kinds.deletion import delete_softly
+from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.retention.planning import RunPlan, plan_run, runs_of
 from dcp.server.retention.policies import (
     NewPolicy,
@@ -247,7 +247,7 @@ def test_roots_that_are_only_read_hold_up_no_others(
     runs: KindRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many purges wait there for ever, and policies: those of other roots are due as they were."""
-    monkeypatch.setattr(upkeep, "_MAX_PURGES", 2)
+    monkeypatch.setattr(periodic, "_MAX_PURGES", 2)
     waiting = [add_checkpoint(runs.database, f"run/step-{step}") for step in (1, 2, 3)]
     due = add_checkpoint(runs.database, "run/step-1", root="other")
     policy(runs)

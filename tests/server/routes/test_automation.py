@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dcp.server.catalog.roots import set_scanned
-from dcp.server.routes import retention
+from dcp.server.routes.administration import retention
 from tests.support.app import App, running_app
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.databases import MakeDatabase

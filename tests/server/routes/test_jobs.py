@@ -19,7 +19,7 @@ from dcp.server.catalog import audit
 from dcp.server.jobs import following, ledger
 from dcp.server.jobs.cleaning import forget_jobs
 from dcp.server.jobs.ledger import JobError, JobSpec, TaskSpec
-from dcp.server.routes import job_events
+from dcp.server.routes.jobs import job_events
 from dcp.server.security.keys import list_keys, revoke_key
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint

@@ -12,7 +12,7 @@ from sqlalchemy import event, func, select
 from sqlalchemy.exc import OperationalError
 
 from dcp.server.database import tables
-from dcp.server.security.idempotency import TAKEN_SECONDS
+from dcp.server.http.kept_answers import TAKEN_SECONDS
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import write_manifest
 from tests.support.catalog_rows import add_checkpoint

@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp.server.database.engine import Database
-from dcp.server.problems import ConflictError, UnprocessableError
-from dcp.server.security import idempotency
-from dcp.server.security.idempotency import (
+from dcp.server.http import kept_answers
+from dcp.server.http.kept_answers import (
     KeptAnswer,
     Reservation,
     begin,
@@ -19,6 +18,7 @@ from dcp.server.security.idempotency import (
     hash_of,
     keep,
 )
+from dcp.server.problems import ConflictError, UnprocessableError
 
 NOW = 1_700_000_000.0
 ONE = hash_of("POST", "/a", b"", b"{}")
@@ -49,7 +49,7 @@ def test_the_first_answer_is_given_again(database: Database) -> None:
     with pytest.raises(UnprocessableError):
         begin(database, "a", "key", TWO, NOW + 2)
     assert begin(database, "b", "key", TWO, NOW + 2) is None
-    assert begin(database, "a", "key", TWO, NOW + idempotency.KEPT_SECONDS + 1) is None
+    assert begin(database, "a", "key", TWO, NOW + kept_answers.KEPT_SECONDS + 1) is None
 
 
 def test_a_request_that_never_ended(database: Database) -> None:
@@ -101,7 +101,7 @@ def test_old_ones_are_forgotten(database: Database) -> None:
     finish(database, Reservation("a", "old", NOW), KeptAnswer(200, {}, b"x"))
     begin(database, "a", "new", ONE, NOW + 10)
     finish(database, Reservation("a", "new", NOW + 10), KeptAnswer(200, {}, b"x"))
-    forget_old(database, NOW + idempotency.KEPT_SECONDS + 5)
-    later = NOW + idempotency.KEPT_SECONDS + 6
+    forget_old(database, NOW + kept_answers.KEPT_SECONDS + 5)
+    later = NOW + kept_answers.KEPT_SECONDS + 6
     assert begin(database, "a", "new", ONE, later) is not None
     assert begin(database, "a", "old", TWO, later) is None

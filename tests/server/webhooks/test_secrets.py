@@ -15,8 +15,8 @@ from sqlalchemy import Table, select
 from dcp.server.database.tables import metadata, webhooks
 from dcp.server.jobs.schedules import ScheduleContext
 from dcp.server.jobs.schedules_built_in import built_in_schedules
-from dcp.server.logs import configure_logs
-from dcp.server.schemas.webhooks import SecretAnswer
+from dcp.server.process.logs import configure_logs
+from dcp.server.schemas.administration.webhooks import SecretAnswer
 from dcp.server.settings import Settings
 from dcp.server.webhooks import deliver_due
 from dcp.server.webhooks.hooks import get_hook

@@ -1,0 +1,245 @@
+"""Structures: names, shapes and dtypes, once for all checkpoints that share them.
+
+A large one is written before the transaction that refers to it, in short transactions under the name of a
+draft, so that nobody waits for hundreds of thousands of rows; it gets its digest with the last of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal
+
+import msgpack
+from sqlalchemy import Connection, Executable, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.values import clean_integer, clean_text, short_name
+from dcp.server.database.engine import Database
+from dcp.server.database.sql import dialect_insert, insert_missing
+from dcp.server.database.tables import structure_dtypes, structure_tensors, structures
+
+__all__ = [
+    "Structure",
+    "StructureFacts",
+    "TensorFacts",
+    "ensure_structure",
+    "ensure_structures",
+    "forget_drafts",
+    "get_structure",
+    "prepare_structures",
+]
+
+_DRAFT: Final = "draft-"
+"""How the digest of a structure begins that is being written; then the time, so that old ones are found."""
+
+_DRAFT_TENSORS: Final = 2_000
+_DRAFT_ROWS: Final = 2_000
+"""In one transaction: hundredths of a second."""
+
+_MOST_PAUSE_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor, or an object (then without dtype and shape)."""
+
+    fqn: str
+    kind: Literal["tensor", "object"]
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StructureFacts:
+    """The structure of a checkpoint; `of` makes one. ``tensors`` are in the order of their names."""
+
+    digest: str
+    tensors: tuple[TensorFacts, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorFacts]) -> StructureFacts:
+        """With the digest: SHA-256 over names, kinds, dtypes and shapes. Objects' sizes are no part of it."""
+        ordered = tuple(sorted(tensors, key=lambda tensor: tensor.fqn))
+        digest = hashlib.sha256(b"dcp structure 1\0")
+        for tensor in ordered:
+            name = tensor.fqn.encode(errors="surrogatepass")
+            shape = None if tensor.shape is None else [str(length) for length in tensor.shape]
+            digest.update(msgpack.packb([name, tensor.kind, tensor.dtype, shape]))
+        return cls(digest.hexdigest(), ordered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """A stored structure. ``dtypes``: bytes by dtype, of tensors."""
+
+    id: int
+    digest: str
+    tensor_count: int
+    object_count: int
+    element_count: int
+    bytes: int
+    dtypes: dict[str, int]
+
+
+def ensure_structure(connection: Connection, facts: StructureFacts) -> int:
+    """The id of the structure, which is written if nobody has."""
+    return ensure_structures(connection, [facts])[facts.digest]
+
+
+def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
+    """The ids of structures, by digest; those that nobody has written are written."""
+    wanted = {one.digest: one for one in facts}
+    known = _ids(connection, wanted)
+    for digest in sorted(wanted.keys() - known.keys()):
+        known[digest] = _write(connection, wanted[digest])
+    return known
+
+
+def prepare_structures(
+    database: Database, facts: Iterable[StructureFacts | None], *, clock: Callable[[], float] = time.time
+) -> None:
+    """Write those that are large and that nobody has written, so that `ensure_structures` finds them."""
+    large = {one.digest: one for one in facts if one is not None and len(one.tensors) > _DRAFT_TENSORS}
+    if not large:
+        return
+    with database.read() as connection:
+        known = _ids(connection, large)
+    for digest in sorted(large.keys() - known.keys()):
+        _prepare(database, large[digest], clock())
+
+
+def forget_drafts(database: Database, before: float) -> int:
+    """Remove drafts that were begun before that time, by writers that were killed; how many."""
+    with database.read() as connection:
+        query = select(structures.c.id, structures.c.digest).where(structures.c.digest.like(f"{_DRAFT}%"))
+        drafts = connection.execute(query).all()
+    old = [number for number, digest in drafts if float(digest.split("-")[1]) < before]
+    for number in old:
+        _forget_draft(database, number)
+    return len(old)
+
+
+def get_structure(connection: Connection, structure_id: int) -> Structure:
+    """The structure; `MissingError` if there is none."""
+    row = connection.execute(select(structures).where(structures.c.id == structure_id)).one_or_none()
+    if row is None:
+        raise MissingError("structure", structure_id)
+    return Structure(**row._mapping)
+
+
+def _ids(connection: Connection, digests: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    wanted = sorted(digests)
+    for start in range(0, len(wanted), 500):
+        query = select(structures.c.digest, structures.c.id).where(
+            structures.c.digest.in_(wanted[start : start + 500])
+        )
+        found |= {row.digest: row.id for row in connection.execute(query)}
+    return found
+
+
+def _write(connection: Connection, facts: StructureFacts) -> int:
+    columns = _columns(facts)
+    number = _insert(connection, columns)
+    if number is None:  # another process has written it since, and this waited for its end
+        return _ids(connection, [facts.digest])[facts.digest]
+    if facts.tensors:
+        connection.execute(insert(structure_tensors), _tensor_rows(number, facts.tensors))
+    _insert_dtypes(connection, number, columns["dtypes"])
+    return number
+
+
+def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
+    columns = _columns(facts)
+    draft = columns | {"digest": f"{_DRAFT}{now:.0f}-{secrets.token_hex(12)}"}
+    number = database.transact(partial(_insert, columns=draft))
+    if number is None:
+        raise AssertionError("two drafts of one random name")
+    for begin in range(0, len(facts.tensors), _DRAFT_ROWS):
+        rows = _tensor_rows(number, facts.tensors[begin : begin + _DRAFT_ROWS], begin)
+        begun = time.monotonic()
+        database.transact(partial(_execute, insert(structure_tensors), rows))
+        time.sleep(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))  # others write, too
+    publish = partial(_publish, number=number, digest=facts.digest, dtypes=columns["dtypes"])
+    if not database.transact(publish):
+        _forget_draft(database, number)
+
+
+def _execute(statement: Executable, rows: Sequence[Mapping[str, Any]] | None, connection: Connection) -> None:
+    connection.execute(statement, rows)
+
+
+def _publish(connection: Connection, number: int, digest: str, dtypes: Mapping[str, int]) -> bool:
+    """The draft is the structure now; False if another one was quicker."""
+    if _ids(connection, [digest]):
+        return False
+    try:
+        with connection.begin_nested():
+            connection.execute(update(structures).where(structures.c.id == number).values(digest=digest))
+    except IntegrityError:  # in this instant
+        return False
+    _insert_dtypes(connection, number, dtypes)
+    return True
+
+
+def _forget_draft(database: Database, number: int) -> None:
+    table = structure_tensors.c
+    with database.read() as connection:
+        last = select(table.position).where(table.structure_id == number).order_by(table.position.desc())
+        count = 1 + (connection.execute(last.limit(1)).scalar() or 0)
+    for begin in range(0, count, _DRAFT_ROWS):
+        some = (table.structure_id == number) & table.position.between(begin, begin + _DRAFT_ROWS - 1)
+        database.transact(partial(_execute, delete(structure_tensors).where(some), None))
+    database.transact(partial(_execute, delete(structures).where(structures.c.id == number), None))
+
+
+def _columns(facts: StructureFacts) -> dict[str, Any]:
+    tensors = [tensor for tensor in facts.tensors if tensor.kind == "tensor"]
+    dtypes: dict[str, int] = {}
+    for tensor in tensors:
+        dtype = clean_text(tensor.dtype or "unknown")[:32]
+        dtypes[dtype] = clean_integer(dtypes.get(dtype, 0) + tensor.bytes)
+    return {
+        "digest": facts.digest,
+        "tensor_count": len(tensors),
+        "object_count": len(facts.tensors) - len(tensors),
+        "element_count": clean_integer(sum(math.prod(tensor.shape or ()) for tensor in tensors)),
+        "bytes": clean_integer(sum(tensor.bytes for tensor in facts.tensors)),
+        "dtypes": dtypes,
+    }
+
+
+def _insert(connection: Connection, columns: Mapping[str, Any]) -> int | None:
+    statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
+    number = connection.execute(statement, columns).scalar()
+    return None if number is None else int(number)
+
+
+def _insert_dtypes(connection: Connection, number: int, dtypes: Mapping[str, int]) -> None:
+    rows = [{"structure_id": number, "dtype": dtype} for dtype in sorted(dtypes)]
+    insert_missing(connection, structure_dtypes, rows)
+
+
+def _tensor_rows(
+    structure_id: int, tensors: Sequence[TensorFacts], first: int = 0
+) -> list[dict[str, object]]:
+    return [
+        {
+            "structure_id": structure_id,
+            "position": position,
+            "fqn": short_name(tensor.fqn),
+            "kind": tensor.kind,
+            "dtype": None if tensor.dtype is None else clean_text(tensor.dtype)[:32],
+            "shape": None if tensor.shape is None else [clean_integer(length) for length in tensor.shape],
+            "bytes": clean_integer(tensor.bytes),
+        }
+        for position, tensor in enumerate(tensors, first)
+    ]

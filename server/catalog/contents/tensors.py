@@ -1,0 +1,153 @@
+"""What is in a structure: its tensors and values page by page, or as a tree by the dots in their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Connection, case, func, literal, select
+
+from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.queries.patterns import check_pattern, matches
+from dcp.server.database.tables import structure_tensors
+
+__all__ = ["Entry", "EntryPage", "TreeNode", "TreePage", "tensors_page", "tree_level"]
+
+EntryKind = Literal["tensor", "object"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, or a value (then without dtype and shape)."""
+
+    fqn: str
+    kind: EntryKind
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPage:
+    """Entries in the order of their names, and the cursor of those that follow."""
+
+    items: tuple[Entry, ...]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """What is called ``name`` below a prefix, with all that is below it; ``entry`` if it is one itself."""
+
+    name: str
+    tensors: int
+    objects: int
+    bytes: int
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class TreePage:
+    """Nodes in the order of their names, and the cursor of those that follow."""
+
+    items: tuple[TreeNode, ...]
+    next_cursor: str | None
+
+
+def tensors_page(
+    connection: Connection,
+    structure_id: int,
+    *,
+    limit: int,
+    cursor: str | None = None,
+    glob: str | None = None,
+    kind: EntryKind | None = None,
+    dtype: str | None = None,
+) -> EntryPage:
+    """Entries whose names match ``glob``, of one kind and dtype if these are given.
+
+    Raises `InvalidQueryError` for a glob or cursor that cannot be meant.
+    """
+    table = structure_tensors.c
+    mark = query_mark("tensors", structure_id, glob, kind, dtype)
+    query = select(table.position, table.fqn, table.kind, table.dtype, table.shape, table.bytes).where(
+        table.structure_id == structure_id
+    )
+    if glob is not None:
+        query = query.where(matches(connection, table.fqn, check_pattern("glob", glob)))
+    if kind is not None:
+        query = query.where(table.kind == kind)
+    if dtype is not None:
+        query = query.where(table.dtype == dtype)
+    if cursor is not None:
+        query = query.where(table.position > decode_cursor(cursor, mark, int)[0])
+    rows = connection.execute(query.order_by(table.position).limit(limit + 1)).all()
+    last = rows[limit - 1].position if len(rows) > limit else None
+    return EntryPage(
+        tuple(_entry(row) for row in rows[:limit]), None if last is None else encode_cursor(mark, last)
+    )
+
+
+def tree_level(
+    connection: Connection, structure_id: int, prefix: str, *, limit: int, cursor: str | None = None
+) -> TreePage:
+    """What is directly below ``prefix``, a name without its last dot; "" is the top.
+
+    Raises `InvalidQueryError` for a cursor that cannot be meant.
+    """
+    table = structure_tensors.c
+    start = f"{prefix}." if prefix else ""
+    mark = query_mark("tree", structure_id, prefix)
+    rest = func.substr(table.fqn, len(start) + 1)
+    dot = _place_of_dot(connection, rest)
+    name = _by_character(connection, case((dot > 0, func.substr(rest, 1, dot - 1)), else_=rest))
+    is_tensor = case((table.kind == "tensor", 1), else_=0)
+    query = select(
+        name.label("name"),
+        func.sum(is_tensor).label("tensors"),
+        func.count().label("entries"),
+        func.sum(table.bytes).label("bytes"),
+    ).where(table.structure_id == structure_id)
+    if start:
+        query = query.where(func.substr(table.fqn, 1, len(start)) == start)
+    if cursor is not None:
+        query = query.where(name > literal(decode_cursor(cursor, mark, str)[0]))
+    rows = connection.execute(query.group_by(name).order_by(name).limit(limit + 1)).all()
+    shown = rows[:limit]
+    own = _entries(connection, structure_id, [f"{start}{row.name}" for row in shown])
+    nodes = tuple(
+        TreeNode(
+            row.name,
+            int(row.tensors),
+            int(row.entries) - int(row.tensors),
+            int(row.bytes),
+            own.get(f"{start}{row.name}"),
+        )
+        for row in shown
+    )
+    return TreePage(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
+
+
+def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, Entry]:
+    table = structure_tensors.c
+    if not names:
+        return {}
+    query = select(table.fqn, table.kind, table.dtype, table.shape, table.bytes).where(
+        table.fqn.in_(names), table.structure_id == structure_id
+    )
+    return {row.fqn: _entry(row) for row in connection.execute(query)}
+
+
+def _entry(row: Any) -> Entry:
+    return Entry(row.fqn, row.kind, row.dtype, None if row.shape is None else tuple(row.shape), row.bytes)
+
+
+def _place_of_dot(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:
+    found = func.strpos if connection.dialect.name == "postgresql" else func.instr
+    return found(text, ".")
+
+
+def _by_character(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Compared by code points on both: PostgreSQL goes by the language of the server otherwise."""
+    return text.collate("C") if connection.dialect.name == "postgresql" else text

@@ -1,0 +1,218 @@
+"""What was found out about the bytes of checkpoints: verifications, and statistics of their values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.events import emit
+from dcp.server.catalog.values import clean_json, clean_text
+from dcp.server.database.sql import insert_or_update
+from dcp.server.database.tables import checkpoints, statistics, statistics_parts, verifications
+
+__all__ = [
+    "Statistics",
+    "Verified",
+    "add_verification",
+    "get_statistics",
+    "list_verifications",
+    "set_statistics",
+    "statistics_tensors",
+]
+
+_PART: Final = 100
+"""Tensors in a row of their statistics."""
+
+Outcome = Literal["good", "damaged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """One verification. ``fingerprint`` is of what was verified; another one now means other content."""
+
+    id: int
+    checkpoint_id: int
+    fingerprint: str | None
+    mode: str
+    outcome: str
+    findings: Any
+    checked_bytes: int
+    seconds: float
+    created_seconds: float
+    job_id: int | None
+
+    def is_of(self, checkpoint: CheckpointDetail) -> bool:
+        """Whether the checkpoint is still what was verified.
+
+        The verdict that it has stands for its content; by fingerprints alone, one that was not known yet, or
+        that changed without the content, would speak against the verdict beside it.
+        """
+        is_verdict = checkpoint.verification != "unverified"
+        if is_verdict and checkpoint.verified_seconds == self.created_seconds:
+            return True
+        return self.fingerprint is not None and self.fingerprint == checkpoint.fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Statistics of a checkpoint's values; of content that has been replaced since if ``is_stale``.
+
+    ``result`` is what is of all of its ``tensor_count`` tensors together.
+    """
+
+    checkpoint_id: int
+    fingerprint: str
+    result: Any
+    tensor_count: int
+    created_seconds: float
+    job_id: int | None
+    is_stale: bool
+
+
+def add_verification(
+    connection: Connection,
+    checkpoint_id: int,
+    *,
+    fingerprint: str | None,
+    mode: str,
+    outcome: Outcome,
+    findings: Any,
+    checked_bytes: int,
+    seconds: float,
+    is_same: bool = True,
+    job_id: int | None = None,
+    now: float | None = None,
+) -> bool:
+    """Write what a verification found; whether it is of what is there now.
+
+    Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
+    nothing else tells that it has been replaced. The fingerprint does not tell where the catalog has none
+    yet, as of a checkpoint that its trainer has registered just now.
+    """
+    now = time.time() if now is None else now
+    row = lock_checkpoint(connection, checkpoint_id)
+    connection.execute(
+        insert(verifications).values(
+            checkpoint_id=checkpoint_id,
+            fingerprint=fingerprint,
+            mode=mode,
+            outcome=outcome,
+            findings=clean_json(findings),
+            checked_bytes=checked_bytes,
+            seconds=seconds,
+            created_seconds=now,
+            job_id=job_id,
+        )
+    )
+    if not is_same or row["fingerprint"] not in (None, fingerprint):
+        return False
+    problem = None if outcome == "good" else _first(findings)
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.id == checkpoint_id)
+        .values(
+            verification=outcome,
+            verified_seconds=now,
+            problem=problem,
+            version=checkpoints.c.version + 1,
+            updated_seconds=now,
+        )
+    )
+    data = {
+        "root": row["root"],
+        "run": row["run"],
+        "key": row["key"],
+        "step": row["step"],
+        "format": row["format"],
+        "mode": mode,
+        "problem": problem,
+    }
+    kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
+    emit(connection, kind, root_id=row["root_id"], checkpoint_id=checkpoint_id, data=data, now=now)
+    return True
+
+
+def list_verifications(
+    connection: Connection,
+    checkpoint_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    limit: int = 20,
+) -> list[Verified]:
+    """The last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
+    get_checkpoint(connection, checkpoint_id, visible)
+    query = (
+        select(verifications)
+        .where(verifications.c.checkpoint_id == checkpoint_id)
+        .order_by(verifications.c.id.desc())
+        .limit(limit)
+    )
+    return [Verified(**row._mapping) for row in connection.execute(query)]
+
+
+def set_statistics(
+    connection: Connection,
+    checkpoint_id: int,
+    *,
+    fingerprint: str,
+    result: Any,
+    job_id: int | None = None,
+    now: float | None = None,
+) -> None:
+    """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``."""
+    tensors = result.get("tensors", [])
+    kept = {name: value for name, value in result.items() if name != "tensors"}
+    row = {
+        "checkpoint_id": checkpoint_id,
+        "fingerprint": fingerprint,
+        "result": kept | {"tensor_count": len(tensors)},
+        "created_seconds": time.time() if now is None else now,
+        "job_id": job_id,
+    }
+    insert_or_update(connection, statistics, [row])
+    connection.execute(delete(statistics_parts).where(statistics_parts.c.checkpoint_id == checkpoint_id))
+    parts = [
+        {"checkpoint_id": checkpoint_id, "position": begin, "tensors": tensors[begin : begin + _PART]}
+        for begin in range(0, len(tensors), _PART)
+    ]
+    if parts:
+        connection.execute(insert(statistics_parts), parts)
+
+
+def get_statistics(
+    connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
+) -> Statistics | None:
+    """What is kept, None if nothing; `MissingError` for a checkpoint that may not be seen."""
+    detail = get_checkpoint(connection, checkpoint_id, visible)
+    row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
+    if row is None:
+        return None
+    is_stale = row.fingerprint != detail.fingerprint
+    if detail.fingerprint is None:  # not known yet
+        is_stale = row.created_seconds < detail.committed_seconds
+    kept = {name: value for name, value in row.result.items() if name != "tensor_count"}
+    columns = {**row._mapping, "result": kept, "tensor_count": row.result["tensor_count"]}
+    return Statistics(**columns, is_stale=is_stale)
+
+
+def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, end: int) -> list[Any]:
+    """Those of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
+    table = statistics_parts.c
+    query = select(table.position, table.tensors).where(
+        table.checkpoint_id == checkpoint_id, table.position > begin - _PART, table.position < end
+    )
+    parts = connection.execute(query.order_by(table.position)).all()
+    first = parts[0].position if parts else 0
+    return [tensor for part in parts for tensor in part.tensors][begin - first : end - first]
+
+
+def _first(findings: Any) -> str:
+    first = findings[0] if isinstance(findings, list) and findings else findings
+    if isinstance(first, Mapping) and "message" in first:
+        first = first["message"]
+    return clean_text(str(first))[:4000]

@@ -1,0 +1,193 @@
+"""Labels that people and programs give: tags, aliases, pins, metrics.
+
+Each change bumps the version of the checkpoint, is told in the audit log, and can be made to depend on the
+version that was seen. Nothing is written where nothing changes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.errors import InvalidQueryError, StateError
+from dcp.server.catalog.events import emit
+from dcp.server.catalog.values import check_label
+from dcp.server.database.sql import insert_or_update
+from dcp.server.database.tables import checkpoints, metrics, tags
+
+__all__ = ["Change", "add_tags", "remove_tags", "set_metrics", "set_pinned"]
+
+MAX_LABELS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Who changes something, when, and on which conditions.
+
+    ``expected_version`` None is any; ``visible`` None is all roots. ``detail`` joins the audit entry.
+    """
+
+    actor: str
+    now: float | None = None
+    expected_version: int | None = None
+    visible: frozenset[str] | None = None
+    request_id: str | None = None
+    address: str | None = None
+
+    @property
+    def at_seconds(self) -> float:
+        """``now``, or the time it is."""
+        return time.time() if self.now is None else self.now
+
+    def record(self, connection: Connection, action: str, target: str, detail: Mapping[str, Any]) -> None:
+        """Write the audit entry."""
+        audit.record(
+            connection,
+            self.actor,
+            action,
+            target,
+            detail,
+            now=self.at_seconds,
+            request_id=self.request_id,
+            address=self.address,
+        )
+
+
+def add_tags(
+    connection: Connection, checkpoint_id: int, names: Iterable[str], change: Change
+) -> CheckpointDetail:
+    """Give tags; emits "checkpoint.tagged" with those that are new. See `set_pinned` for what is raised."""
+    wanted = sorted({check_label("tag", name) for name in names})
+
+    def act(row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+        has = _tags(connection, checkpoint_id)
+        new = [name for name in wanted if name not in has]
+        if not new:
+            return None
+        if len(has) + len(new) > MAX_LABELS:
+            raise InvalidQueryError("tag", f"{MAX_LABELS} tags at most")
+        connection.execute(
+            insert(tags),
+            [
+                {"checkpoint_id": checkpoint_id, "tag": name, "created_seconds": change.at_seconds}
+                for name in new
+            ],
+        )
+        data = {
+            "root": row["root"],
+            "run": row["run"],
+            "key": row["key"],
+            "step": row["step"],
+            "format": row["format"],
+            "tags": new,
+        }
+        emit(
+            connection,
+            "checkpoint.tagged",
+            root_id=row["root_id"],
+            checkpoint_id=checkpoint_id,
+            data=data,
+            now=change.at_seconds,
+        )
+        return {"tags": new}
+
+    return _changed(connection, checkpoint_id, "checkpoint.tag", change, act)
+
+
+def remove_tags(
+    connection: Connection, checkpoint_id: int, names: Iterable[str], change: Change
+) -> CheckpointDetail:
+    """Take tags away; those that it has not are fine. See `set_pinned` for what is raised."""
+    wanted = {check_label("tag", name) for name in names}
+
+    def act(_row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+        gone = sorted(wanted & _tags(connection, checkpoint_id))
+        if not gone:
+            return None
+        connection.execute(delete(tags).where(tags.c.checkpoint_id == checkpoint_id, tags.c.tag.in_(gone)))
+        return {"tags": gone}
+
+    return _changed(connection, checkpoint_id, "checkpoint.untag", change, act)
+
+
+def set_pinned(
+    connection: Connection, checkpoint_id: int, is_pinned: bool, change: Change
+) -> CheckpointDetail:
+    """Pin it, so that it is not deleted, or unpin it.
+
+    Raises `MissingError`, `ChangedError` (another version), `StateError` (it is deleted or purged).
+    """
+
+    def act(row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+        if row["is_pinned"] == is_pinned:
+            return None
+        connection.execute(
+            update(checkpoints).where(checkpoints.c.id == checkpoint_id).values(is_pinned=is_pinned)
+        )
+        return {}
+
+    return _changed(
+        connection, checkpoint_id, "checkpoint.pin" if is_pinned else "checkpoint.unpin", change, act
+    )
+
+
+def set_metrics(
+    connection: Connection, checkpoint_id: int, values: Mapping[str, float | None], change: Change
+) -> CheckpointDetail:
+    """Set metrics, finite numbers; None takes one away. Those that are not named stay. See `set_pinned`."""
+    for name, value in values.items():
+        check_label("metric", name)
+        if value is not None and not math.isfinite(value):
+            raise InvalidQueryError("metric", f"{name} is not a finite number")
+
+    def act(_row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+        query = select(metrics.c.name, metrics.c.value).where(metrics.c.checkpoint_id == checkpoint_id)
+        has = {row.name: row.value for row in connection.execute(query)}
+        new = {name: value for name, value in sorted(values.items()) if has.get(name) != value}
+        if not new:
+            return None
+        if len(has | new) > MAX_LABELS:
+            raise InvalidQueryError("metric", f"{MAX_LABELS} metrics at most")
+        rows = [
+            {"checkpoint_id": checkpoint_id, "name": name, "value": float(value)}
+            for name, value in new.items()
+            if value is not None
+        ]
+        insert_or_update(connection, metrics, rows)
+        gone = [name for name, value in new.items() if value is None]
+        connection.execute(
+            delete(metrics).where(metrics.c.checkpoint_id == checkpoint_id, metrics.c.name.in_(gone))
+        )
+        return {"metrics": new}
+
+    return _changed(connection, checkpoint_id, "checkpoint.metrics", change, act)
+
+
+def _changed(
+    connection: Connection,
+    checkpoint_id: int,
+    action: str,
+    change: Change,
+    act: Callable[[Mapping[Any, Any]], Mapping[str, Any] | None],
+) -> CheckpointDetail:
+    row = lock_checkpoint(connection, checkpoint_id, change.visible, change.expected_version)
+    if row["state"] in ("deleted", "purged"):
+        raise StateError(f"checkpoint {checkpoint_id} is {row['state']}", state=row["state"])
+    detail = act(row)
+    if detail is not None:
+        bump(connection, checkpoint_id, change.at_seconds)
+        about = {"root": row["root"], "key": row["key"], **detail}
+        change.record(connection, action, f"checkpoint:{checkpoint_id}", about)
+    return get_checkpoint(connection, checkpoint_id)
+
+
+def _tags(connection: Connection, checkpoint_id: int) -> set[str]:
+    query = select(tags.c.tag).where(tags.c.checkpoint_id == checkpoint_id)
+    return set(connection.execute(query).scalars())

@@ -1,0 +1,4 @@
+"""Lists of checkpoints: filters and orders as values, as SQL, and as pages.
+
+What one checkpoint is answered with is `dcp.server.catalog.details`.
+"""

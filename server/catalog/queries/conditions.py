@@ -1,0 +1,209 @@
+"""Each filter as SQL, twice: as a test of a row that is at hand, and as a way to find the rows it leaves.
+
+A way to find rows (`Condition.candidates`) is there where an index leads to few: `planning` asks how few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, exists, false, select
+
+from dcp.server.catalog.queries.filters import CheckpointFilter, Comparison, MetricCondition
+from dcp.server.catalog.queries.patterns import contains, is_glob, matches
+from dcp.server.catalog.runs import RunFilter
+from dcp.server.database.tables import (
+    aliases,
+    checkpoint_names,
+    checkpoints,
+    metrics,
+    roots,
+    runs,
+    structure_dtypes,
+    structure_tensors,
+    structures,
+    tags,
+)
+
+__all__ = ["Condition", "conditions_of"]
+
+_COMPARED: Final[dict[Comparison, str]] = {
+    "<": "__lt__",
+    "<=": "__le__",
+    "=": "__eq__",
+    "!=": "__ne__",
+    ">=": "__ge__",
+    ">": "__gt__",
+}
+_c: Final = checkpoints.c
+
+
+def _where(test: ColumnElement[bool]) -> Select[Any]:
+    # A query of its own, also where it is within one on the same table.
+    return select(_c.id).where(test).correlate(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """``test`` holds for a row; ``candidates`` selects the ids of all rows for which it does.
+
+    ``column``: the test is that this column has a certain value, or (``is_range``) that it is in a range, and
+    nothing else.
+    """
+
+    test: ColumnElement[bool]
+    candidates: Select[Any] | None = None
+    column: str | None = None
+    is_range: bool = False
+
+
+def conditions_of(
+    connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
+) -> list[Condition]:
+    """The conditions of a filter, for those who may see these roots."""
+    return [
+        *_of_places(connection, wanted, visible),
+        *_of_columns(wanted),
+        *_of_ranges(wanted),
+        *_of_labels(wanted),
+        *_of_structures(connection, wanted),
+        *_of_names(connection, wanted),
+    ]
+
+
+def _of_places(
+    connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
+) -> list[Condition]:
+    found = []
+    names = visible
+    if wanted.root is not None:
+        names = frozenset({wanted.root}) if visible is None else visible & {wanted.root}
+    if names is not None:
+        query = select(roots.c.id).where(roots.c.name.in_(sorted(names)))
+        numbers = list(connection.execute(query).scalars())
+        found.append(_among("root_id", numbers))
+    run_ids = _run_ids(connection, wanted)
+    if run_ids is not None:
+        found.append(run_ids)
+    return found
+
+
+def _run_ids(connection: Connection, wanted: CheckpointFilter) -> Condition | None:
+    if wanted.run_id is not None and wanted.run is None:
+        if wanted.run_contains is None and wanted.run_glob is None:
+            return _among("run_id", [wanted.run_id])
+    elif wanted.run is None and wanted.run_contains is None and wanted.run_glob is None:
+        return None
+    query = select(runs.c.id).join_from(runs, roots, roots.c.id == runs.c.root_id)
+    if wanted.run_id is not None:
+        query = query.where(runs.c.id == wanted.run_id)
+    if wanted.run is not None:
+        query = query.where(runs.c.key == wanted.run)
+    also = RunFilter(root=wanted.root, contains=wanted.run_contains, glob=wanted.run_glob)
+    query = also.apply(connection, query)
+    if wanted.run is not None:
+        return _among("run_id", list(connection.execute(query).scalars()))
+    test = _c.run_id.in_(query)
+    return Condition(test, _where(test))
+
+
+def _of_columns(wanted: CheckpointFilter) -> list[Condition]:
+    found = [
+        _among(column, sorted(values))
+        for column, values in (
+            ("state", wanted.states),
+            ("format", wanted.formats),
+            ("verification", wanted.verifications),
+        )
+        if values
+    ]
+    if wanted.is_pinned is not None:
+        found.append(_among("is_pinned", [wanted.is_pinned]))
+    return found
+
+
+def _among(column: str, values: list[Any]) -> Condition:
+    if not values:
+        return Condition(false(), _where(false()))
+    if len(values) == 1:
+        test = _c[column] == values[0]
+        return Condition(test, _where(test), column)
+    test = _c[column].in_(values)
+    return Condition(test, _where(test))
+
+
+def _of_ranges(wanted: CheckpointFilter) -> list[Condition]:
+    found = []
+    steps = [
+        *([_c.step_order >= wanted.min_step] if wanted.min_step is not None else []),
+        # without a lower bound too: what has no step is in no range
+        *([_c.step_order >= 0] if wanted.max_step is not None and wanted.min_step is None else []),
+        *([_c.step_order <= wanted.max_step] if wanted.max_step is not None else []),
+    ]
+    times = [
+        *([_c.committed_seconds >= wanted.since_seconds] if wanted.since_seconds is not None else []),
+        *([_c.committed_seconds < wanted.until_seconds] if wanted.until_seconds is not None else []),
+    ]
+    for column, tests in (("step_order", steps), ("committed_seconds", times)):
+        if tests:
+            test = and_(*tests)
+            found.append(Condition(test, _where(test), column, is_range=True))
+    return found
+
+
+def _of_labels(wanted: CheckpointFilter) -> list[Condition]:
+    found = []
+    for tag in sorted(wanted.tags):
+        has = exists().where(tags.c.checkpoint_id == _c.id, tags.c.tag == tag).correlate(checkpoints)
+        found.append(Condition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
+    if wanted.alias is not None:
+        named = (
+            exists()
+            .where(aliases.c.checkpoint_id == _c.id, aliases.c.name == wanted.alias)
+            .correlate(checkpoints)
+        )
+        found.append(Condition(named, select(aliases.c.checkpoint_id).where(aliases.c.name == wanted.alias)))
+    return found + [_of_metric(condition) for condition in wanted.metrics]
+
+
+def _of_metric(condition: MetricCondition) -> Condition:
+    value: ColumnElement[bool] = getattr(metrics.c.value, _COMPARED[condition.comparison])(condition.value)
+    is_it = and_(metrics.c.name == condition.name, value)
+    test = exists().where(metrics.c.checkpoint_id == _c.id, is_it).correlate(checkpoints)
+    return Condition(test, select(metrics.c.checkpoint_id).where(is_it))
+
+
+def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[Condition]:
+    queries: list[Select[Any]] = []
+    if wanted.dtype is not None:
+        queries.append(
+            select(structure_dtypes.c.structure_id).where(structure_dtypes.c.dtype == wanted.dtype)
+        )
+    if wanted.tensor is not None:
+        names = structure_tensors.c.fqn
+        if is_glob(wanted.tensor):
+            # Structures are few, and one that has such a tensor is left at the first of them.
+            own = (
+                exists()
+                .where(
+                    structure_tensors.c.structure_id == structures.c.id,
+                    matches(connection, names, wanted.tensor),
+                )
+                .correlate(structures)
+            )
+            queries.append(select(structures.c.id).where(own))
+        else:
+            queries.append(select(structure_tensors.c.structure_id).where(names == wanted.tensor))
+    tests = [_c.structure_id.in_(query) for query in queries]
+    return [Condition(test, _where(test)) for test in tests]
+
+
+def _of_names(connection: Connection, wanted: CheckpointFilter) -> list[Condition]:
+    found = []
+    for make, pattern in ((contains, wanted.name_contains), (matches, wanted.name_glob)):
+        if pattern is not None:
+            known = select(checkpoint_names.c.name).where(make(connection, checkpoint_names.c.name, pattern))
+            candidates = _where(_c.name.in_(known))
+            found.append(Condition(make(connection, _c.name, pattern), candidates))
+    return found

@@ -1,0 +1,250 @@
+"""As `dcp.server.client.synchronous.connection`, awaited; for `AsyncClient`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Generic, Self, TypeVar
+
+import anyio
+import httpx
+
+from dcp.server.client import calls
+from dcp.server.client.calls import Call, PagedCall
+from dcp.server.client.downloads import Download, OnBytes
+from dcp.server.client.errors import AnswerError, ProblemError, TransportError
+from dcp.server.client.events import EventStream
+from dcp.server.client.models import JobEvent
+from dcp.server.client.transport import (
+    Policy,
+    base_url_of,
+    error_of,
+    headers_of,
+    httpx_request,
+    parsed,
+    transport_error,
+)
+
+__all__ = ["AsyncConnection", "AsyncPages"]
+
+T = TypeVar("T")
+
+_STREAM_SILENCE_SECONDS: Final = 60.0
+"""The service sends something each quarter of a minute."""
+_STREAM_FAILURES: Final = 10
+
+
+class AsyncPages(Generic[T]):
+    """A list of the service, fetched page by page while it is iterated over; each iteration begins anew."""
+
+    def __init__(
+        self, fetch: Callable[[Call[Any]], Awaitable[Any]], call: PagedCall[T], page_size: int
+    ) -> None:
+        self._fetch = fetch
+        self._call = call
+        self._page_size = page_size
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        async for page in self.pages():
+            for item in page:
+                yield item
+
+    async def pages(self) -> AsyncIterator[list[T]]:
+        """Page after page; where the service searches for long, some are short or empty."""
+        cursor: str | None = None
+        while True:
+            page = await self._fetch(calls.calls_of_page(self._call, self._page_size, cursor))
+            yield page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def first(self) -> T | None:
+        """The first item, by requests for no more than that."""
+        async for item in AsyncPages(self._fetch, self._call, 1):
+            return item
+        return None
+
+    async def all(self) -> list[T]:
+        """All of them."""
+        return [item async for item in self]
+
+
+class AsyncConnection:
+    """What a client is made of; see `AsyncClient`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        timeout_seconds: float = 30.0,
+        retries: int = 3,
+        verify: Any = True,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = base_url_of(url)
+        self._policy = Policy(retries)
+        headers = headers_of(key or os.environ.get("DCP_CATALOG_KEY"))
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=headers, timeout=timeout_seconds, verify=verify, transport=transport
+        )
+        self._timeout_seconds = timeout_seconds
+        self._verify = verify
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # -- answers ---------------------------------------------------------------------------------------------
+
+    async def _send(self, call: Call[T]) -> T:
+        return parsed(call, await self._response(call))
+
+    async def _bytes(self, call: Call[Any]) -> bytes:
+        response = await self._response(call)
+        if not response.is_success:
+            raise error_of(response)
+        return response.content
+
+    async def _response(self, call: Call[Any]) -> httpx.Response:
+        """The answer, read; one that tells of a passing failure only if it is the last."""
+        request = httpx_request(self._http, call)
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                response = await self._http.send(request)
+            except httpx.HTTPError as error:
+                pause = self._policy.pause_seconds(call, attempt, error)
+                if pause is None:
+                    raise transport_error(error, self.url) from error
+            else:
+                if not response.is_error:
+                    return response
+                pause = self._policy.pause_seconds(call, attempt, error_of(response))
+                if pause is None:
+                    return response
+            await anyio.sleep(pause)
+
+    async def _joined(self, page: Callable[[str | None], Call[tuple[T, str | None]]]) -> list[T]:
+        found, cursor = await self._send(page(None))
+        parts = [found]
+        while cursor is not None:
+            found, cursor = await self._send(page(cursor))
+            parts.append(found)
+        return parts
+
+    # -- streams ---------------------------------------------------------------------------------------------
+
+    async def _download(
+        self,
+        call: Call[Any],
+        target: str | os.PathLike[str],
+        *,
+        resume: bool,
+        overwrite: bool,
+        on_bytes: OnBytes | None,
+    ) -> Path:
+        what = f"{self.url}{call.path}?{httpx.QueryParams(list(call.params))}"
+        with Download(target, what, resume=resume, overwrite=overwrite, on_bytes=on_bytes) as download:
+            attempt = 0
+            while True:
+                attempt += 1
+                failure = await self._fetch_part(call, download)
+                if failure is None:
+                    return download.finish()
+                attempt = 1 if download.broke_off() else attempt
+                pause = self._policy.pause_seconds(call, attempt, failure)
+                if pause is None:
+                    if isinstance(failure, ProblemError):
+                        raise failure
+                    raise download.incomplete(str(failure)) from failure
+                await anyio.sleep(pause)
+
+    async def _fetch_part(self, call: Call[Any], download: Download) -> Exception | None:
+        """What comes by one request; the failure that ended it."""
+        request = httpx_request(self._http, call)
+        request.headers.update(download.headers())
+        try:
+            async with self._stream(request) as response:
+                if response.is_error and response.status_code != 416:
+                    await response.aread()
+                    return error_of(response)
+                if download.begin(response.status_code, response.headers):
+                    async for chunk in response.aiter_raw():
+                        download.write(chunk)
+                if not download.is_whole:
+                    return TransportError("the service ended its answer")
+        except httpx.HTTPError as error:
+            return transport_error(error, self.url)
+        return None
+
+    @asynccontextmanager
+    async def _stream(self, request: httpx.Request) -> AsyncGenerator[httpx.Response]:
+        """An answer as it comes; where it is to be had elsewhere, from there, which learns no key."""
+        response = await self._http.send(request, stream=True)
+        try:
+            if not response.is_redirect:
+                yield response
+                return
+            place = response.next_request
+            if place is None or place.url.scheme not in ("http", "https"):
+                raise AnswerError("the service redirects to nowhere")
+            wanted = {
+                name: request.headers[name] for name in ("Range", "If-Range") if name in request.headers
+            }
+            async with (
+                httpx.AsyncClient(timeout=self._timeout_seconds, verify=self._verify) as elsewhere,
+                elsewhere.stream(
+                    "GET", place.url, headers={**wanted, "Accept-Encoding": "identity"}
+                ) as found,
+            ):
+                yield found
+        finally:
+            await response.aclose()
+
+    async def _watch(self, job_id: int, stream: EventStream) -> AsyncIterator[JobEvent]:
+        while not stream.ended:
+            try:
+                request = self._http.build_request(
+                    "GET", f"{calls.API}/jobs/{job_id}/events", headers=stream.headers()
+                )
+                request.extensions["timeout"]["read"] = _STREAM_SILENCE_SECONDS
+                async with self._stream(request) as response:
+                    if response.status_code == 204:
+                        return
+                    if response.is_error:
+                        await response.aread()
+                        raise error_of(response)
+                    async for data in response.aiter_bytes():
+                        for event in stream.feed(data):
+                            yield event
+                        if stream.ended:
+                            return
+                pause = stream.failed()
+            except httpx.HTTPError as error:
+                pause = stream.failed()
+                if stream.failures > _STREAM_FAILURES:
+                    raise transport_error(error, self.url) from error
+            except ProblemError as error:
+                pause = stream.failed()
+                wanted = self._policy.pause_seconds(calls.job(job_id), stream.failures, error)
+                if wanted is None:
+                    raise
+                pause = max(pause, wanted)
+            await anyio.sleep(pause)

@@ -1,0 +1,163 @@
+"""Every error as a problem document: ours, the framework's, the database's, and what nobody expected."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
+
+from dcp.server.catalog.errors import (
+    CatalogError,
+    ChangedError,
+    InvalidQueryError,
+    MissingError,
+    ProtectedError,
+    StateError,
+)
+from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.http.access import walk_routes
+from dcp.server.problems import (
+    BadRequestError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    PreconditionFailedError,
+    ProblemError,
+    UnavailableError,
+    UnprocessableError,
+)
+from dcp.server.roots import storage_problem
+from dcp.server.schemas.common import PROBLEM_MEDIA_TYPE, is_clean
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["install_handlers", "problem_of", "problem_response"]
+
+_MAX_ERRORS: Final = 20
+_log = structlog.get_logger(__name__)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Let ``app`` answer errors of routes so. What escapes them is for the outermost middleware."""
+    app.add_exception_handler(ProblemError, _answer)
+    app.add_exception_handler(RequestValidationError, _answer)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(CatalogError, _answer)
+    app.add_exception_handler(DatabaseUnavailableError, _answer)
+    app.add_exception_handler(CheckpointError, _answer)
+    app.add_exception_handler(OSError, _answer)
+
+
+async def _answer(request: Request, error: Exception) -> JSONResponse:
+    problem = problem_of(error)
+    if problem.status == 405:
+        # The framework names the methods of the first route of this path only.
+        problem.headers = {"Allow": ", ".join(_methods_of(request))}
+    return problem_response(problem, request.scope)
+
+
+def _methods_of(request: Request) -> list[str]:
+    found: set[str] = set()
+    for route in walk_routes(request.app):
+        pattern, _, _ = compile_path(str(route.path))
+        if pattern.fullmatch(request.url.path):
+            found |= set(getattr(route, "methods", None) or ())
+    return sorted(found)
+
+
+def problem_of(error: Exception) -> ProblemError:
+    """The problem that ``error`` is to whoever asked."""
+    if isinstance(error, ProblemError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation_problem(error)
+    if isinstance(error, HTTPException):
+        return _http_problem(error)
+    if isinstance(error, CatalogError):
+        return _catalog_problem(error)
+    if isinstance(error, DatabaseUnavailableError):
+        _log.warning("database unavailable", error=str(error))
+        return UnavailableError("the database cannot be reached, is full or locked; it may be asked again")
+    if isinstance(error, CheckpointError | OSError):
+        _log.warning("storage failed", error=repr(error))
+        return storage_problem(error)
+    return ProblemError("an error of the service; its log has more under this request's id")
+
+
+def _catalog_problem(error: CatalogError) -> ProblemError:
+    detail = str(error)
+    if isinstance(error, MissingError):
+        return NotFoundError(detail)
+    if isinstance(error, ChangedError):
+        return PreconditionFailedError(detail)
+    if isinstance(error, StateError):
+        return ConflictError(detail, state=error.state)
+    if isinstance(error, ProtectedError):
+        return ForbiddenError(detail, scope="admin")
+    if isinstance(error, InvalidQueryError):
+        found = {"location": [error.field], "message": _shown(detail)}
+        return UnprocessableError(_shown(detail), errors=[found])
+    return UnprocessableError(_shown(detail))
+
+
+def problem_response(problem: ProblemError, scope: Any) -> JSONResponse:
+    """The answer."""
+    path = str(scope.get("path", ""))
+    body = problem.document(path if is_clean(path) else None)
+    request_id = scope.get("state", {}).get("request_id")
+    if request_id is not None:
+        body["request_id"] = request_id
+    return JSONResponse(body, problem.status, problem.headers, PROBLEM_MEDIA_TYPE)
+
+
+def _validation_problem(error: RequestValidationError) -> ProblemError:
+    errors = error.errors()
+    found = [
+        {"location": [_place(part) for part in item["loc"]], "message": str(item["msg"])}
+        for item in errors[:_MAX_ERRORS]
+    ]
+    where = ".".join(str(part) for part in found[0]["location"])
+    detail = f"{where}: {found[0]['message']}"
+    if any(item["type"] == "json_invalid" for item in errors):
+        return BadRequestError(f"the body is not JSON ({detail})")
+    if len(errors) > 1:
+        detail += f" (and {len(errors) - 1} more)"
+    return UnprocessableError(_shown(detail), errors=found)
+
+
+def _place(part: Any) -> str | int:
+    return part if isinstance(part, int) else _shown(str(part))
+
+
+def _shown(text: str) -> str:
+    # names of members come from whoever asked, and half a surrogate pair cannot be sent back
+    return text[:500].encode("utf-8", "replace").decode()
+
+
+class _FrameworkProblem(ProblemError):
+    def __init__(self, error: HTTPException) -> None:
+        phrase = HTTPStatus(error.status_code).phrase
+        super().__init__(str(error.detail or phrase), headers=error.headers)
+        self._values = {
+            "type": f"/problems/{phrase.lower().replace(' ', '-')}",
+            "title": phrase,
+            "status": error.status_code,
+        }
+
+    def document(self, instance: str | None = None) -> dict[str, Any]:
+        return super().document(instance) | self._values
+
+
+def _http_problem(error: HTTPException) -> ProblemError:
+    if error.status_code == 400:
+        return BadRequestError(str(error.detail))
+    if error.status_code == 404:
+        return NotFoundError("there is nothing at this path")
+    problem = _FrameworkProblem(error)
+    problem.status = error.status_code  # type: ignore[misc]
+    return problem

@@ -1,0 +1,73 @@
+"""Where the phases and tasks of jobs are carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from dcp.server.jobs.executors.subprocess_main import Setup
+from dcp.server.jobs.executors.subprocess_messages import Order
+from dcp.server.jobs.executors.subprocesses import Nursery, Outcome
+from dcp.server.settings import Settings
+
+__all__ = ["Executor", "ProcessExecutor", "Running", "open_executor"]
+
+OnProgress = Callable[[int], None]
+OnDone = Callable[[Outcome], None]
+
+
+class Running(Protocol):
+    """Something that is being carried out."""
+
+    def kill(self) -> None:
+        """End it now; `OnDone` is still called, once nothing of it runs any more."""
+
+
+class Executor(Protocol):
+    """Carries out orders. Callbacks come from threads of its own, and must be quick."""
+
+    def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
+        """Begin; ``on_done`` is called exactly once."""
+
+    def close(self) -> None:
+        """Kill what runs, and wait for that."""
+
+
+class _Process:
+    def __init__(self, nursery: Nursery, order: Order, on_progress: OnProgress, on_done: OnDone) -> None:
+        self._nursery = nursery
+        self._child = nursery.start(order, on_progress, on_done)
+
+    def kill(self) -> None:
+        self._nursery.kill(self._child)
+
+
+class ProcessExecutor:
+    """A subprocess of this machine for each order."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._nursery = Nursery(setup)
+
+    def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
+        """As `Executor.start`."""
+        return _Process(self._nursery, order, on_progress, on_done)
+
+    def warm(self) -> None:
+        """Let what begins next begin at once."""
+        self._nursery.warm()
+
+    def close(self) -> None:
+        """As `Executor.close`."""
+        self._nursery.close()
+
+
+def open_executor(settings: Settings, kinds: str) -> Executor:
+    """The one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
+    setup = Setup(settings, kinds)
+    if settings.executor == "processes":
+        return ProcessExecutor(setup)
+    if settings.executor.startswith("dask://"):
+        from dcp.server.jobs.executors.dask import DaskExecutor
+
+        return DaskExecutor(setup, settings.executor.removeprefix("dask://"))
+    raise ValueError(f"executor: 'processes' or 'dask://HOST:PORT', not {settings.executor!r}")

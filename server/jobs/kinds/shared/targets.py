@@ -1,0 +1,71 @@
+"""A conversion's target in the catalog: the row, where it came from, and who is told."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, select, update
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.checkpoints import upsert_checkpoint
+from dcp.server.catalog.events import emit
+from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.lineage import add_lineage
+from dcp.server.catalog.roots import root_id
+from dcp.server.database.tables import checkpoints
+from dcp.server.jobs.kinds.scan import scan_spec
+from dcp.server.jobs.ledger import submit
+from dcp.server.jobs.ledger.states import Job, Json
+
+if TYPE_CHECKING:
+    from dcp.server.jobs.kinds.convert import ConvertParams
+
+__all__ = ["record_target"]
+
+
+def record_target(connection: Connection, job: Job, params: ConvertParams, result: Json) -> None:
+    """Register the target, note its origin, emit "checkpoint.converted", and have its structure read."""
+    now = time.time()
+    found, root, key = result["target"], result["root"], result["key"]
+    source = connection.execute(
+        select(checkpoints.c.step).where(checkpoints.c.id == params.checkpoint_id)
+    ).one_or_none()
+    facts = CheckpointFacts(
+        root=root,
+        key=key,
+        format=found["format"],
+        observed_seconds=found["observed_seconds"],
+        committed_seconds=found["committed_seconds"],
+        step=found["step"] if found["step"] is not None or source is None else source.step,
+        save_id=found["save_id"],
+        fingerprint=found["fingerprint"],
+        bytes=found["bytes"],
+        file_count=found["file_count"],
+        tags=frozenset(params.tags),
+    )
+    target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
+    # So that the scan opens it, and finds the structure; that it is committed has been told by now.
+    without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
+    connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
+    if source is not None:
+        add_lineage(connection, target, params.checkpoint_id, "converted_from", job_id=job.id, now=now)
+    detail = {"root": root, "key": key, "from": params.checkpoint_id, "job": job.id}
+    audit.record(connection, job.created_by, "checkpoint.convert", f"checkpoint:{target}", detail, now=now)
+    submit(connection, scan_spec(root, facts.run_key, created_by="system"), now)
+    emit(
+        connection,
+        "checkpoint.converted",
+        root_id=root_id(connection, root),
+        checkpoint_id=target,
+        data={
+            "root": root,
+            "run": facts.run_key,
+            "key": key,
+            "step": facts.step,
+            "format": facts.format,
+            "source_id": params.checkpoint_id,
+            "job_id": job.id,
+        },
+        now=now,
+    )

@@ -1,0 +1,147 @@
+"""What the ledger is asked: jobs, their tasks, progress and events. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, and_, null, or_, select
+
+from dcp.server.database.tables import checkpoints, job_events, job_results, jobs, roots, tasks
+from dcp.server.jobs.ledger.rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
+from dcp.server.jobs.ledger.states import Job, JobEvent, JobState, Json, Task
+from dcp.server.problems import NotFoundError
+from dcp.server.security.principal import SYSTEM
+
+__all__ = [
+    "JobFilter",
+    "find_job",
+    "get_job",
+    "job_events_after",
+    "list_jobs",
+    "list_tasks",
+    "progress_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Which jobs; what is not given does not matter. ``checkpoint_id``: those about this one. ``own_scans``:
+    also those scans that the service makes by itself."""
+
+    states: frozenset[JobState] = frozenset()
+    kinds: frozenset[str] = frozenset()
+    root: str | None = None
+    checkpoint_id: int | None = None
+    created_by: str | None = None
+    own_scans: bool = True
+
+
+def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
+    """The job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
+    ``visible``."""
+    job = find_job(connection, job_id, visible)
+    if job is None:
+        raise NotFoundError(f"there is no job {job_id}")
+    return job
+
+
+def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job | None:
+    """As `get_job`; None if there is none."""
+    query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    job = job_of_row(row)
+    if job.is_result_whole:
+        return job
+    kept = connection.execute(select(job_results.c.result).where(job_results.c.job_id == job_id))
+    return replace(job, result=kept.scalar_one(), is_result_whole=True)
+
+
+def list_jobs(
+    connection: Connection,
+    wanted: JobFilter = JobFilter(),
+    *,
+    before_id: int | None = None,
+    limit: int = 50,
+    visible: frozenset[str] | None = None,
+) -> list[Job]:
+    """The newest first; the next page has those before the last one's id. Of large results they have what is
+    short, and nothing of their plans."""
+    conditions = [*_seen(visible)]
+    if before_id is not None:
+        conditions.append(jobs.c.id < before_id)
+    if wanted.states:
+        conditions.append(jobs.c.state.in_(sorted(wanted.states)))
+    if wanted.kinds:
+        conditions.append(jobs.c.kind.in_(sorted(wanted.kinds)))
+    if wanted.root is not None:
+        conditions.append(roots.c.name == wanted.root)
+    if wanted.checkpoint_id is not None:
+        conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
+    if wanted.created_by is not None:
+        conditions.append(jobs.c.created_by == wanted.created_by)
+    if not wanted.own_scans:
+        conditions.append(or_(jobs.c.kind != "scan", jobs.c.created_by != SYSTEM.name))
+    query = select_jobs()
+    columns = [null().label("plan") if one.name == "plan" else one for one in query.exported_columns]
+    query = query.with_only_columns(*columns)
+    rows = connection.execute(query.where(*conditions).order_by(jobs.c.id.desc()).limit(limit))
+    return [job_of_row(row) for row in rows]
+
+
+def list_tasks(
+    connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
+) -> list[Task]:
+    """Tasks of a job by number, behind ``after_number``: how far they are, not what they do."""
+    unread = ("payload", "result")
+    columns: list[ColumnElement[Any]] = [
+        null().label(one.name) if one.name in unread else one for one in tasks.c
+    ]
+    query = (
+        select(*columns)
+        .where(tasks.c.job_id == job_id, tasks.c.number > after_number)
+        .order_by(tasks.c.number)
+        .limit(limit)
+    )
+    return [task_of_row(row) for row in connection.execute(query)]
+
+
+def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
+    """What the tasks of a job have found, in order: for whoever publishes it. It may be much, so that it is
+    read where nobody waits for the end of the transaction."""
+    query = select(tasks.c.result).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
+    return tuple(result or {} for result in connection.execute(query).scalars())
+
+
+def job_events_after(
+    connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
+) -> Sequence[JobEvent]:
+    """What happened to the job since the event ``after_id``, in order."""
+    query = (
+        select(job_events)
+        .where(job_events.c.job_id == job_id, job_events.c.id > after_id)
+        .order_by(job_events.c.id)
+        .limit(limit)
+    )
+    return [event_of_row(row) for row in connection.execute(query)]
+
+
+def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
+    if visible is None:
+        return []
+    names = sorted(visible)
+    root_ids = select(roots.c.id).where(roots.c.name.in_(names)).scalar_subquery()
+    inside = select(checkpoints.c.id).where(checkpoints.c.root_id.in_(root_ids))
+    subject = inside.where(checkpoints.c.id == jobs.c.checkpoint_id).exists()
+    # A difference tells of two checkpoints; the row names the second one only.
+    first = inside.where(checkpoints.c.id == jobs.c.params["a"].as_integer()).exists()
+    return [
+        and_(
+            roots.c.name.in_(names),
+            or_(jobs.c.checkpoint_id.is_(None), subject),
+            or_(jobs.c.kind != "diff", first),
+        )
+    ]

@@ -1,0 +1,260 @@
+"""What becomes of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
+
+queued -> planning -> running (its tasks) -> publishing -> succeeded, failed or cancelled.
+
+Each function is a step of one transaction of the caller's. Whoever completes something names the claim under
+which it was done; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
+cancelled or has failed is *ending*: none of its tasks is claimed any more, those that run are stopped, then
+what they left is discarded, and what its plans left, too; only then it is over. Publishing cannot be
+cancelled once it has begun, because nobody could say any more whether it took place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from sqlalchemy import Connection, delete, func, insert, null, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+
+from dcp.server.database.tables import jobs, roots, tasks
+from dcp.server.jobs.ledger.failures import (
+    clear_away,
+    give_up,
+)
+from dcp.server.jobs.ledger.rows import (
+    NO_LEASE,
+    emit,
+    finish,
+    held_job,
+    held_task,
+    lock_job,
+)
+from dcp.server.jobs.ledger.states import (
+    MAX_DEDUP_KEY_CHARACTERS,
+    Held,
+    Job,
+    JobSpec,
+    Json,
+    StaleFenceError,
+    TaskSpec,
+)
+from dcp.server.problems import ConflictError, NotFoundError
+
+__all__ = [
+    "complete_discard",
+    "complete_plan",
+    "complete_publish",
+    "complete_task",
+    "release",
+    "request_cancel",
+    "retry",
+    "submit",
+    "submit_or_join",
+]
+
+_FENCE_SHIFT: Final = 20
+
+
+def submit(connection: Connection, spec: JobSpec, now: float) -> int:
+    """The id of the new job, or of the unfinished one with the same ``dedup_key``."""
+    return submit_or_join(connection, spec, now)[0]
+
+
+def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[int, bool]:
+    """The id, and whether it is a new job. Raises NotFoundError if there is no such root."""
+    if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
+        raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
+    values = {
+        "kind": spec.kind,
+        "state": "queued",
+        "priority": spec.priority,
+        "params": dict(spec.params),
+        "root_id": _root_id(connection, spec.root),
+        "checkpoint_id": spec.checkpoint_id,
+        "created_by": spec.created_by,
+        "created_seconds": now,
+        "not_before_seconds": spec.not_before_seconds,
+        "max_attempts": spec.max_attempts,
+        "dedup_key": spec.dedup_key,
+    }
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    while True:  # until there is no job with that key, or one that does not end in this instant
+        new = connection.execute(
+            dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
+        ).scalar_one_or_none()
+        if new is not None:
+            emit(connection, new, "submitted", now, kind=spec.kind, created_by=spec.created_by)
+            return int(new), True
+        query = select(jobs.c.id).where(jobs.c.dedup_key == spec.dedup_key)
+        if (joined := connection.execute(query).scalar_one_or_none()) is not None:
+            return int(joined), False
+
+
+def _root_id(connection: Connection, name: str | None) -> int | None:
+    if name is None:
+        return None
+    found = connection.execute(select(roots.c.id).where(roots.c.name == name)).scalar_one_or_none()
+    if found is None:
+        raise NotFoundError(f"there is no root {name!r}")
+    return int(found)
+
+
+# -- what is done --------------------------------------------------------------------------------------------
+
+
+def complete_plan(
+    connection: Connection, held: Held, plan_data: Json, specs: Sequence[TaskSpec], now: float
+) -> None:
+    """The job's tasks may be claimed; without any it is published next."""
+    job = held_job(connection, held)
+    if job.is_ending:
+        clear_away(connection, job, plan=dict(plan_data))
+        return
+    if specs:
+        # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
+        first_fence = held.fence << _FENCE_SHIFT
+        rows = [
+            {
+                "job_id": job.id,
+                "number": number,
+                "state": "queued",
+                "payload": dict(spec.payload),
+                "weight_bytes": spec.weight_bytes,
+                "fence": first_fence,
+            }
+            for number, spec in enumerate(specs)
+        ]
+        connection.execute(insert(tasks), rows)
+    _move(connection, job, "running" if specs else "publishing", now, plan=dict(plan_data), tasks=len(specs))
+
+
+def complete_task(connection: Connection, held: Held, result: Json, now: float) -> None:
+    """One task is done; behind the last one the job is published."""
+    job, task = held_task(connection, held)
+    connection.execute(
+        update(tasks)
+        .where(tasks.c.id == task.id)
+        .values(
+            state="succeeded", result=dict(result), done_bytes=task.weight_bytes, error=null(), **NO_LEASE
+        )
+    )
+    if job.waiting is not None and (now >= job.waiting["next_seconds"] or job.waiting["task"] == task.number):
+        connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=null()))
+    left = select(func.count()).where(tasks.c.job_id == job.id, tasks.c.state != "succeeded")
+    if not job.is_ending and connection.execute(left).scalar_one() == 0:
+        _move(connection, job, "publishing", now)
+
+
+def complete_publish(connection: Connection, held: Held, result: Json, now: float) -> Job:
+    """The job has succeeded; what `Kind.record` writes belongs into the same transaction."""
+    job = held_job(connection, held)
+    if job.state != "publishing" or job.is_ending:
+        raise StaleFenceError(f"job {job.id} is not being published")
+    finish(connection, job, "succeeded", now, result=result)
+    return lock_job(connection, job.id)
+
+
+def complete_discard(connection: Connection, held: Held, now: float) -> None:
+    """Nothing is left of the job that was given up: it is over."""
+    give_up(connection, held_job(connection, held), now)
+
+
+def _move(connection: Connection, job: Job, state: str, now: float, **found: Any) -> None:
+    values: dict[str, Any] = {"state": state, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
+    values["waiting"] = null()
+    event: dict[str, Any] = {"state": state}
+    if "plan" in found:
+        values["plan"] = found["plan"]
+        event["tasks"] = found["tasks"]
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    emit(connection, job.id, "state", now, **event)
+
+
+# -- what is given back, or asked for -----------------------------------------------------------------------
+
+
+def release(connection: Connection, held: Held, now: float) -> None:
+    """Give a claim back that was stopped, by no fault of its own: it counts as no attempt."""
+    if held.task_id is not None:
+        job, task = held_task(connection, held)
+        state = "cancelled" if job.is_ending else "queued"
+        connection.execute(
+            update(tasks).where(tasks.c.id == task.id).values(state=state, done_bytes=0, **NO_LEASE)
+        )
+        return
+    job = held_job(connection, held)
+    if job.state == "planning" and job.is_ending:
+        clear_away(connection, job)
+        return
+    state = "queued" if job.state == "planning" else job.state
+    values: dict[str, Any] = {"state": state, **NO_LEASE}
+    if job.state == "publishing" and not job.is_ending:
+        values["attempt"] = max(job.attempt, 1)  # it counts as begun, and is not cancelled any more
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    if state != job.state:
+        emit(connection, job.id, "state", now, state=state)
+
+
+def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> Job:
+    """Stop it: at once if nothing was begun, else as soon as the workers hear of it.
+
+    A job that is being stopped or was cancelled already is left as it is. Raises ConflictError if it has
+    ended otherwise, or if publishing has begun.
+    """
+    job = lock_job(connection, job_id)
+    if job.state == "cancelled" or job.is_ending:
+        return job
+    if job.is_final:
+        raise ConflictError(f"job {job_id} has {job.state} already", state=job.state)
+    lease = connection.execute(select(jobs.c.lease_owner).where(jobs.c.id == job_id)).scalar_one()
+    if job.state == "publishing" and (lease is not None or job.attempt > 0):
+        raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
+    soon = {"cancel_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
+    connection.execute(update(jobs).where(jobs.c.id == job_id).values(**soon))
+    emit(connection, job_id, "cancel_requested", now, actor=actor)
+    if job.state == "queued" and job.started_seconds is None:
+        finish(connection, replace(job, cancel_seconds=now), "cancelled", now)
+    elif job.state == "queued":
+        clear_away(connection, job)
+    return lock_job(connection, job_id)
+
+
+def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
+    """Begin a failed or cancelled job anew, from its plan on; one that waits for its next attempt is due now.
+
+    Raises ConflictError if it is neither, or if another job does the same by now.
+    """
+    job = lock_job(connection, job_id)
+    if not job.is_final and job.waiting is not None:
+        return _hasten(connection, job, now, actor)
+    if job.state not in ("failed", "cancelled"):
+        raise ConflictError(
+            f"job {job_id} is {job.state}; only failed and cancelled ones are retried, and those that wait"
+        )
+    if job.dedup_key is not None:
+        other = connection.execute(select(jobs.c.id).where(jobs.c.dedup_key == job.dedup_key)).scalar()
+        if other is not None:
+            raise ConflictError(f"job {other} does the same", job_id=other)
+    connection.execute(delete(tasks).where(tasks.c.job_id == job_id))
+    nothing = dict.fromkeys(("plan", "progress", "result", "error", "waiting"), null())
+    anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
+    anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
+    try:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(**anew))
+    except IntegrityError as error:  # one was submitted in this instant
+        raise ConflictError("another job does the same") from error
+    emit(connection, job_id, "state", now, state="queued", retried_by=actor)
+    return lock_job(connection, job_id)
+
+
+def _hasten(connection: Connection, job: Job, now: float, actor: str) -> Job:
+    waiting = {**(job.waiting or {}), "next_seconds": now}
+    values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": waiting}
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    queued = (tasks.c.job_id == job.id) & (tasks.c.state == "queued")
+    connection.execute(update(tasks).where(queued).values(not_before_seconds=0.0))
+    emit(connection, job.id, "retry", now, retried_by=actor, delay_seconds=0.0)
+    return lock_job(connection, job.id)

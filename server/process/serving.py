@@ -1,0 +1,213 @@
+"""One or several API processes under uvicorn, a worker beside them, and their end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import uvicorn
+
+from dcp.server.app import create_app
+from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.http.context import Service
+from dcp.server.http.readiness import prepare_database
+from dcp.server.monitoring.processes import shared_folder
+from dcp.server.problems import UnavailableError
+from dcp.server.process.heads import TimedHeads
+from dcp.server.process.logs import configure_logs
+from dcp.server.process.worker_beside import worker_beside
+from dcp.server.roots import Roots
+from dcp.server.settings import Settings
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["PortError", "app_of_environment", "flags_environment", "serve"]
+
+_KEEP_ALIVE_SECONDS: Final = 15
+_FORCED_SECONDS: Final = 2.0
+_SETTLE_SECONDS: Final = 0.5  # the first requests come first
+_log = structlog.get_logger(__name__)
+
+
+class PortError(CheckpointError):
+    """The address cannot be listened on."""
+
+
+def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits.
+
+    ``flags`` are those of the settings that came from the command line, for the processes that are started.
+    Raises `PortError`, before anything else is done.
+    """
+    configure_logs(settings)
+    _check_port(settings.host.strip("[]"), settings.port)
+    if "roots" not in settings.model_fields_set:  # nobody has named it, so it is nobody's mistake
+        for root in settings.roots.values():
+            Path(root.url).mkdir(exist_ok=True)
+    _tell_roots(settings)
+    # For before uvicorn listens to signals and after: it sends itself again what has ended it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    with ExitStack() as stack:
+        stack.enter_context(_environment(flags_environment(flags)))
+        started = threading.Event()
+        if settings.embedded_worker:
+            stack.enter_context(worker_beside(settings.shutdown_seconds, started))
+        if settings.api_workers == 1:
+            return _serve_here(settings, started)
+        return _serve_many(settings, started)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Here, because whoever has two of them should know it before a database is made, and in a line."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise PortError(
+                        f"port {port} of {host} is taken, perhaps by another dcp serve: end that, or choose "
+                        "another one with --port"
+                    ) from None
+
+
+def _tell_roots(settings: Settings) -> None:
+    for root in Roots(settings.roots):
+        try:
+            root.check_there()
+            _log.info("root", name=root.name, place=root.url)
+        except UnavailableError:
+            _log.warning(
+                "root is not there: a wrong name, or a disk to mount", name=root.name, place=root.url
+            )
+
+
+def _tell_address(host: str, port: int) -> None:
+    shown = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    address = f"http://{shown}:{port}"
+    _log.info("serving", api=f"{address}/api/v1", docs=f"{address}/docs")
+
+
+def _end(_number: int, _frame: object) -> None:
+    raise SystemExit(0)
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens: a worker that starts at the same time would slow it down."""
+
+    def __init__(self, config: uvicorn.Config, begun: threading.Event) -> None:
+        super().__init__(config)
+        self._begun = begun
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            bound = [each.getsockname() for server in self.servers for each in server.sockets]
+            _tell_address(self.config.host, bound[0][1] if bound else self.config.port)
+        asyncio.get_running_loop().call_later(_SETTLE_SECONDS, _settle)
+        self._begun.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # by a second signal: then uvicorn leaves out the application's own end
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_SECONDS)
+
+
+def _settle() -> None:
+    gc.collect()
+    gc.freeze()  # what is there now stays, and need not be looked through again and again
+    gc.enable()
+
+
+def _serve_here(settings: Settings, begun: threading.Event) -> int:
+    server = _Server(uvicorn.Config(create_app(settings), **_options(settings)), begun)
+    server.run()
+    return 0 if server.started else 3
+
+
+def _serve_many(settings: Settings, begun: threading.Event) -> int:
+    from uvicorn.supervisors import Multiprocess
+
+    # one migrates, before several would
+    service = Service.from_settings(settings)
+    try:
+        prepare_database(service)
+    except DatabaseUnavailableError as error:
+        _log.warning("database unavailable", error=str(error))
+    finally:
+        service.close()
+    config = uvicorn.Config(
+        "dcp.server.process.serving:app_of_environment",
+        factory=True,
+        workers=settings.api_workers,
+        **_options(settings),
+    )
+    gc.enable()
+    begun.set()
+    with shared_folder():
+        bound = config.bind_socket()
+        _tell_address(config.host, bound.getsockname()[1])
+        Multiprocess(config, sockets=[bound]).run()
+    return 0
+
+
+def app_of_environment() -> Any:
+    """For API processes, which have their settings from the environment only."""
+    settings = Settings()
+    configure_logs(settings)
+    return create_app(settings)
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    return {
+        "host": settings.host.strip("[]"),
+        "port": settings.port,
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,  # the application does it, for trusted ones only
+        "http": TimedHeads,
+        "ws": "none",
+        "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
+        "timeout_graceful_shutdown": max(1, int(settings.shutdown_seconds)),
+        "h11_max_incomplete_event_size": 64 << 10,
+    }
+
+
+def flags_environment(flags: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that were given as flags, as the environment of a process that is to have the same.
+
+    The others come to it as they came to this one, so that no secret of a file gets into an environment.
+    """
+    return {
+        f"DCP_SERVER_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in flags.items()
+        if value is not None
+    }
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,83 @@
+"""Whether the service lives, and whether it is ready: for load balancers, supervisors and monitoring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field
+
+from dcp.server.http.dependencies import public
+from dcp.server.http.readiness import OK, Readiness
+from dcp.server.schemas.common import Answer
+from dcp.server.security.principal import Principal
+from dcp.version import __version__
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["health"], dependencies=[public])
+
+
+class Health(Answer):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
+    version: str = Field(description="Of dcphub.")
+
+
+class Ready(Answer):
+    """`checks` names what is looked at, and "ok" or what is wrong. Roots are named with a key only."""
+
+    status: Literal["ok", "unavailable"]
+    checks: dict[str, str]
+
+
+class Welcome(Answer):
+    """Where to go from here: paths of this service."""
+
+    service: Literal["dcphub"] = "dcphub"
+    version: str
+    api: str
+    docs: str = Field(description="Pages about the API, to try it.")
+    openapi: str
+    ready: str
+
+
+async def _readiness(request: Request) -> Readiness:
+    readiness: Readiness = request.app.state.readiness
+    return readiness
+
+
+@router.get("/")
+async def get_welcome() -> Welcome:
+    """What this is, and where its pages and its API are."""
+    return Welcome(version=__version__, api="/api/v1", docs="/docs", openapi="/openapi.json", ready="/readyz")
+
+
+@router.get("/healthz")
+async def get_health() -> Health:
+    """The process lives. Looks at nothing else, so that no restart follows from a database's."""
+    return Health(version=__version__)
+
+
+@router.get("/readyz", responses={503: {"model": Ready, "description": "Not ready; `checks` says why."}})
+async def get_readiness(
+    request: Request, readiness: Annotated[Readiness, Depends(_readiness)], response: Response
+) -> Ready:
+    """The database can be read and written and has the schema of this version; all roots answer."""
+    checks = await readiness.check()
+    is_ready = all(found == OK for found in checks.values())
+    if not is_ready:
+        response.status_code = 503
+        response.headers["Retry-After"] = "5"
+    shown = _shown(checks, getattr(request.state, "principal", None))
+    return Ready(status="ok" if is_ready else "unavailable", checks=shown)
+
+
+def _shown(checks: Mapping[str, str], principal: Principal | None) -> dict[str, str]:
+    if principal is not None and principal.roots is None:
+        return dict(checks)
+    roots = [found for name, found in checks.items() if name != "database"]
+    bad = sum(found != OK for found in roots)
+    return {"database": checks["database"], "roots": f"{bad} of {len(roots)} unavailable" if bad else OK}

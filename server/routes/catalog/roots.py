@@ -1,0 +1,54 @@
+"""``/roots``: where checkpoints are found. They come from the settings; nothing here changes them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+
+from dcp.server.catalog.roots import RootRow, list_roots, root_row
+from dcp.server.http.context import Service
+from dcp.server.http.dependencies import Caller, ServiceDep, check_visible, requires
+from dcp.server.process.logs import redact
+from dcp.server.schemas.common import optional_rfc3339, problems
+from dcp.server.schemas.roots import RootAnswer, RootList
+from dcp.server.security.principal import Principal
+
+__all__ = ["RootName", "router"]
+
+router = APIRouter(prefix="/roots", tags=["roots"])
+
+RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+
+@router.get("", dependencies=[requires("read")], name="list_roots")
+def list_all(service: ServiceDep, caller: Caller) -> RootList:
+    """All roots."""
+    with service.database.read() as connection:
+        rows = list_roots(connection, caller.roots)
+    return RootList(items=[_answer(row, service, caller) for row in rows])
+
+
+@router.get("/{root}", dependencies=[requires("read")], responses=problems(404))
+def get_root(root: RootName, service: ServiceDep, caller: Caller) -> RootAnswer:
+    """One root."""
+    check_visible(caller, root)
+    with service.database.read() as connection:
+        row = root_row(connection, root)
+    return _answer(row, service, caller)
+
+
+def _answer(row: RootRow, service: Service, caller: Principal) -> RootAnswer:
+    settings = service.settings.roots.get(row.name)
+    return RootAnswer(
+        name=row.name,
+        description="" if settings is None else settings.description,
+        url=redact(row.url) if caller.may("admin") else None,
+        is_configured=row.is_configured,
+        readonly=settings is None or settings.readonly,
+        scan_every_seconds=(settings.scan_seconds or None) if settings is not None else None,
+        scanned_at=optional_rfc3339(row.scanned_seconds),
+        scan_error=None if row.scan_error is None else redact(row.scan_error),
+        lost=row.lost,
+        last_scan=row.scan_state,
+    )

@@ -1,0 +1,55 @@
+"""``/runs``: folders that hold checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from dcp.server.catalog import runs
+from dcp.server.catalog.labelling.series import metric_series
+from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
+from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
+from dcp.server.http.dependencies import Caller, Db, requires
+from dcp.server.process.logs import redact
+from dcp.server.schemas.common import IdPath, problems
+from dcp.server.schemas.queries import RunQuery
+from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/runs", tags=["runs"])
+
+
+@router.get("", dependencies=[requires("read")])
+def list_runs(query: Annotated[RunQuery, Query()], database: Db, caller: Caller) -> RunList:
+    """Runs, the one with the newest checkpoint first."""
+    with database.read() as connection:
+        check_root(connection, query.root, caller.roots)
+        page = runs.list_runs(connection, query.wanted, query.sort, query.cursor, query.limit, caller.roots)
+        notes = notes_of(connection, query.root, caller.roots)
+    items = [RunAnswer.of(run) for run in page.runs]
+    return RunList(items=items, next_cursor=page.next_cursor, notes=redact(notes))
+
+
+@router.get("/{run_id}", dependencies=[requires("read")], responses=problems(404))
+def get_run(run_id: IdPath, database: Db, caller: Caller) -> RunAnswer:
+    """One run."""
+    with database.read() as connection:
+        return RunAnswer.of(runs.get_run(connection, run_id, caller.roots))
+
+
+@router.get("/{run_id}/series", dependencies=[requires("read")], responses=problems(404))
+def get_run_series(
+    run_id: IdPath,
+    database: Db,
+    caller: Caller,
+    metric: Annotated[str, Query(min_length=1, max_length=128, examples=["loss"])],
+    points: Annotated[int, Query(ge=1, le=1000, description="As many at most.")] = 200,
+) -> SeriesAnswer:
+    """A metric over the steps of a run; of more checkpoints than points, each point is of several."""
+    with database.read() as connection:
+        found = metric_series(connection, run_id, metric, caller.roots, points=points)
+        if not found.points:
+            check_filter(connection, CheckpointFilter(), Sort("metric", metric=metric), caller.roots)
+    return SeriesAnswer.of(found)

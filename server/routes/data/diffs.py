@@ -1,0 +1,79 @@
+"""``/checkpoints/{id}/diff``: what differs from another checkpoint, at once, as far as the indexes tell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Query
+
+from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.values import clean_text
+from dcp.server.data.access import DataDep
+from dcp.server.http.dependencies import Caller, Page, requires
+from dcp.server.schemas.common import MAX_ID, IdPath, problems
+from dcp.server.schemas.data import (
+    Basis,
+    DiffAnswer,
+    ObjectDifferenceAnswer,
+    TensorDifferenceAnswer,
+    TensorFactsAnswer,
+)
+
+if TYPE_CHECKING:
+    from dcp.difference import TensorFacts
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"], dependencies=[requires("read")])
+
+_MAX_OBJECTS = 500
+
+
+@router.get("/diff", responses=problems(400, 401, 403, 404, 409, 410, 421, 422, 429, 503))
+def diff_checkpoints(
+    checkpoint_id: IdPath,
+    before: Annotated[int, Query(ge=1, le=MAX_ID, description="The checkpoint to compare with.")],
+    data: DataDep,
+    caller: Caller,
+    page: Page,
+    basis: Annotated[
+        Basis | None, Query(description="checksums where both have them in their indexes, else structure.")
+    ] = None,
+) -> DiffAnswer:
+    """What differs from the checkpoint `before`. No tensor is read; for values there is the job `diff`."""
+    from dcp.server.data.differences import compare  # only here: a service is to answer soon after its start
+
+    second = data.open(checkpoint_id, caller)
+    first = data.open(before, caller)
+    mark = query_mark("diff", before, checkpoint_id, first.opened.stamp, second.opened.stamp, basis)
+    begin = max(0, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else 0
+    with second.problems(), first.problems():
+        found = compare(first.opened, second.opened, basis)
+    end = begin + page.limit
+    return DiffAnswer(
+        a=before,
+        b=checkpoint_id,
+        basis=found.basis,
+        counts=found.counts,
+        equal_tensors=found.equal,
+        equal_objects=found.equal_objects,
+        object_count=len(found.objects),
+        tensors=[
+            TensorDifferenceAnswer(
+                fqn=clean_text(tensor.fqn),
+                kind=tensor.kind,
+                before=_facts(tensor.before),
+                after=_facts(tensor.after),
+            )
+            for tensor in found.tensors[begin:end]
+        ],
+        objects=[
+            ObjectDifferenceAnswer(fqn=clean_text(value.fqn), kind=value.kind)
+            for value in found.objects[:_MAX_OBJECTS]
+        ],
+        next_cursor=encode_cursor(mark, end) if end < len(found.tensors) else None,
+    )
+
+
+def _facts(facts: TensorFacts | None) -> TensorFactsAnswer | None:
+    return None if facts is None else TensorFactsAnswer(dtype=facts.dtype, shape=list(facts.shape))

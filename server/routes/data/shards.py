@@ -1,0 +1,107 @@
+"""``/checkpoints/{id}/shards``: which rank holds what."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter, Query
+
+from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.data.access import DataDep
+from dcp.server.http.dependencies import Caller, Page, requires
+from dcp.server.schemas.common import IdPath, problems
+from dcp.server.schemas.data import (
+    ChunkAnswer,
+    RankShareAnswer,
+    RankShareList,
+    ShardedTensorAnswer,
+    ShardPage,
+)
+
+if TYPE_CHECKING:
+    from dcp.server.data.shards import ShardedTensor
+
+__all__ = ["router"]
+
+router = APIRouter(
+    prefix="/checkpoints/{checkpoint_id}/shards", tags=["data"], dependencies=[requires("read")]
+)
+
+_PROBLEMS = problems(400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
+_PAGE_CHUNKS = 20_000
+
+
+@router.get("", responses=_PROBLEMS)
+def list_shards(
+    checkpoint_id: IdPath,
+    data: DataDep,
+    caller: Caller,
+    page: Page,
+    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+) -> ShardPage:
+    """Tensors with the boxes that they are cut into, and the rank and file of each.
+
+    A page ends early where its tensors have many chunks.
+    """
+    from dcp.server.data.shards import sharded_tensors  # only here, as all that reads tensors
+
+    opened = data.open(checkpoint_id, caller).opened
+    mark = query_mark("shards", checkpoint_id, opened.stamp, glob)
+    after = max(-1, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else -1
+    shown: list[ShardedTensor] = []
+    chunks = 0
+    for tensor in sharded_tensors(opened.index, after_row=after, glob=glob):
+        if len(shown) == page.limit or (shown and chunks + len(tensor.chunks) > _PAGE_CHUNKS):
+            return ShardPage(items=_answers(shown), next_cursor=encode_cursor(mark, shown[-1].row))
+        shown.append(tensor)
+        chunks += len(tensor.chunks)
+    return ShardPage(items=_answers(shown), next_cursor=None)
+
+
+@router.get("/ranks", responses=_PROBLEMS)
+def list_rank_shares(checkpoint_id: IdPath, data: DataDep, caller: Caller, page: Page) -> RankShareList:
+    """How much each rank wrote."""
+    from dcp.server.data.shards import rank_shares
+
+    opened = data.open(checkpoint_id, caller).opened
+    mark = query_mark("ranks", checkpoint_id, opened.stamp)
+    begin = max(0, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else 0
+    shares = rank_shares(opened.index)
+    end = begin + page.limit
+    return RankShareList(
+        items=[
+            RankShareAnswer(
+                rank=share.rank,
+                files=share.files,
+                file_bytes=share.file_bytes,
+                chunks=share.chunks,
+                tensors=share.tensors,
+                tensor_bytes=share.tensor_bytes,
+            )
+            for share in islice(shares, begin, end)
+        ],
+        next_cursor=encode_cursor(mark, end) if end < len(shares) else None,
+    )
+
+
+def _answers(tensors: list[ShardedTensor]) -> list[ShardedTensorAnswer]:
+    return [
+        ShardedTensorAnswer(
+            fqn=tensor.fqn,
+            dtype=tensor.dtype,
+            shape=list(tensor.shape),
+            chunk_count=tensor.chunk_count,
+            chunks=[
+                ChunkAnswer(
+                    rank=chunk.rank,
+                    file=chunk.file,
+                    offsets=list(chunk.offsets),
+                    sizes=list(chunk.sizes),
+                    bytes=chunk.bytes,
+                )
+                for chunk in tensor.chunks
+            ],
+        )
+        for tensor in tensors
+    ]

@@ -1,0 +1,216 @@
+"""``/jobs``: submit, list, watch, cancel and retry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from sqlalchemy import Connection
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.queries.known import check_root
+from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
+from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.jobs import ledger
+from dcp.server.jobs.kinds import KINDS
+from dcp.server.jobs.ledger import Job, JobFilter
+from dcp.server.jobs.ledger.states import JobState
+from dcp.server.problems import ForbiddenError, UnprocessableError
+from dcp.server.routes.jobs.job_events import LastEventId, job_stream
+from dcp.server.schemas.common import MAX_ID, IdPath, Name, problems
+from dcp.server.schemas.jobs import JobAnswer, JobList, NewJob, TaskAnswer, TaskList
+from dcp.server.security.principal import SYSTEM, Principal, Scope
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/jobs", tags=["jobs"])
+
+# What a job may do depends on its kind, and so does who may submit, cancel and retry it: see `_check_scope`.
+_BY_KIND = requires("read")
+
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Events as they come; the last one is `end`.",
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",
+                    "description": "One event; `data` is JSON, of `JobEventAnswer` where it has an `id`.",
+                    "properties": {
+                        "id": {"type": "string"},
+                        "event": {"type": "string"},
+                        "data": {"type": "string"},
+                        "retry": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    },
+    204: {"description": "The job is over, and nothing happened since Last-Event-ID."},
+}
+
+
+def _check_scope(caller: Principal, kind: str) -> None:
+    scope: Scope = KINDS[kind].scope if kind in KINDS else "admin"
+    if not caller.may(scope):
+        raise ForbiddenError(f"a job of the kind {kind!r} needs a key with the scope {scope!r}", scope=scope)
+
+
+@router.post("", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409, 410))
+def submit_job(
+    body: Annotated[NewJob, Body()],
+    service: ServiceDep,
+    author: Author,
+    once: OnceDep,
+    request: Request,
+    response: Response,
+) -> JobAnswer:
+    """Have something done. If an unfinished job does the same already, the answer is that one."""
+    _check_scope(author.principal, body.kind)
+    kind = KINDS[body.kind]
+
+    def submit(connection: Connection) -> JobAnswer:
+        spec = kind.specify(connection, body.params, author.principal, service.settings)
+        spec = replace(spec, priority=body.priority)
+        job_id, is_new = ledger.submit_or_join(connection, spec, author.now_seconds)
+        if is_new:
+            _note(connection, author, "job.submit", job_id, kind=spec.kind, params=dict(spec.params))
+        response.headers["Location"] = f"{request.url.path}/{job_id}"
+        return JobAnswer.of(ledger.get_job(connection, job_id))
+
+    return once(submit)
+
+
+@router.get("", dependencies=[requires("read")])
+def list_jobs(
+    database: Db,
+    caller: Caller,
+    page: Page,
+    state: Annotated[list[JobState] | None, Query(max_length=7)] = None,
+    kind: Annotated[list[Name] | None, Query(max_length=16)] = None,
+    root: Annotated[Name | None, Query()] = None,
+    checkpoint_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
+    created_by: Annotated[Name | None, Query()] = None,
+    scans: Annotated[
+        bool, Query(description="Also the scans that the service makes by itself, one a minute.")
+    ] = False,
+) -> JobList:
+    """Jobs, newest first. Of states and kinds, any of those that are given."""
+    wanted = JobFilter(
+        states=frozenset(state or ()),
+        kinds=frozenset(kind or ()),
+        root=root,
+        checkpoint_id=checkpoint_id,
+        created_by=created_by,
+        own_scans=scans or "scan" in (kind or ()) or created_by == SYSTEM.name,
+    )
+    given = (sorted(wanted.states), sorted(wanted.kinds), root, checkpoint_id, created_by)
+    mark = query_mark("jobs", *given, *([scans] if scans else []))
+    before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
+    _check_kinds(wanted.kinds)
+    with database.read() as connection:
+        check_root(connection, root, caller.roots)
+        found = ledger.list_jobs(
+            connection, wanted, before_id=before, limit=page.limit + 1, visible=caller.roots
+        )
+        shown = found[: page.limit]
+        progress = ledger.progress_of(connection, [job.id for job in shown if not job.is_final])
+    items = [JobAnswer.of(job, progress.get(job.id)) for job in shown]
+    more = encode_cursor(mark, shown[-1].id) if len(found) > page.limit else None
+    return JobList(items=items, next_cursor=more)
+
+
+def _check_kinds(kinds: Iterable[str]) -> None:
+    for kind in kinds:
+        if kind not in KINDS:
+            raise UnprocessableError(
+                f"there is no kind of job {kind!r}: {', '.join(sorted(KINDS))}", field="kind"
+            )
+
+
+@router.get("/{job_id}", dependencies=[requires("read")], responses=problems(404))
+def get_job(job_id: IdPath, database: Db, caller: Caller) -> JobAnswer:
+    """One job, with its progress, and its result once it has succeeded."""
+    with database.read() as connection:
+        job = ledger.get_job(connection, job_id, caller.roots)
+        progress = {} if job.is_final else ledger.progress_of(connection, [job_id])
+    return JobAnswer.of(job, progress.get(job_id))
+
+
+@router.get("/{job_id}/tasks", dependencies=[requires("read")], responses=problems(404))
+def list_job_tasks(job_id: IdPath, database: Db, caller: Caller, page: Page) -> TaskList:
+    """What the job consists of, once it is planned."""
+    mark = query_mark("tasks", job_id)
+    after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
+    with database.read() as connection:
+        ledger.get_job(connection, job_id, caller.roots)
+        found = ledger.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
+    shown = found[: page.limit]
+    more = encode_cursor(mark, shown[-1].number) if len(found) > page.limit else None
+    return TaskList(items=[TaskAnswer.of(task) for task in shown], next_cursor=more)
+
+
+@router.get(
+    "/{job_id}/events",
+    dependencies=[requires("read")],
+    responses=_STREAM | problems(404),
+    response_class=Response,
+)
+def watch_job(
+    job_id: IdPath, service: ServiceDep, caller: Caller, request: Request, last_event_id: LastEventId = None
+) -> Response:
+    """What happens to the job, as server-sent events: all from the beginning, or those behind Last-Event-ID.
+
+    Each has an `id` and JSON as `data`. In between come `progress` events, which have no `id`, and comments
+    that keep the connection alive. When the job is over `end` comes, and the stream ends; it may also end
+    before, and is then to be asked for again with Last-Event-ID.
+    """
+    return job_stream(request, service, job_id, caller, last_event_id or 0)
+
+
+@router.post("/{job_id}/cancel", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
+def cancel_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
+    """Stop it, and clear away what it left. Again is fine; what is being published is not stopped."""
+
+    def cancel(connection: Connection) -> JobAnswer:
+        job = _found(connection, author, job_id)
+        after = ledger.request_cancel(connection, job_id, author.now_seconds, author.principal.name)
+        if not job.is_ending and job.state != "cancelled":
+            _note(connection, author, "job.cancel", job_id)
+        return JobAnswer.of(after)
+
+    return once(cancel)
+
+
+@router.post("/{job_id}/retry", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
+def retry_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
+    """Begin a job anew that has failed or was cancelled."""
+
+    def retry(connection: Connection) -> JobAnswer:
+        _found(connection, author, job_id)
+        _note(connection, author, "job.retry", job_id)
+        return JobAnswer.of(ledger.retry(connection, job_id, author.now_seconds, author.principal.name))
+
+    return once(retry)
+
+
+def _found(connection: Connection, author: Writer, job_id: int) -> Job:
+    job = ledger.get_job(connection, job_id, author.principal.roots)
+    _check_scope(author.principal, job.kind)
+    return job
+
+
+def _note(connection: Connection, author: Writer, action: str, job_id: int, **detail: Any) -> None:
+    audit.record(
+        connection,
+        author.principal.name,
+        action,
+        f"job:{job_id}",
+        detail or None,
+        now=author.now_seconds,
+        request_id=author.request_id,
+        address=author.address,
+    )

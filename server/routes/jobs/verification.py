@@ -1,0 +1,45 @@
+"""``/checkpoints/{id}/verifications``: whether its bytes are those that were committed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from dcp.server.catalog.contents.verifications import list_verifications as find_verifications
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
+from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.jobs.kinds.verify import VerifyParams
+from dcp.server.routes.jobs.submitting import submit_kind
+from dcp.server.schemas.common import IdPath, problems
+from dcp.server.schemas.findings import VerificationAnswer, VerificationList
+from dcp.server.schemas.jobs import JobAnswer
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/checkpoints/{checkpoint_id}", tags=["data"])
+
+
+@router.get("/verifications", dependencies=[requires("read")], responses=problems(404))
+def list_verifications(
+    checkpoint_id: IdPath,
+    database: Db,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> VerificationList:
+    """The last verifications, newest first."""
+    with database.read() as connection:
+        row = get_checkpoint(connection, checkpoint_id, caller.roots)
+        found = find_verifications(connection, checkpoint_id, caller.roots, limit=limit)
+    return VerificationList(items=[VerificationAnswer.of(one, row) for one in found])
+
+
+@router.post(
+    "/verifications", status_code=202, dependencies=[requires("write")], responses=problems(404, 409, 410)
+)
+def verify_checkpoint(
+    checkpoint_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
+) -> JobAnswer:
+    """Have every byte read and compared, by a job."""
+    return submit_kind("verify", VerifyParams(checkpoint_id=checkpoint_id), service, author, once, response)
