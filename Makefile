@@ -16,7 +16,7 @@ DEMO_STAMP = .venv/.installed-$(DEMO)
 WORKERS ?= -n 2 --dist loadfile
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-all check lint types contracts bench format clean
+.PHONY: help demo test test-all check lint types contracts bench format sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -26,6 +26,7 @@ help:
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours and stock torch in turn, on the same data"
 	@echo "make format    what ruff can repair by itself"
+	@echo "make sync-client the client that waits, made of the one that awaits"
 	@echo "make clean     remove .venv and the caches"
 
 demo: $(DEMO_STAMP)
@@ -55,6 +56,9 @@ bench: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+sync-client: $(STAMP)
+	$(BIN)/python -m tests.support.sync_client
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,5 +1,7 @@
 """The typed client of the service: `Client`, `AsyncClient`, what they answer with, and one tree of errors.
 
+`Client` is safe to use from several threads; `AsyncClient` is for asyncio and trio, one loop each.
+
 It needs httpx (``pip install 'dcphub[catalog]'``) and nothing of the service itself.
 """
 

@@ -1,4 +1,4 @@
-"""As `dcp.server.client.synchronous.admin`, for `AsyncClient`."""
+"""What admins do with the service: keys, webhooks, rules, retention; the part of `AsyncClient` for that."""
 
 from __future__ import annotations
 

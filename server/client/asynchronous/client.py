@@ -1,4 +1,4 @@
-"""`AsyncClient`: as `dcp.server.client.synchronous.client.Client`, for asyncio and trio."""
+"""`AsyncClient`: the service from a script, a notebook or a pipeline."""
 
 from __future__ import annotations
 
@@ -47,11 +47,15 @@ __all__ = ["AsyncClient"]
 
 
 class AsyncClient(AsyncAdministration):
-    """As `dcp.server.client.Client`, awaited::
+    """The service at ``url``; a context manager::
 
-    async with AsyncClient("https://catalog:8470", key="dcp_...") as client:
-        async for checkpoint in client.checkpoints(run="llama/7"):
-            print(checkpoint.step, checkpoint.metrics)
+        async with AsyncClient("https://catalog:8470", key="dcp_...") as client:
+            async for checkpoint in client.checkpoints(run="llama/7", sort="metric:loss"):
+                print(checkpoint.step, checkpoint.metrics)
+
+    ``key`` is by default the environment's ``DCP_CATALOG_KEY``. ``timeout_seconds`` bounds each wait for the
+    network; what fails in passing is tried again, ``retries`` times. ``verify`` and ``transport`` are
+    httpx's. All errors are `dcp.server.client.ClientError`.
     """
 
     # -- the catalog -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""As `dcp.server.client.synchronous.connection`, awaited; for `AsyncClient`."""
+"""Requests and their answers: repeated, read, streamed, page after page; for `AsyncClient`."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# Made of asynchronous/admin.py by `make sync-client`: edit that one.
 """What admins do with the service: keys, webhooks, rules, retention; the part of `Client` for that."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Made of asynchronous/client.py by `make sync-client`: edit that one.
 """`Client`: the service from a script, a notebook or a pipeline."""
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ __all__ = ["Client"]
 
 
 class Client(Administration):
-    """The service at ``url``; a context manager, safe to use from several threads::
+    """The service at ``url``; a context manager::
 
         with Client("https://catalog:8470", key="dcp_...") as client:
-            best = client.checkpoints(run="llama/7", sort="metric:loss").first()
-            client.download(best.id, "model.safetensors")
+            for checkpoint in client.checkpoints(run="llama/7", sort="metric:loss"):
+                print(checkpoint.step, checkpoint.metrics)
 
     ``key`` is by default the environment's ``DCP_CATALOG_KEY``. ``timeout_seconds`` bounds each wait for the
     network; what fails in passing is tried again, ``retries`` times. ``verify`` and ``transport`` are

@@ -1,3 +1,4 @@
+# Made of asynchronous/connection.py by `make sync-client`: edit that one.
 """Requests and their answers: repeated, read, streamed, page after page; for `Client`."""
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Pages(Generic[T]):
 
     def first(self) -> T | None:
         """The first item, by requests for no more than that."""
-        return next(iter(Pages(self._fetch, self._call, 1)), None)
+        for item in Pages(self._fetch, self._call, 1):
+            return item
+        return None
 
     def all(self) -> list[T]:
         """All of them."""
