@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from pydantic import SecretStr
 
-from dcp.manager.registration import CatalogRegistration, Registrar
+from dcp.manager.catalog.registration import CatalogRegistration, Registrar
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
 from dcp.server.roots import Roots
@@ -30,8 +30,8 @@ from dcp.server.scanning.scanner import Scanner
 from dcp.server.settings import RootSettings, Settings
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, encode_manifest
-from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME, encode_manifest
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 
 __all__ = ["main", "measure"]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from dcp.planners.codec import decode_save_columns, encode_save_columns, encode_write_columns
-from dcp.planners.columns import SaveColumns
-from dcp.planners.global_plan import plan_save
+from dcp.planners.save.global_plan import plan_save
+from dcp.planners.wire.codec import decode_save_columns, encode_save_columns, encode_write_columns
+from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.formats.index import starts
 
 ROWS_PER_RANK = 4
@@ -90,7 +90,7 @@ def run_stock(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from dcp.planners.torch_plans import write_items
+    from dcp.planners.wire.torch_plans import write_items
 
     fqns = tuple(f"model/layers.{number}.feed_forward.weight" for number in range(tensors))
     plans = [

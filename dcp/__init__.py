@@ -37,17 +37,18 @@ if TYPE_CHECKING:
     from dcp.errors import UnsafeObjectError as UnsafeObjectError
     from dcp.errors import UnsupportedFormatError as UnsupportedFormatError
     from dcp.errors import WriterProcessError as WriterProcessError
-    from dcp.failures import RankFailedError as RankFailedError
     from dcp.filesystem import FileSystemReader as FileSystemReader
     from dcp.filesystem import FileSystemWriter as FileSystemWriter
     from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
-    from dcp.inspection import open_index as open_index
+    from dcp.inspection.checkpoints import open_index as open_index
+    from dcp.loading.read import read as read
+    from dcp.loading.report import LoadReport as LoadReport
+    from dcp.manager.catalog.registration import CatalogRegistration as CatalogRegistration
+    from dcp.manager.cleanup.retention import Best as Best
+    from dcp.manager.cleanup.retention import Retention as Retention
     from dcp.manager.manager import CheckpointManager as CheckpointManager
-    from dcp.manager.registration import CatalogRegistration as CatalogRegistration
     from dcp.manager.restore import Restored as Restored
-    from dcp.manager.retention import Best as Best
-    from dcp.manager.retention import Retention as Retention
     from dcp.metadata import BytesStorageMetadata as BytesStorageMetadata
     from dcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from dcp.metadata import Metadata as Metadata
@@ -63,10 +64,9 @@ if TYPE_CHECKING:
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
-    from dcp.report import LoadReport as LoadReport
+    from dcp.ranks.failures import RankFailedError as RankFailedError
     from dcp.state_dict_loader import load as load
     from dcp.state_dict_loader import load_state_dict as load_state_dict
-    from dcp.state_dict_reader import read as read
     from dcp.state_dict_saver import AsyncCheckpointerType as AsyncCheckpointerType
     from dcp.state_dict_saver import SaveFuture as SaveFuture
     from dcp.state_dict_saver import async_save as async_save
@@ -103,22 +103,22 @@ _NAMES = {
         "UnsupportedFormatError",
         "WriterProcessError",
     ),
-    "dcp.failures": ("RankFailedError",),
+    "dcp.ranks.failures": ("RankFailedError",),
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
-    "dcp.inspection": ("open_index",),
+    "dcp.inspection.checkpoints": ("open_index",),
     "dcp.manager.manager": ("CheckpointManager",),
-    "dcp.manager.registration": ("CatalogRegistration",),
+    "dcp.manager.catalog.registration": ("CatalogRegistration",),
     "dcp.manager.restore": ("Restored",),
-    "dcp.manager.retention": ("Best", "Retention"),
+    "dcp.manager.cleanup.retention": ("Best", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
     "dcp.planners.per_rank": ("PerRank",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
-    "dcp.report": ("LoadReport",),
+    "dcp.loading.report": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict"),
-    "dcp.state_dict_reader": ("read",),
+    "dcp.loading.read": ("read",),
     "dcp.state_dict_saver": (
         "AsyncCheckpointerType",
         "SaveFuture",
@@ -134,7 +134,6 @@ _SUBMODULES = frozenset(
         "api",
         "cli",
         "default_planner",
-        "difference",
         "errors",
         "filesystem",
         "format_utils",
@@ -150,13 +149,9 @@ _SUBMODULES = frozenset(
         "staging",
         "state_dict",
         "state_dict_loader",
-        "state_dict_reader",
         "state_dict_saver",
         "stateful",
-        "statistics",
         "storage",
-        "tensor_reading",
-        "verification",
     }
 )
 

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 
-from dcp.planners.empty_state_load_planner import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
-from dcp.planners.load_planner import DefaultLoadPlanner
-from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.planners.load.empty_state_planner import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.save.planner import DefaultSavePlanner
 
 __all__ = [
     "DefaultLoadPlanner",

@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import deprecated
 
-from dcp import object_steps
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
-from dcp.columnar_load import ColumnarLoad
-from dcp.failures import causes_of, is_damage
-from dcp.handshake import told_to_all
-from dcp.load_targets import LoadTargets, Stored
-from dcp.plain_errors import plain_errors
-from dcp.planners import load_planner
-from dcp.planners.load_planner import DefaultLoadPlanner, PerRankLoad, check_options
-from dcp.planners.selection import Patterns, Rename
-from dcp.planners.unexpected import Unexpected
-from dcp.positional_storage import takes_storage_second
+from dcp.calls.plain_errors import plain_errors
+from dcp.calls.positional_storage import takes_storage_second
+from dcp.calls.storage_selection import choose_reader
+from dcp.loading.engine import ColumnarLoad
+from dcp.loading.report import LoadReport
+from dcp.loading.targets import LoadTargets, Stored
+from dcp.planners.load import planner as load_planner
+from dcp.planners.load.planner import DefaultLoadPlanner, PerRankLoad, check_options
+from dcp.planners.load.selection import Patterns, Rename
+from dcp.planners.load.unexpected import Unexpected
 from dcp.progress import ProgressCallback
-from dcp.report import LoadReport
+from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.failures import causes_of, is_damage
+from dcp.ranks.handshake import told_to_all
 from dcp.storage import reader as columnar
-from dcp.storage.engine.read_requests import Verify
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.near_names import listed
 from dcp.storage.reader import FileSystemReader
-from dcp.storages import choose_reader
+from dcp.torch_protocol import steps as object_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -235,7 +235,7 @@ def _load_state_dict_from_keys(
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """torch's name for `dcp.read`, by names instead of patterns."""
-    from dcp.state_dict_reader import read  # which builds on this module
+    from dcp.loading.read import read  # which builds on this module
 
     names = [keys] if isinstance(keys, str) else keys
     only = None if names is None else [re.sub(r"[*?[]", r"[\g<0>]", name) for name in names]

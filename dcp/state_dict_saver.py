@@ -2,7 +2,7 @@
 
 The steps are those of `docs/architecture.md`: local plan, global plan, write, commit. With our own planner
 and storage they run on columns; a planner or storage that overrides a step gets torch's objects for all of
-them, by torch's protocol (`dcp.object_steps`).
+them, by torch's protocol (`dcp.torch_protocol.steps`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
-from dcp import object_steps
 from dcp.background.future import SaveFuture
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
-from dcp.columnar_save import ColumnarSave, cache_of
-from dcp.handshake import told_to_all
-from dcp.local_state import LocalState, PlanOptions
-from dcp.plain_errors import plain_errors
-from dcp.planners import save_planner
-from dcp.planners.plan_cache import PlanCache
-from dcp.planners.save_planner import DefaultSavePlanner
-from dcp.positional_storage import refuse_a_place, takes_storage_second
+from dcp.calls.plain_errors import plain_errors
+from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
+from dcp.calls.stateful_values import stateful_to_plain
+from dcp.calls.storage_selection import choose_writer, refuse_user_metadata
+from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.save import planner as save_planner
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
-from dcp.provenance import provenance_of
-from dcp.stateful_values import stateful_to_plain
+from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.handshake import told_to_all
+from dcp.saving.engine import ColumnarSave, cache_of
+from dcp.saving.provenance import provenance_of
+from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.storage import writer as columnar
 from dcp.storage.writer import FileSystemWriter
-from dcp.storages import choose_writer, refuse_user_metadata
+from dcp.torch_protocol import steps as object_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -283,9 +283,9 @@ def _collect(
     ranks: Ranks,
     planner: DefaultSavePlanner,
     cache: PlanCache | None,
-) -> LocalState:
+) -> RankState:
     planner.known = None if cache is None else cache.known
     planner.set_up_planner(
         state_dict=state(), storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
     )
-    return LocalState.collect(planner, digests=False)
+    return RankState.collect(planner, digests=False)

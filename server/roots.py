@@ -45,7 +45,7 @@ from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix_files import storage_error
 
 if TYPE_CHECKING:
-    from dcp.storage.formats.sources import Place, Source
+    from dcp.storage.formats.sources import Source, SourcePlace
 
 __all__ = [
     "MAX_KEY_CHARACTERS",
@@ -203,26 +203,26 @@ class Root:
     def _local_store(self, folder: str) -> PosixStore:
         return PosixStore(folder, links_within=os.path.realpath(self.path or ""))
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> SourcePlace:
         """The folder or the single file ``key``; that it is a checkpoint is not known yet.
 
         Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
         translates.
         """
-        from dcp.storage.formats.sources import FILE_SUFFIXES, Place  # only here: numpy takes its time
+        from dcp.storage.formats.sources import FILE_SUFFIXES, SourcePlace  # only here: numpy takes its time
 
         url = self.url_of(check_key(key))
         if self.path is not None:
             if not _is_file(url):
-                return Place(self._local_store(url))
+                return SourcePlace(self._local_store(url))
             above, _, name = key.rpartition("/")  # a link keeps its own name, which says what it is
-            return Place(self._local_store(self.url_of(above)), name)
+            return SourcePlace(self._local_store(self.url_of(above)), name)
         folder, _, name = url.rpartition("/")
         if name.lower().endswith(FILE_SUFFIXES):
             store = self.open_store(folder)
             if store.stat(name) is not None:
-                return Place(store, name)
-        return Place(self.open_store(url))
+                return SourcePlace(store, name)
+        return SourcePlace(self.open_store(url))
 
     def source(self, key: str) -> Source:
         """The checkpoint ``key``, of any format, with its index.

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Box, Region, Runs
-from dcp.storage.engine.read_worker import Worker
-from dcp.storage.engine.units import Unit
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Box, Region, Runs
+from dcp.storage.engine.reading.units import Unit
+from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.tensors import as_copied, dtype_codes, is_addressable, narrow, slab_boxes, torch_dtype
@@ -316,7 +316,7 @@ def _staged(
 
     # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
     @torch.inference_mode()
-    def unit(worker: Worker) -> None:
+    def unit(worker: ReadWorker) -> None:
         itemsize = engine.itemsize(chunk)
         for slab_offsets, slab_sizes in slab_boxes(stored_lengths, itemsize, _STAGED_BYTES):
             slab_bytes = math.prod(slab_sizes) * itemsize

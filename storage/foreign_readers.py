@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from dcp.storage.engine.read_requests import Verify
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.sources import Place
+from dcp.storage.formats.sources import SourcePlace
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores import OpenStore, open_store
 
@@ -23,7 +23,7 @@ class _OneFormatReader(FileSystemReader):
     what: str = ""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SourcePlace:
         """The folder or file of the current id; `PlanError` without one."""
         if not self.path:
             raise PlanError(f"{type(self).__name__} was given no checkpoint_id, neither here nor by dcp.load")

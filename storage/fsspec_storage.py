@@ -14,7 +14,7 @@ from typing import Any
 from fsspec.utils import get_protocol
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from dcp.storage.engine.read_requests import Verify
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter

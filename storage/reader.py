@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp.storage.destinations import Destinations, ReadRequest, classify
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import ReadStats, Verify
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -31,11 +31,11 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.manifest import encode_manifest
+from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.formats.pickle.python_values import decode_value
 from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.python_values import decode_value
-from dcp.storage.formats.sources import LOOSE_FORMATS, Place, index_at, locate
-from dcp.storage.formats.torch_zip import LOCAL_SIGNATURE, check_entries
+from dcp.storage.formats.sources import LOOSE_FORMATS, SourcePlace, index_at, locate
+from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
@@ -59,8 +59,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL), files of
     torch.save, safetensors files, and Hugging Face folders.
 
-    ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.read.Verify`; ``threads`` the
-    number of reading threads (None: as the store likes it, on a disk by the machine's cores).
+    ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.reading.engine.Verify`; ``threads``
+    the number of reading threads (None: as the store likes it, on a disk by the machine's cores).
     ``open_store`` makes the store of a path, such as ``partial(PosixStore, follow_links=True)``.
     ``_extension_registry`` belongs to stock's experimental stream extensions, which this reader refuses to
     guess at.
@@ -87,7 +87,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self.open_store = open_store
         self.load_id = str(uuid.uuid4())
         self.stats = ReadStats()
-        self._place: Place | None = None
+        self._place: SourcePlace | None = None
         self._traffic_before: dict[str, float] = {}
         self._index: CheckpointIndex | None = None
         self._read_as: tuple[int | None, int | None] = None, None
@@ -110,7 +110,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return self.path
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SourcePlace:
         """The folder or file of the current id."""
         if self._place is None:
             self._place = locate(self.path, open_store=self.open_store)

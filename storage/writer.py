@@ -25,9 +25,9 @@ from torch.futures import Future
 from dcp.storage import commit, torch_metadata
 from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name, file_bytes
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError
+from dcp.storage.file_partitions import Lane, WriteRequest, Written, collect, row_bytes, write_lane
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.item_writer import ItemWriter
-from dcp.storage.lanes import Lane, WriteRequest, Written, collect, row_bytes, write_lane
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.traffic import traffic_since

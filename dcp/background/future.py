@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp.plain_errors import plain_errors
+from dcp.calls.plain_errors import plain_errors
 
 __all__ = ["SaveFuture", "SaveOutcome"]
 

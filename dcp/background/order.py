@@ -16,14 +16,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from dcp import object_steps
 from dcp.background.future import SaveOutcome
-from dcp.collectives import Ranks
-from dcp.columnar_save import ColumnarSave
-from dcp.local_state import LocalState, PlanOptions
-from dcp.planners.plan_cache import PlanCache
+from dcp.planners.cache.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
-from dcp.provenance import provenance_of
+from dcp.ranks.collectives import Ranks
+from dcp.saving.engine import ColumnarSave
+from dcp.saving.provenance import provenance_of
+from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -31,6 +30,7 @@ from dcp.storage.errors import (
     StorageError,
 )
 from dcp.storage.writer import FileSystemWriter
+from dcp.torch_protocol import steps as object_steps
 
 __all__ = ["RanksFor", "SaveOrder", "agreeing_seconds", "carry_out", "is_passing"]
 
@@ -65,14 +65,14 @@ class SaveOrder:
 
 def carry_out(
     order: SaveOrder,
-    payload: Callable[[], LocalState | dict[str, Any]],
+    payload: Callable[[], RankState | dict[str, Any]],
     ranks_for: RanksFor,
     *,
     abort: threading.Event,
     progress: bool | ProgressCallback | None = None,
     cache: PlanCache | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
-    """Save what ``payload`` gives: a staged `LocalState`, or a staged state dict for torch's protocol.
+    """Save what ``payload`` gives: a staged `RankState`, or a staged state dict for torch's protocol.
 
     It is asked within the first step, so that a failed staging of one rank fails the save on all. ``cache``
     keeps the plan for the saves to come; all ranks have one, or none. Attempts end alike on all ranks, since
@@ -107,7 +107,7 @@ def agreeing_seconds(timeout_seconds: float) -> float:
 
 def _attempt(
     order: SaveOrder,
-    payload: Callable[[], LocalState | dict[str, Any]],
+    payload: Callable[[], RankState | dict[str, Any]],
     ranks: Ranks,
     attempt: int,
     abort: threading.Event,
@@ -116,9 +116,9 @@ def _attempt(
 ) -> tuple[Metadata, SaveOutcome]:
     begun = time.perf_counter()
     writer, options = order.writer, order.options
-    staged: list[LocalState | dict[str, Any]] = []
+    staged: list[RankState | dict[str, Any]] = []
 
-    def given() -> LocalState | dict[str, Any]:
+    def given() -> RankState | dict[str, Any]:
         staged[:] = [payload()]
         return staged[0]
 
@@ -127,9 +127,9 @@ def _attempt(
         writer.provenance = provenance_of(ranks)
     if options is not None and isinstance(writer, FileSystemWriter):
 
-        def local() -> LocalState:
+        def local() -> RankState:
             state = given()
-            if not isinstance(state, LocalState):
+            if not isinstance(state, RankState):
                 raise CheckpointError("a save on columns was given a state dict")
             save.seconds.update(order.seconds)  # staging may have ended only now
             return state
@@ -150,7 +150,7 @@ def _attempt(
 
         def state_dict() -> dict[str, Any]:
             state = given()
-            if isinstance(state, LocalState):
+            if isinstance(state, RankState):
                 raise CheckpointError("a save by torch's protocol was given columns")
             return state
 
@@ -160,7 +160,7 @@ def _attempt(
         )
     seconds["save"] = time.perf_counter() - begun
     state = staged[0] if staged else {}
-    size = sum(source.nbytes for source in state.sources) if isinstance(state, LocalState) else 0
+    size = sum(source.nbytes for source in state.sources) if isinstance(state, RankState) else 0
     return metadata, SaveOutcome(str(getattr(writer, "save_id", "")), seconds, attempt, size, reused)
 
 

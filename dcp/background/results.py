@@ -6,7 +6,7 @@ import pickle
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from dcp.background.failure_wire import Verdict
+from dcp.background.error_codec import Verdict
 from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.background.order import SaveOrder
 from dcp.storage.errors import CheckpointConflictError, WriterProcessError

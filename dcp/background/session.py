@@ -28,24 +28,24 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcp.background.future import SaveFuture
 from dcp.background.interrupts import interrupts_later
 from dcp.background.order import SaveOrder
-from dcp.background.rendezvous import own_client
+from dcp.background.process.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
-from dcp.background.worker import FailedStaging, Payload, StagedDict, Worker
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
-from dcp.handshake import begin
-from dcp.local_state import LocalState, PlanOptions
-from dcp.plain_errors import shorten
-from dcp.planners import save_planner
-from dcp.planners.known_state import KnownState
-from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.background.worker import BackgroundWriter, FailedStaging, Payload, StagedDict
+from dcp.calls.plain_errors import shorten
+from dcp.calls.stateful_values import stateful_to_plain
+from dcp.calls.storage_selection import refuse_user_metadata
+from dcp.planners.cache.known_state import KnownState
+from dcp.planners.save import planner as save_planner
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback, harmless
+from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
+from dcp.ranks.handshake import begin
+from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
-from dcp.stateful_values import stateful_to_plain
 from dcp.storage import writer as columnar
 from dcp.storage.errors import CheckpointError, StagingError
 from dcp.storage.writer import FileSystemWriter
-from dcp.storages import refuse_user_metadata
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -213,9 +213,9 @@ class AsyncSession:
             return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))
         meta = writer.storage_meta()
 
-        def local_state(state: dict[str, Any]) -> LocalState:
+        def local_state(state: dict[str, Any]) -> RankState:
             ours.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
-            return LocalState.collect(ours, digests=False).encoded()
+            return RankState.collect(ours, digests=False).encoded()
 
         own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
         ours.known = self._known if own else None  # copies of other stagers are new ones each time
@@ -311,11 +311,11 @@ class AsyncSession:
         self._changed = threading.Condition()  # another thread may have held the old one
         self._unfinished = set()
 
-    def _make_worker(self, start: bool) -> Worker:
+    def _make_worker(self, start: bool) -> BackgroundWriter:
         if not self._in_process:
             # nothing that refers to this object: it could not be dropped any more
             return ThreadWriter(partial(_ranks, self._own_channel, self.timeout_seconds, "save"))
-        from dcp.background.process_writer import ProcessWriter
+        from dcp.background.process.writer import ProcessWriter
 
         return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from dcp.background.future import SaveFuture
 from dcp.background.order import RanksFor, SaveOrder, carry_out
-from dcp.background.worker import Payload, Worker, payload_of
-from dcp.planners.plan_cache import PlanCache
+from dcp.background.worker import BackgroundWriter, Payload, payload_of
+from dcp.planners.cache.plan_cache import PlanCache
 from dcp.progress import ProgressCallback
 from dcp.storage.errors import CheckpointError
 
@@ -24,7 +24,7 @@ class _Task:
     progress: bool | ProgressCallback | None
 
 
-class ThreadWriter(Worker):
+class ThreadWriter(BackgroundWriter):
     """Carries out saves in a thread, one at a time.
 
     It runs as a daemon: a save that hangs must not keep the interpreter from ending once the session's

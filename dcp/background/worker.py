@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from dcp.background.future import SaveFuture
     from dcp.background.order import SaveOrder
-    from dcp.local_state import LocalState
     from dcp.progress import ProgressCallback
+    from dcp.saving.rank_state import RankState
 
-__all__ = ["Payload", "StagedDict", "Worker", "payload_of"]
+__all__ = ["BackgroundWriter", "Payload", "StagedDict", "payload_of"]
 
 
 class Payload(Protocol):
@@ -59,16 +59,16 @@ class FailedStaging:
         """Nothing was taken."""
 
 
-def payload_of(payload: Payload, order: SaveOrder) -> LocalState | dict[str, Any]:
+def payload_of(payload: Payload, order: SaveOrder) -> RankState | dict[str, Any]:
     """What ``payload`` holds, once staging is complete; raises what staging raised. Its duration goes into
     ``order``."""
     result = payload.done.result(order.timeout_seconds)
     order.seconds.update(getattr(payload, "seconds", {}))
-    local: LocalState | None = getattr(payload, "local", None)
+    local: RankState | None = getattr(payload, "local", None)
     return local if local is not None else result
 
 
-class Worker(ABC):
+class BackgroundWriter(ABC):
     """Carries out saves in the order in which they come, the same on all ranks."""
 
     @abstractmethod

@@ -31,8 +31,8 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed, near_names
 
 if TYPE_CHECKING:
-    from dcp.elements import Array
-    from dcp.tensor_reading import Slices, TensorReader
+    from dcp.inspection.values.elements import Array
+    from dcp.inspection.values.tensor_reading import Slices, TensorReader
 
 __all__ = ["command"]
 
@@ -67,7 +67,7 @@ def command(
     slices = None if slice_ is None else _slices(slice_)
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp.tensor_reading import open_tensors
+        from dcp.inspection.values.tensor_reading import open_tensors
 
         given = storage_options(uri, options)
         with open_tensors(uri, storage_options=given, verify="full") as reader:
@@ -101,7 +101,7 @@ def _slices(text: str) -> Slices:
 
 
 def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -> None:
-    from dcp.inspection import object_row
+    from dcp.inspection.checkpoints import object_row
 
     index = reader.index
     if fqn not in index.objects.position:
@@ -118,7 +118,7 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
     if json:
         print_json({"fqn": fqn, "type": type(value.value).__name__, "value": value.value})
     else:
-        from dcp.storage.formats.python_values import value_text
+        from dcp.storage.formats.pickle.python_values import value_text
 
         print(printable(value_text(value.value)))
 
@@ -151,7 +151,7 @@ def _children(fqn: str, below: Sequence[str]) -> str:
 
 
 def _decoded(reader: TensorReader, row: int, array: Array) -> Array:
-    from dcp.elements import decode
+    from dcp.inspection.values.elements import decode
 
     return decode(array, reader.index.dtype(row))
 
@@ -220,7 +220,7 @@ def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: st
     """Types that numpy lacks are written as float32, which has all their values."""
     import numpy as np
 
-    from dcp.elements import stored_dtype
+    from dcp.inspection.values.elements import stored_dtype
 
     shape = reader.shape_of(row, slices)
     sample = _decoded(reader, row, np.zeros((1,) * len(shape), stored_dtype(reader.index.dtype(row))))

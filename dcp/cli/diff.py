@@ -22,7 +22,7 @@ from dcp.cli.progress import progress_bar
 from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.difference import Difference, TensorDifference, TensorFacts
+    from dcp.inspection.values.difference import Difference, TensorDifference, TensorFacts
 
 __all__ = ["command"]
 
@@ -67,7 +67,7 @@ def command(
     renames = dict(_rename(rule) for rule in rename or ())
     with errors_as_lines(debug=debug), progress_bar(f"{a} {b}") as progress:
         # here, because a usage message must not wait for numpy
-        from dcp.difference import diff
+        from dcp.inspection.values.difference import diff
 
         found = diff(
             a,
@@ -138,7 +138,7 @@ def _type(facts: TensorFacts | None) -> str:
 
 
 def _shown(value: object) -> str:
-    from dcp.storage.formats.python_values import value_text
+    from dcp.storage.formats.pickle.python_values import value_text
 
     text = "-" if value is None else value_text(value)
     return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."

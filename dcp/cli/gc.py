@@ -23,7 +23,7 @@ from dcp.cli.rm import Yes
 from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
-    from dcp.manager.leftovers import Leftovers
+    from dcp.manager.cleanup.leftovers import Leftovers
 
 __all__ = ["command"]
 
@@ -70,7 +70,7 @@ def command(
     """
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp.manager.leftovers import find_leftovers, remove_leftovers
+        from dcp.manager.cleanup.leftovers import find_leftovers, remove_leftovers
         from dcp.storage.stores.opening import OpenWith
 
         now_seconds, age = time.time(), hours * 3600

@@ -23,7 +23,7 @@ from dcp.cli.common import (
 from dcp.cli.tables import counted, print_table
 
 if TYPE_CHECKING:
-    from dcp.inspection import CheckpointSummary
+    from dcp.inspection.checkpoints import CheckpointSummary
 
 __all__ = ["command"]
 
@@ -51,8 +51,8 @@ def command(
     """List the checkpoints in a folder: step, time, format, size, committed or not; and the runs below it."""
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp.inspection import list_checkpoints
-        from dcp.run_listing import list_below, list_runs
+        from dcp.inspection.checkpoints import list_checkpoints
+        from dcp.inspection.runs import list_below, list_runs
 
         given = storage_options(uri, options)
         listing = list_below if recursive else list_checkpoints

@@ -23,7 +23,7 @@ from dcp.cli.pictures import bar
 from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.inspection import CheckpointHeader, ModuleNode, ObjectRow, TensorRow
+    from dcp.inspection.checkpoints import CheckpointHeader, ModuleNode, ObjectRow, TensorRow
 
 __all__ = ["command"]
 
@@ -224,7 +224,7 @@ def _print_objects(values: list[ObjectRow]) -> None:
 def _describe_value(row: ObjectRow) -> tuple[str, str]:
     if not row.is_plain:
         return "pickled", f"{describe_bytes(row.bytes)} in {row.file}"
-    from dcp.storage.formats.python_values import value_text
+    from dcp.storage.formats.pickle.python_values import value_text
 
     text = value_text(row.value)
     shown = text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."

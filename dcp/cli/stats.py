@@ -25,7 +25,7 @@ from dcp.cli.progress import progress_bar
 from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.statistics import CheckpointStatistics, Histogram, Statistics, TensorStatistics
+    from dcp.inspection.values.statistics import CheckpointStatistics, Histogram, Statistics, TensorStatistics
 
 __all__ = ["command"]
 
@@ -59,7 +59,7 @@ def command(
     by = sort_key(sort, _sorts()) if sort else None
     with errors_as_lines(debug=debug), progress_bar(uri) as progress:
         # here, because a usage message must not wait for numpy
-        from dcp.statistics import statistics
+        from dcp.inspection.values.statistics import statistics
 
         found = statistics(
             uri,

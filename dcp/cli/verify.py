@@ -22,7 +22,7 @@ from dcp.cli.progress import progress_bar
 from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
-    from dcp.verification import VerifyReport
+    from dcp.inspection.verification import VerifyReport
 
 __all__ = ["command"]
 
@@ -46,7 +46,7 @@ def command(
         try:
             with errors_as_lines(debug=debug), progress_bar(uri) as progress:
                 # here, because a usage message must not wait for numpy
-                from dcp.verification import verify
+                from dcp.inspection.verification import verify
 
                 given = storage_options(uri, options)
                 reports.append(verify(uri, progress=progress, storage_options=given))

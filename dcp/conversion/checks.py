@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from dcp.conversion.gather import Fragment
 from dcp.conversion.layout import Copies
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import ReadStats
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import ReadStats
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 

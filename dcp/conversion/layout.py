@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp.planners.boxes import gather_rows
+from dcp.planners.layout.boxes import gather_rows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts

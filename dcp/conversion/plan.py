@@ -16,13 +16,13 @@ from dcp.conversion.entries import Entries, Value
 from dcp.conversion.extras import extras_of, metadata_of
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.targets.dcp import Chunks, EncodedValue, dcp_layout
-from dcp.conversion.targets.places import Format, Place
+from dcp.conversion.targets.places import Format, TargetPlace
 from dcp.conversion.targets.safetensors import DEFAULT_SHARD_BYTES, safetensors_layout
 from dcp.conversion.targets.torch_save import torch_layout
 from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES
 from dcp.conversion.values import SourceValues, torch_allows
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointFormatError,
@@ -31,8 +31,8 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.formats.torch_pickle_writer import SizeValue
-from dcp.storage.formats.torch_structure import restore_structure
+from dcp.storage.formats.torch.pickle_writer import SizeValue
+from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.near_names import listed
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
@@ -80,7 +80,7 @@ class Planned:
 def plan_layout(
     entries: Entries,
     engine: ReadEngine,
-    place: Place,
+    place: TargetPlace,
     options: LayoutOptions,
     save_id: str,
     *,

@@ -25,14 +25,14 @@ from dcp.conversion.checks import TargetChecksums
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.ledger import Ledger, LocalLedger, StoredLedger
 from dcp.conversion.sinks import announce
-from dcp.conversion.targets.places import Place
+from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME, encode_manifest
 from dcp.storage.formats.open import has_checkpoint
-from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import storage_error
 
@@ -52,7 +52,7 @@ class Publisher(ABC):
 
     ledger: Ledger
 
-    def __init__(self, place: Place, *, overwrite: bool) -> None:
+    def __init__(self, place: TargetPlace, *, overwrite: bool) -> None:
         self._place = place
         self._overwrite = overwrite
         self._previous: commit.Previous | None = None
@@ -79,7 +79,7 @@ class Publisher(ABC):
         self._previous = commit.previous_state(self._place.store, commit.Names())
 
 
-def publisher_of(place: Place, *, overwrite: bool) -> Publisher:
+def publisher_of(place: TargetPlace, *, overwrite: bool) -> Publisher:
     """The publisher for a place."""
     kind = LocalPublisher if place.path is not None else StoredPublisher
     return kind(place, overwrite=overwrite)
@@ -101,7 +101,7 @@ class LocalPublisher(Publisher):
     ``save_id`` as for `LocalLedger`.
     """
 
-    def __init__(self, place: Place, *, overwrite: bool, save_id: str = "") -> None:
+    def __init__(self, place: TargetPlace, *, overwrite: bool, save_id: str = "") -> None:
         super().__init__(place, overwrite=overwrite)
         self._ledger = self.ledger = LocalLedger(place.work_folder, save_id)
 
@@ -271,7 +271,7 @@ class LocalPublisher(Publisher):
 class StoredPublisher(Publisher):
     """Objects of a store, written front to back by one task each."""
 
-    def __init__(self, place: Place, *, overwrite: bool) -> None:
+    def __init__(self, place: TargetPlace, *, overwrite: bool) -> None:
         super().__init__(place, overwrite=overwrite)
         self.ledger = StoredLedger(place.store, place.ledger_name)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.checks import SourceChecks, TargetChecksums
 from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.executors import open_executor
@@ -29,13 +30,12 @@ from dcp.conversion.publish import Publisher, publisher_of
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.sources import SourceColumns, copy_sources
 from dcp.conversion.targets.dcp import Chunks
-from dcp.conversion.targets.places import Format, Place, place_of
+from dcp.conversion.targets.places import Format, TargetPlace, place_of
 from dcp.conversion.tasks import Job, Task, TaskResult, close_all, make_tasks, run_task
-from dcp.plain_errors import plain_errors
-from dcp.planners.selection import Patterns, Rename
+from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Verify
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import Source, open_source
@@ -163,7 +163,7 @@ def _results(entries: list[bytes]) -> list[TaskResult] | None:
         return None
 
 
-def _refuse_itself(source: Source, place: Place) -> None:
+def _refuse_itself(source: Source, place: TargetPlace) -> None:
     if source.store.url == place.store.url and source.file == place.file_name:
         raise PlanError(f"source and target are both {place.url}; convert to another place", path=place.url)
 
@@ -173,7 +173,7 @@ class _Work:
     """One conversion on its way."""
 
     engine: ReadEngine
-    place: Place
+    place: TargetPlace
     layout: TargetLayout
     save_id: str
     to: str

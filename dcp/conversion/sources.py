@@ -16,9 +16,9 @@ import numpy as np
 
 from dcp.conversion.layout import Copies, TargetLayout
 from dcp.conversion.pieces import SourceBox
-from dcp.planners.boxes import expand_ranges, gather_rows, row_products
-from dcp.planners.load_plan import WantedColumns, plan_load
-from dcp.storage.engine.read import ReadEngine
+from dcp.planners.layout.boxes import expand_ranges, gather_rows, row_products
+from dcp.planners.load.plan import WantedColumns, plan_load
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
 __all__ = ["SourceColumns", "TaskCopies", "TaskCopy", "copy_sources", "payload_crcs", "source_files"]

@@ -18,13 +18,13 @@ from dcp.conversion.checks import TargetChecksums
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.publish import LocalPublisher, final_index
 from dcp.conversion.sinks import ComparingSink, FileSink, Sink, StreamSink, announce
-from dcp.conversion.targets.places import Place
+from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.targets.safetensors import INDEX_NAME
 from dcp.conversion.tasks import Task
 from dcp.storage import commit
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, is_commit_object, open_index
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
 from dcp.storage.stores.posix import PosixStore
@@ -43,7 +43,7 @@ def save_id_of(attempt: str) -> str:
 class StagedTarget(ABC):
     """A target of the attempt ``attempt``."""
 
-    def __init__(self, place: Place, attempt: str) -> None:
+    def __init__(self, place: TargetPlace, attempt: str) -> None:
         self.place = replace(place, attempt=attempt)
         self.attempt = attempt
 
@@ -106,7 +106,7 @@ class StagedTarget(ABC):
         return crc32(data) == index.torch_metadata_crc
 
 
-def staged_target(place: Place, attempt: str) -> StagedTarget:
+def staged_target(place: TargetPlace, attempt: str) -> StagedTarget:
     """The target at ``place``."""
     return (_Objects if place.path is None else _Local)(place, attempt)
 
@@ -114,7 +114,7 @@ def staged_target(place: Place, attempt: str) -> StagedTarget:
 class _Local(StagedTarget):
     """Built aside in a folder of this attempt alone, and renamed."""
 
-    def __init__(self, place: Place, attempt: str) -> None:
+    def __init__(self, place: TargetPlace, attempt: str) -> None:
         super().__init__(place, attempt)
         self._publisher = LocalPublisher(self.place, overwrite=False, save_id=save_id_of(attempt))
 

@@ -35,11 +35,11 @@ from dcp.conversion.plan import (
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.sources import copy_sources
 from dcp.conversion.staged_targets import save_id_of, staged_target
-from dcp.conversion.targets.places import Place
+from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.tasks import Task, TaskResult, carry_out, make_tasks
-from dcp.planners.selection import Patterns, Rename
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Verify
+from dcp.planners.load.selection import Patterns, Rename
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import (
     CheckpointError,
     PlanError,
@@ -121,7 +121,7 @@ class StagedConversion:
     def __init__(
         self,
         source: Source,
-        target: Place,
+        target: TargetPlace,
         options: StageOptions,
         *,
         attempt: str,
@@ -317,7 +317,7 @@ def _parts(tasks: Sequence[Task]) -> tuple[tuple[int, int, int], ...]:
     return tuple(parts)
 
 
-def discard_attempt(target: Place, attempt: str, parts: int) -> None:
+def discard_attempt(target: TargetPlace, attempt: str, parts: int) -> None:
     """Remove what a conversion of ``parts`` parts that was given up has written; needs no source.
 
     A target that was published after all stays as it is. So do objects that are not of this attempt.

@@ -11,17 +11,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsafeObjectError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.object_blob import ObjectBlob
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.native.record import object_record
+from dcp.storage.formats.pickle.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.formats.python_values import HARMLESS_MARK, decode_value, python_value
-from dcp.storage.formats.record import object_record
-from dcp.storage.formats.tensor_pickle import TensorPickle
-from dcp.storage.formats.torch_pickle import DevicePickle, SizePickle
-from dcp.storage.formats.torch_pickle_writer import SizeValue, StoredTensor
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
+from dcp.storage.formats.torch.pickle_writer import SizeValue, StoredTensor
+from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
 __all__ = ["SourceValues", "torch_allows"]
 

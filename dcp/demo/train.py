@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """The command line of a rank."""
 
     corpus: Path
@@ -95,7 +95,7 @@ class Training:
 class Checkpoints:
     """What the job saves and restores: through a `dcp.CheckpointManager`, behind the training loop."""
 
-    def __init__(self, training: Training, job: Job, crash: CrashPoint | None) -> None:
+    def __init__(self, training: Training, job: TrainingJob, crash: CrashPoint | None) -> None:
         self._training = training
         self._job = job
         self._crash = crash
@@ -148,14 +148,14 @@ class Checkpoints:
             (self._job.results / "load.json").write_text(json.dumps(counts.tolist()))
 
 
-def _note_digests(training: Training, job: Job, name: str) -> None:
+def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
     state = {"app": training.state_dict(), "rng": dcp.PerRank(training.generator.get_state())}
     digests = digests_of_state(state)
     if dist.get_rank() == 0:
         (job.results / name).write_text(json.dumps(digests, indent=1))
 
 
-def _run(job: Job) -> None:
+def _run(job: TrainingJob) -> None:
     crash = CrashPoint.from_environment()
     rank = dist.get_rank()
     note = job.results / f"rank-{rank}.pid"
@@ -187,7 +187,7 @@ def main() -> None:
     for name in ("--steps", "--save-every"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--writer", choices=("thread", "process"), default="thread")
-    job = Job(**vars(parser.parse_args()))
+    job = TrainingJob(**vars(parser.parse_args()))
     # torch's advice on views between FSDP modules; nothing here writes into one
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     torch.set_num_threads(1)

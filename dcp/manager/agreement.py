@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcp.collectives import Channel, Ranks
+from dcp.ranks.collectives import Channel, Ranks
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["Agreement", "RankAgreement", "Votes"]

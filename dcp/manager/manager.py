@@ -15,28 +15,28 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.background.session import own_channel
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
-from dcp.manager import endings
+from dcp.calls.plain_errors import plain_errors
+from dcp.calls.stateful_values import check_top_level
+from dcp.calls.storage_selection import with_options
+from dcp.manager import exit_hooks as endings
+from dcp.manager.catalog.registration import CatalogRegistration, registrar_of
+from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
+from dcp.manager.cleanup.retention import Retention
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
-from dcp.manager.registration import CatalogRegistration, registrar_of
 from dcp.manager.restore import Restored, restore
-from dcp.manager.retention import Retention
 from dcp.manager.saves import Mode, SaveOptions, check_group, saves_of
 from dcp.manager.saving import Saver, WhenBusy
 from dcp.manager.schedule import Schedule
+from dcp.manager.step_coordinator import StepCoordinator
 from dcp.manager.steps import StepFolders, whole_step
-from dcp.manager.turns import Turns
-from dcp.manager.upkeep import Check, Upkeep
 from dcp.manager.user_metadata import Metrics, user_metadata_of
-from dcp.plain_errors import plain_errors
 from dcp.progress import ProgressCallback
+from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
 from dcp.state_dict_loader import LoadOptions
-from dcp.stateful_values import check_top_level
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
-from dcp.storages import with_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -179,7 +179,7 @@ class CheckpointManager:
             save_first=save_first,
             now_seconds=time.monotonic(),
         )
-        self._turns = Turns(
+        self._turns = StepCoordinator(
             schedule,
             channel,
             handle_sigterm=handle_sigterm,
@@ -188,7 +188,7 @@ class CheckpointManager:
             timeout_seconds=timeout_seconds,
         )
         self._upkeep = (
-            Upkeep(self._folders, keep, verify_saved, self._events, on_damage=self._ledger.damaged)
+            PostCommitWorker(self._folders, keep, verify_saved, self._events, on_damage=self._ledger.damaged)
             if self.rank == 0
             else None
         )
@@ -547,7 +547,7 @@ class CheckpointManager:
             return
         self._closed = True
         endings.forget(self)
-        self._turns.deafen()
+        self._turns.stop_listening()
         deadline = time.monotonic() + timeout_seconds
         self._saves.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
@@ -568,12 +568,12 @@ class CheckpointManager:
             )
 
     def end_with_interpreter(self, *, failed: bool) -> None:
-        """See `dcp.manager.endings`: close, after an exception as a with block does."""
+        """See `dcp.manager.exit_hooks`: close, after an exception as a with block does."""
         bound = min(self._timeout_seconds, _AFTER_ERROR_SECONDS) if failed else self._timeout_seconds
         self._close(bound, together=False)
 
     def leave_to_parent(self) -> None:
-        """See `dcp.manager.endings`."""
+        """See `dcp.manager.exit_hooks`."""
         self._closed = True
         self._ledger = Ledger(keep_failures=False)
         self._upkeep = None

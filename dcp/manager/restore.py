@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgpack
 
-from dcp.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
-from dcp.failures import causes_of, is_damage
-from dcp.handshake import begin
-from dcp.planners.load_planner import DefaultLoadPlanner
-from dcp.report import LoadReport
+from dcp.loading.report import LoadReport
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.failures import causes_of, is_damage
+from dcp.ranks.handshake import begin
 from dcp.state_dict_loader import LoadOptions, load
 from dcp.storage.errors import (
     CheckpointConflictError,

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, Literal
 
 from dcp.background.future import SaveFuture, SaveOutcome
+from dcp.manager.cleanup.post_commit import PostCommitWorker
 from dcp.manager.events import Events
 from dcp.manager.ledger import Ledger
 from dcp.manager.saves import Saves
 from dcp.manager.schedule import Reason
-from dcp.manager.turns import Turns
-from dcp.manager.upkeep import Upkeep
+from dcp.manager.step_coordinator import StepCoordinator
 from dcp.storage.errors import CheckpointError
 from dcp.storage.writer import FileSystemWriter
 
@@ -29,11 +29,11 @@ _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 class Saver:
     """Begins steps and saves; all ranks do so alike. The parts are the manager's."""
 
-    turns: Turns
+    turns: StepCoordinator
     saves: Saves
     ledger: Ledger
     events: Events
-    upkeep: Upkeep | None
+    upkeep: PostCommitWorker | None
     when_busy: WhenBusy
     timeout_seconds: float
 

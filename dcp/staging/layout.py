@@ -10,12 +10,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from dcp.planners.columns import SaveColumns
-from dcp.planners.known_state import Sources
+from dcp.planners.cache.known_state import Sources
+from dcp.planners.wire.columns import SaveColumns
 from dcp.staging.arena import HostArena
 from dcp.storage.formats.index import Int64
 
-__all__ = ["ALIGNMENT_BYTES", "Layout", "Structure", "pointers_of", "ties_of"]
+__all__ = ["ALIGNMENT_BYTES", "ArenaLayout", "Structure", "pointers_of", "ties_of"]
 
 ALIGNMENT_BYTES = 64
 
@@ -68,7 +68,7 @@ def _equal(mine: object, others: object) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ArenaLayout:
     """Views of an arena by source: contiguous, of the sources' shapes and dtypes, the same one for ties.
 
     ``number`` is another one for every layout made in this process. ``copied`` are the sources to copy: all
@@ -85,7 +85,7 @@ class Layout:
     copied: Int64
 
     @classmethod
-    def make(cls, structure: Structure, sources: Sequence[torch.Tensor], arena: HostArena) -> Layout:
+    def make(cls, structure: Structure, sources: Sequence[torch.Tensor], arena: HostArena) -> ArenaLayout:
         """Reserve what the sources need and view it."""
         count = len(sources)
         sizes = np.fromiter((source.nbytes for source in sources), np.int64, count)

@@ -14,7 +14,7 @@ import torch
 from dcp.staging.arena import ArenaKind, HostArena
 from dcp.staging.copies import Copies, DeviceWork, HostCopier
 from dcp.staging.guard import changed_error
-from dcp.staging.layout import Layout, Structure, pointers_of, ties_of
+from dcp.staging.layout import ArenaLayout, Structure, pointers_of, ties_of
 from dcp.staging.samples import Guard, Samples, plain_host
 from dcp.staging.tree import StateTree
 from dcp.storage.formats.index import Int64
@@ -40,13 +40,13 @@ class Slot:
     """An arena and how it was divided the last time."""
 
     arena: HostArena
-    layout: Layout | None = None
+    layout: ArenaLayout | None = None
 
-    def laid_out(self, structure: Structure, sources: Sequence[torch.Tensor]) -> Layout:
+    def laid_out(self, structure: Structure, sources: Sequence[torch.Tensor]) -> ArenaLayout:
         """Views for ``sources``: the last ones where they fit, as they do for saves of one training state."""
         if self.layout is None or not self.layout.fits(structure, self.arena):
             self.layout = None  # its views would keep the old mapping
-            self.layout = Layout.make(structure, sources, self.arena)
+            self.layout = ArenaLayout.make(structure, sources, self.arena)
         return self.layout
 
     @classmethod
@@ -113,7 +113,7 @@ class Staging:
         self,
         machine: Machine,
         arena: HostArena,
-        layout: Layout,
+        layout: ArenaLayout,
         sources: list[torch.Tensor],
         pointers: Int64,
         plain: npt.NDArray[np.bool_],

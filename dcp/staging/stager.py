@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultStager
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from dcp.local_state import LocalState
+from dcp.saving.rank_state import RankState
 from dcp.staging.arena import HostArena
 from dcp.staging.gate import Gate
 from dcp.staging.guard import changed_error
@@ -43,7 +43,7 @@ class StagedState:
     were found to be true, with StagingError otherwise; ``seconds`` has "staging" from then on.
     """
 
-    local: LocalState
+    local: RankState
     offsets: Int64
     arena: HostArena
     layout: int
@@ -97,7 +97,7 @@ class DefaultStager(TorchDefaultStager):
 
     def stage_local(
         self,
-        local: LocalState,
+        local: RankState,
         *,
         overlap: bool = False,
         shared: bool = False,
@@ -142,7 +142,7 @@ class DefaultStager(TorchDefaultStager):
             self._finish(staging, staged, local, begun)
         return staged
 
-    def _finish(self, staging: Staging, staged: StagedState, local: LocalState, begun: float) -> None:
+    def _finish(self, staging: Staging, staged: StagedState, local: RankState, begun: float) -> None:
         error: BaseException | None = None
         try:
             wrong = staging.run()
@@ -229,7 +229,7 @@ class DefaultStager(TorchDefaultStager):
         return self._background
 
 
-def _fqns(local: LocalState, sources: list[int]) -> list[str]:
+def _fqns(local: RankState, sources: list[int]) -> list[str]:
     """Names of the tensors that lie in these sources."""
     columns = local.columns
     wrong = set(sources)

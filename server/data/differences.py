@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from dcp.difference import TensorDifference, TensorFacts, diff_readers
-from dcp.object_differences import ObjectDifference
+from dcp.inspection.values.difference import TensorDifference, TensorFacts, diff_readers
+from dcp.inspection.values.object_differences import ObjectDifference
+from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.schemas.data import Basis
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.tensor_reading import TensorReader
 
 __all__ = ["IndexDifference", "compare"]
 

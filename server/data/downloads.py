@@ -81,16 +81,16 @@ def plan_download(
     from dcp.conversion.entries import choose_entries
     from dcp.conversion.plan import LayoutOptions, plan_layout
     from dcp.conversion.sources import payload_crcs
-    from dcp.conversion.targets.places import Place
+    from dcp.conversion.targets.places import TargetPlace
     from dcp.server.data.planned import PlannedBody
-    from dcp.storage.engine.read import ReadEngine
+    from dcp.storage.engine.reading.engine import ReadEngine
 
     store, index = opened.store, opened.whole_index
     check()
     only, exclude = list(options.only) or None, list(options.exclude) or None
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
     check()
-    place = Place(store.url, store, f"download{_SUFFIXES[options.to]}", None)
+    place = TargetPlace(store.url, store, f"download{_SUFFIXES[options.to]}", None)
     with ReadEngine(store, index, verify="blocks") as engine:
         layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
         crcs = payload_crcs(index) if options.to == "torch" else None

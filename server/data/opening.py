@@ -19,7 +19,7 @@ from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
 if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex
-    from dcp.storage.formats.sources import Place
+    from dcp.storage.formats.sources import SourcePlace
 
 __all__ = ["OpenCheckpoint", "OpenCheckpoints"]
 
@@ -91,7 +91,7 @@ class OpenCheckpoints:
         except (CheckpointError, OSError) as error:
             raise root.problem(error, is_known=True) from error
 
-    def _shared(self, root: Root, key: str, place: Place, stamp: _Stamp) -> OpenCheckpoint:
+    def _shared(self, root: Root, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
         place_key, mark = (root.name, key), (root.name, key, stamp.text)
         with self._lock:
             known = self._kept.get(place_key) or self._in_use.get(place_key)
@@ -116,7 +116,7 @@ class OpenCheckpoints:
                 self._waiting -= 1
 
     def _read(
-        self, root: Root, key: str, place: Place, stamp: _Stamp, opening: Future[OpenCheckpoint]
+        self, root: Root, key: str, place: SourcePlace, stamp: _Stamp, opening: Future[OpenCheckpoint]
     ) -> None:
         from dcp.storage.formats.sources import index_at
 
@@ -151,7 +151,7 @@ class _Stamp(NamedTuple):
     is_large: bool
 
 
-def _stamp(place: Place) -> _Stamp:
+def _stamp(place: SourcePlace) -> _Stamp:
     """Of all files of the checkpoint: one listing. CheckpointNotFoundError if there is nothing."""
     from dcp.storage.formats.open import is_commit_object
 

@@ -21,13 +21,13 @@ from dcp.conversion.pieces import range_boxes
 from dcp.conversion.sources import copy_sources
 from dcp.conversion.stretches import StretchReader
 from dcp.conversion.tasks import make_tasks
-from dcp.elements import Array
+from dcp.inspection.values.elements import Array
+from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data import bodies
 from dcp.server.data.bodies import Body, empty_part
-from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.stores.base import Store
-from dcp.tensor_reading import Slices, TensorReader
 
 __all__ = ["ArrayBody", "PlannedBody"]
 

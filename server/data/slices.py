@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from dcp.server.problems import UnprocessableError
 
 if TYPE_CHECKING:
-    from dcp.tensor_reading import Slices
+    from dcp.inspection.values.tensor_reading import Slices
 
 __all__ = ["TensorFormat", "parse_slices"]
 

@@ -12,18 +12,18 @@ import numpy as np
 from dcp.conversion.casting import CASTABLE
 from dcp.conversion.layout import CopyBuilder, TargetLayout
 from dcp.conversion.layout import Literal as LiteralBytes
-from dcp.elements import decode, stored_dtype
+from dcp.inspection.values.elements import decode, stored_dtype
+from dcp.inspection.values.tensor_boxes import lattice_of
+from dcp.inspection.values.tensor_reading import Slices
 from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.data.planned import ArrayBody, PlannedBody
 from dcp.server.data.slices import TensorFormat
 from dcp.server.problems import NotFoundError, UnprocessableError
-from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.safetensors_writer import HeaderTensor, header_order, safetensors_header
-from dcp.tensor_boxes import lattice_of
-from dcp.tensor_reading import Slices
+from dcp.storage.formats.safetensors.writer import HeaderTensor, header_order, safetensors_header
 
 __all__ = ["PlannedTensor", "plan_tensor"]
 

@@ -1,8 +1,8 @@
 """What a policy makes of the checkpoints in the catalog; nothing is changed here.
 
-The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied to each run, and in it to each
-format by itself: a run's converted weights do not count as the newest of its training checkpoints. Kept in
-any case are checkpoints without a step, pinned ones, and those that an alias names.
+The rules are those of `dcp.Retention` (`dcp.manager.cleanup.retention`), applied to each run, and in it to
+each format by itself: a run's converted weights do not count as the newest of its training checkpoints. Kept
+in any case are checkpoints without a step, pinned ones, and those that an alias names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, select
 
-from dcp.manager.retention import Retention, StepState, plan
+from dcp.manager.cleanup.retention import Retention, StepState, plan
 from dcp.server.catalog.queries.patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 

@@ -32,15 +32,15 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
 )
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.manifest import (
+from dcp.storage.formats.native.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     METADATA_NAME,
     decode_manifest,
 )
-from dcp.storage.formats.manifest_summary import ManifestSummary, summarize_manifest
-from dcp.storage.formats.sources import Place, Source, index_at
-from dcp.storage.formats.torch_metadata_writer import torch_metadata_head
+from dcp.storage.formats.native.manifest_summary import ManifestSummary, summarize_manifest
+from dcp.storage.formats.sources import Source, SourcePlace, index_at
+from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import is_below, path_of_descriptor
@@ -165,9 +165,9 @@ class Reader:
                 return found
         if candidate.kind == "file":
             run, _, name = key.rpartition("/")
-            place = Place(self._store(run), name)
+            place = SourcePlace(self._store(run), name)
         else:
-            place = Place(self._store(key))
+            place = SourcePlace(self._store(key))
         source = Source(place.store, index_at(place), key, place.file)
         listing = None if candidate.kind == "commit" else marks
         return facts_of_source(

@@ -27,7 +27,7 @@ from dcp.server.roots import MAX_KEY_CHARACTERS, Folder, Root, fault_of_key
 from dcp.server.scanning.facts import marks_of
 from dcp.server.scanning.links import LinkedFile, LinkedFolder, Links, Refused
 from dcp.storage.errors import CheckpointNotFoundError
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix_files import storage_error

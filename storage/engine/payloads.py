@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcp.storage.engine.boxes import c_strides
-from dcp.storage.engine.edges import MAX_RECORDS, Edges
 from dcp.storage.engine.memory import item_view
+from dcp.storage.engine.reading.edges import MAX_RECORDS, Edges
 from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
@@ -27,10 +27,10 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
-from dcp.storage.formats.record_reader import locate_payload
+from dcp.storage.formats.native.record_reader import locate_payload
 
 if TYPE_CHECKING:
-    from dcp.storage.engine.joining import Piece
+    from dcp.storage.engine.reading.joining import RequestPiece
     from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["Payloads"]
@@ -46,7 +46,7 @@ class Payloads:
         self,
         index: CheckpointIndex,
         handle: Callable[[int], ReadHandle],
-        fetch: Callable[[Sequence[Piece]], None] | None = None,
+        fetch: Callable[[Sequence[RequestPiece]], None] | None = None,
     ) -> None:
         self._index = index
         self._handle = handle

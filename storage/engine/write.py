@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import Int64
-from dcp.storage.formats.record import begin_record
+from dcp.storage.formats.native.record import begin_record
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import clearing_up
 

@@ -18,8 +18,8 @@ from dcp.storage.errors import CheckpointNotFoundError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.formats.places_near import FILE_SUFFIXES, near_places_told
-from dcp.storage.formats.safetensors_folder import SAFETENSORS_FORMAT, index_of_file, index_of_folder
-from dcp.storage.formats.torch_file import TORCH_FORMAT
+from dcp.storage.formats.safetensors.folder import SAFETENSORS_FORMAT, index_of_file, index_of_folder
+from dcp.storage.formats.torch.file import TORCH_FORMAT
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, place_text
 from dcp.storage.stores.posix import PosixStore
@@ -29,8 +29,8 @@ __all__ = [
     "FILE_FORMATS",
     "FILE_SUFFIXES",
     "LOOSE_FORMATS",
-    "Place",
     "Source",
+    "SourcePlace",
     "index_at",
     "locate",
     "open_source",
@@ -47,7 +47,7 @@ _REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePlace:
     """A folder, or with ``file`` one file in it."""
 
     store: Store
@@ -70,7 +70,7 @@ class Source:
     file: str | None = None
 
 
-def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> Place:
+def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> SourcePlace:
     """The folder or file of a checkpoint id; that something is in it is not known yet.
 
     A link to a file is followed, since the caller named it. Raises what ``open_store`` raises and, for a URL
@@ -81,15 +81,15 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
     if is_file_url or "://" not in text:
         path = Path(unquote(urlsplit(text).path) if is_file_url else text)
         if text.endswith("/") or not _is_file(path):
-            return Place(open_store(checkpoint_id))
+            return SourcePlace(open_store(checkpoint_id))
         real = path.resolve()
-        return Place(open_store(real.parent), real.name)
+        return SourcePlace(open_store(real.parent), real.name)
     match = _REMOTE_FILE.fullmatch(text)
     if match is not None and match["name"].lower().endswith(FILE_SUFFIXES):
         folder = open_store(match["folder"])
         if folder.stat(match["name"]) is not None:
-            return Place(folder, match["name"])
-    return Place(open_store(checkpoint_id))
+            return SourcePlace(folder, match["name"])
+    return SourcePlace(open_store(checkpoint_id))
 
 
 def _is_file(path: Path) -> bool:
@@ -99,7 +99,7 @@ def _is_file(path: Path) -> bool:
         raise storage_error(error, "stat", path) from error
 
 
-def index_at(place: Place, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
+def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
     """The index of what is at ``place``; ``rank`` and ``own_rank`` as in
     `dcp.storage.formats.open.open_index`.
 
@@ -118,7 +118,7 @@ def index_at(place: Place, *, rank: int | None = None, own_rank: int | None = No
         return index
 
 
-def _explain_links(place: Place) -> None:
+def _explain_links(place: SourcePlace) -> None:
     """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow, or is
     itself a link that leads nowhere."""
     folder = Path(place.store.url)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcp.storage.errors import CheckpointFormatError, StorageError
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores import open_store as open_plainly

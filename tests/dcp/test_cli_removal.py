@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import dcp
-from dcp.manager.leftovers import find_leftovers
+from dcp.inspection.verification import verify
+from dcp.manager.cleanup.leftovers import find_leftovers
 from dcp.manager.notes import Deleting, Notes, update_notes
 from dcp.storage.stores import PosixStore
-from dcp.verification import verify
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock
 
 DAY = 86_400

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import dcp
+from dcp.inspection.verification import VerifyReport, verify
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.verification import VerifyReport, verify
 from tests.dcp.cli_support import data_file, flip, run, save_ours, save_stock, state
 
 

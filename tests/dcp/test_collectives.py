@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.channel import SHORT_BYTES
-from dcp.collectives import Ranks
-from dcp.failures import RankFailedError
+from dcp.ranks.channel import SHORT_BYTES
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
 from tests.support.ranks import RankDied, RankRaised, run_ranks
 from tests.support.ranks import Ranks as RankPool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp.difference import Difference, TensorDifference, diff
+from dcp.inspection.values.difference import Difference, TensorDifference, diff
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from tests.dcp.cli_support import data_file, flip, save_ours, save_stock, state

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import dcp
-import dcp.difference
-import dcp.inspection
-import dcp.run_listing
-import dcp.statistics
-import dcp.tensor_reading
-import dcp.verification
+import dcp.inspection.checkpoints
+import dcp.inspection.runs
+import dcp.inspection.values.difference
+import dcp.inspection.values.statistics
+import dcp.inspection.values.tensor_reading
+import dcp.inspection.verification
 
 SMALL = (
     "should_save",
@@ -37,14 +37,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "load": dcp.load,
     "read": dcp.read,
     "convert": dcp.convert,
-    "statistics": dcp.statistics.statistics,
-    "diff": dcp.difference.diff,
-    "verify": dcp.verification.verify,
-    "open_tensors": dcp.tensor_reading.open_tensors,
+    "statistics": dcp.inspection.values.statistics.statistics,
+    "diff": dcp.inspection.values.difference.diff,
+    "verify": dcp.inspection.verification.verify,
+    "open_tensors": dcp.inspection.values.tensor_reading.open_tensors,
     "open_index": dcp.open_index,
-    "list_checkpoints": dcp.inspection.list_checkpoints,
-    "list_runs": dcp.run_listing.list_runs,
-    "list_below": dcp.run_listing.list_below,
+    "list_checkpoints": dcp.inspection.checkpoints.list_checkpoints,
+    "list_runs": dcp.inspection.runs.list_runs,
+    "list_below": dcp.inspection.runs.list_below,
     "CheckpointManager": dcp.CheckpointManager,
     "CheckpointManager.save": dcp.CheckpointManager.save,
     "CheckpointManager.restore": dcp.CheckpointManager.restore,

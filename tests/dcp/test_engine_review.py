@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.collectives import Ranks
+from dcp.ranks.collectives import Ranks
 from dcp.storage.commit import Names, discard
 from dcp.storage.errors import (
     CheckpointConflictError,

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 import dcp
-from dcp.planners.trust import foreign_values
+from dcp.planners.load.trust import foreign_values
 from tests.dcp.compat.test_harmless_values import ARRAYS, SCALARS, STDLIB
 
 
@@ -53,7 +53,7 @@ FOREIGN: dict[str, Any] = {
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged as a warning by a save."""
-    return [record.getMessage() for record in caplog.records if record.name == "dcp.local_state"]
+    return [record.getMessage() for record in caplog.records if record.name == "dcp.saving.rank_state"]
 
 
 @pytest.mark.parametrize("name", [*SAFE, *FOREIGN])

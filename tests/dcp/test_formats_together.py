@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp.difference import diff
-from dcp.statistics import statistics
+from dcp.inspection.values.difference import diff
+from dcp.inspection.values.statistics import statistics
+from dcp.inspection.values.tensor_reading import open_tensors
 from dcp.storage.errors import CorruptCheckpointError
-from dcp.tensor_reading import open_tensors
 from tests.dcp.cli_support import flip, run, save_ours, save_stock
 from tests.support.sharded import grid, save_sharded, tensor_bytes
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from dcp import inspection
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CorruptCheckpointError, UnsafeObjectError
-from dcp.verification import verify
 from tests.dcp.cli_support import run
 from tests.support.ranks import run_ranks
 from tests.support.torch_files import as_bytes, assert_same

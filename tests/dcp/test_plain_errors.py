@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import dcp
-from dcp.inspection import list_checkpoints
-from dcp.statistics import statistics
-from dcp.tensor_reading import open_tensors
-from dcp.verification import verify
+from dcp.inspection.checkpoints import list_checkpoints
+from dcp.inspection.values.statistics import statistics
+from dcp.inspection.values.tensor_reading import open_tensors
+from dcp.inspection.verification import verify
 from tests.support.ranks import run_ranks
 
 MAX_LINES = 12

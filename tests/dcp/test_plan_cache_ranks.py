@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp
-from dcp import columnar_save
-from dcp.collectives import Ranks
-from dcp.columnar_save import ColumnarSave, cache_of
-from dcp.failures import RankFailedError
-from dcp.local_state import LocalState, PlanOptions
-from dcp.planners.plan_cache import PlanCache
-from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import RankFailedError
+from dcp.saving import engine as columnar_save
+from dcp.saving.engine import ColumnarSave, cache_of
+from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.storage.errors import ReplicaMismatchError, StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
@@ -111,9 +111,9 @@ def save_steps(rank: int, world_size: int, folder: str) -> list[Step]:
         planner, ranks = DefaultSavePlanner(), CountingRanks(use_dist=True)
         planner.rank, planner.known = rank, cache.known
 
-        def local(step: int = step, planner: DefaultSavePlanner = planner) -> LocalState:
+        def local(step: int = step, planner: DefaultSavePlanner = planner) -> RankState:
             planner.set_up_planner(state(rank, world_size, step))
-            return LocalState.collect(planner, digests=False)
+            return RankState.collect(planner, digests=False)
 
         save = ColumnarSave(
             local, FileSystemWriter(place, sync_files=False), ranks, PlanOptions.of(planner), cache=cache

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.statistics import Statistics, statistics
+from dcp.inspection.values.statistics import Statistics, statistics
+from dcp.inspection.values.summaries import Collector, Histogram, Summary
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.value_summaries import Collector, Histogram, Summary
 from tests.dcp.cli_support import data_file, save_ours, save_stock
 from tests.support.sharded import grid, save_sharded
 

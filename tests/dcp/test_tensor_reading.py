@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp.elements import as_float32, decode, stored_dtype
+from dcp.inspection.values.elements import as_float32, decode, stored_dtype
+from dcp.inspection.values.tensor_boxes import Box, ChunkPart, contiguous_position, disjoint_parts, split_box
+from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores import MemoryStore
-from dcp.tensor_boxes import Box, Part, contiguous_position, disjoint_parts, split_box
-from dcp.tensor_reading import TensorReader, open_tensors
 from tests.dcp.cli_support import data_file, flip, save_ours, save_stock
 from tests.support.sharded import Boxes, grid, save_sharded, tensor_bytes
 
@@ -295,7 +295,7 @@ def test_split_boxes_are_runs_in_order(lengths: list[int], limit: int) -> None:
 def test_parts_are_named_tuples_of_ints() -> None:
     """An empty chunk has no part; one without dimensions is a part of one element."""
     assert disjoint_parts((0, 3), [(0, (0, 0), (0, 3))]) == []
-    assert disjoint_parts((), [(7, (), ())]) == [Part(7, (), ())]
+    assert disjoint_parts((), [(7, (), ())]) == [ChunkPart(7, (), ())]
 
 
 FLOATS = [

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.verification import verify
 from tests.support.ranks import run_ranks
 from tests.support.values import leaves, raw
 from tests.support.versions import listing, save_version, seen_by_dcp

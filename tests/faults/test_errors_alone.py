@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.errors import StorageError, StorageFullError
 from dcp.storage.stores import PosixStore, Version
 from dcp.storage.stores.base import ANY, Expected
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.verification import verify
 from tests.support.versions import (
     ABSENT,
     copy_folder,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.failures import RankFailedError
+from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import StorageError, StorageFullError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.errors import StorageFullError
-from dcp.verification import verify
 from tests.support.crashes import in_lab
 from tests.support.versions import (
     ABSENT,

@@ -17,10 +17,10 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.manifest import decode_manifest, encode_manifest
-from dcp.verification import verify
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from tests.support.crashes import Child, in_lab
 
 

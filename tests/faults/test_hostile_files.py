@@ -19,14 +19,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
-from dcp.storage.formats import torch_structure
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.safetensors import MAX_HEADER_BYTES
-from dcp.storage.formats.safetensors_folder import index_of_safetensors_file
+from dcp.storage.formats.safetensors.file import MAX_HEADER_BYTES
+from dcp.storage.formats.safetensors.folder import index_of_safetensors_file
 from dcp.storage.formats.sources import open_source
-from dcp.storage.formats.torch_archive import MAX_FILE_ENTRIES
+from dcp.storage.formats.torch import structure as torch_structure
+from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.stores import PosixStore
 from tests.support.hostile_files import CENTRAL, END, STORAGE, archive, directory_of, tensor_pickle
 from tests.support.torch_files import index_of, reader, saved

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from dcp.inspection import object_rows
-from dcp.planners.load_object import load_object
+from dcp.inspection.checkpoints import object_rows
+from dcp.planners.load.objects import load_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
-from dcp.storage.formats.python_values import HARMLESS_MARK, decode_value
+from dcp.storage.formats.pickle.python_values import HARMLESS_MARK, decode_value
 from dcp.storage.stores import PosixStore
 from tests.support.hostile_files import STORAGE, archive, tensor_pickle
 from tests.support.torch_files import index_of, saved
@@ -303,7 +303,7 @@ def test_fuzzed_values() -> None:
 def test_a_hostile_object_is_listed_as_pickled(tmp_path: Any) -> None:
     """Whoever looks at a checkpoint sees a value that was not decoded, and nothing happens."""
     import dcp
-    from dcp.inspection import open_index
+    from dcp.inspection.checkpoints import open_index
 
     dcp.save({"x": np.array([print])}, checkpoint_id=str(tmp_path / "c"))
     (row,) = object_rows(PosixStore(tmp_path / "c"), open_index(tmp_path / "c"))

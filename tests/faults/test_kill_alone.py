@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.stores import PosixStore
-from dcp.verification import verify
 from tests.support.crashes import Child, in_lab
 from tests.support.versions import (
     ABSENT,

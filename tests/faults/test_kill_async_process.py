@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import dcp
 from dcp.background.future import SaveFuture
-from dcp.background.process_writer import ProcessWriter
+from dcp.background.process.writer import ProcessWriter
 from dcp.background.session import AsyncSession
 from dcp.storage.stores import PosixStore, Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation

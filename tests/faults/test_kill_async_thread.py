@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.manager.notes import NOTES_NAME
 from dcp.staging.copies import Copies, HostCopier
 from dcp.staging.stager import DefaultStager
 from dcp.storage.formats.index import Int64
 from dcp.storage.stores import PosixStore
-from dcp.verification import verify
 from tests.support.crashes import Child, Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.processes import open_files
 from tests.support.values import leaves

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dcp.manager.deletion import Deleter
+from dcp.inspection.verification import verify
+from dcp.manager.cleanup.deletion import Deleter
 from dcp.manager.notes import NOTES_NAME
 from dcp.manager.steps import StepFolders
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.folders import open_root
-from dcp.verification import verify
 from tests.support.crashes import Child, in_lab
 from tests.support.versions import (
     ABSENT,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.stores import PosixStore
-from dcp.verification import verify
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.versions import (
     ABSENT,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import dcp
-from dcp.background.process_writer import ProcessWriter
+from dcp.background.process.writer import ProcessWriter
 from dcp.manager.saves import _BackgroundSaves
 from tests.faults.test_kill_async_thread import (
     NEXT,

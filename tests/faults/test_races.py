@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CheckpointConflictError
-from dcp.verification import verify
 from tests.support.crashes import Child, in_lab
 from tests.support.versions import (
     ABSENT,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.channel import Channel
-from dcp.planners.load_planner import DefaultLoadPlanner
-from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.ranks.channel import Channel
 from tests.support.ranks import RankDied, RankRaised, run_ranks
 from tests.support.ranks import Ranks as RankPool
 

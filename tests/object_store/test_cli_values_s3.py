@@ -9,10 +9,10 @@ import torch
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.difference import diff
-from dcp.statistics import statistics
-from dcp.tensor_reading import open_tensors
-from dcp.verification import verify
+from dcp.inspection.values.difference import diff
+from dcp.inspection.values.statistics import statistics
+from dcp.inspection.values.tensor_reading import open_tensors
+from dcp.inspection.verification import verify
 from tests.dcp.cli_support import run, save_ours, state
 from tests.support.s3 import raw_s3
 

@@ -13,9 +13,9 @@ import dcp
 from dcp.conversion.run import convert
 from dcp.conversion.sinks import observers
 from dcp.demo.s3_server import S3Server
+from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
 from dcp.storage.stores.opening import OpenWith
-from dcp.verification import verify_store
 from tests.support.conversion import assert_same, training_state
 from tests.support.s3 import raw_s3
 

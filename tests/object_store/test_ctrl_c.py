@@ -35,8 +35,8 @@ _ACTS: Final = {
     "save": _STATE + "dcp.save(state, checkpoint_id=url + '/more', storage_options=options, no_dist=True)",
     "save in lanes": _STATE + "writer = dcp.FsspecWriter(url + '/more', thread_count=3, **options)\n"
     "dcp.save(state, storage_writer=writer, no_dist=True)",
-    "verify": _STATE + "from dcp.verification import verify\nverify(url, storage_options=options)",
-    "list": _STATE + "from dcp.inspection import list_checkpoints\n"
+    "verify": _STATE + "from dcp.inspection.verification import verify\nverify(url, storage_options=options)",
+    "list": _STATE + "from dcp.inspection.checkpoints import list_checkpoints\n"
     "list_checkpoints(url.rpartition('/')[0], storage_options=options)",
     "convert": _STATE + "dcp.convert(url, sys.argv[3] + '/out', to='safetensors', storage_options=options)",
     "statistics": "import sys\nsys.argv = ['dcp', 'stats', sys.argv[1]]\n"

@@ -9,7 +9,7 @@ from safetensors.torch import save
 
 import dcp
 from dcp import inspection
-from dcp.verification import verify
+from dcp.inspection.verification import verify
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import raw_s3
 

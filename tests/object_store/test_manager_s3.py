@@ -17,12 +17,12 @@ import torch
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.manager import steps
+from dcp.manager.cleanup.post_commit import problem_of
 from dcp.manager.notes import NOTES_NAME, Deleting
 from dcp.manager.saves import Mode
 from dcp.manager.steps import StepFolders, read_commit
-from dcp.manager.upkeep import problem_of
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.stores.folders import ObjectRoot, open_root
 from dcp.storage.stores.opening import OpenWith
 from tests.dcp.manager.manager_support import Recorder, state_at

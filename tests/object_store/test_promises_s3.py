@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp
 from dcp.demo.s3_server import S3Server
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CorruptCheckpointError, ReplicaMismatchError
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.opening import OpenWith
-from dcp.verification import verify
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.s3_versions import CLEAN, Place

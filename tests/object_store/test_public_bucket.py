@@ -11,11 +11,11 @@ import torch
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.inspection import list_checkpoints
+from dcp.inspection.checkpoints import list_checkpoints
+from dcp.inspection.verification import verify
 from dcp.storage.errors import StorageError
-from dcp.storage.formats.manifest import MANIFEST_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.stores.objects.store import FsspecStore
-from dcp.verification import verify
 from tests.support.s3 import raw_s3
 
 

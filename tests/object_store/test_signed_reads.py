@@ -14,8 +14,8 @@ from dcp.demo.s3_server import S3Server
 from dcp.storage.stores.base import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.objects.s3 import S3Client
-from dcp.storage.stores.objects.s3_direct import SignedUrl
+from dcp.storage.stores.objects.s3.direct import SignedUrl
+from dcp.storage.stores.objects.s3.service import S3Client
 from tests.support.fault_plan import Fault, Kind
 from tests.support.fault_proxy import FaultProxy
 

@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
-from dcp.background.process_writer import ProcessWriter
+from dcp.background.process.writer import ProcessWriter
 from dcp.background.session import default_session
 from dcp.demo.s3_server import S3Server
-from dcp.inspection import list_checkpoints
+from dcp.inspection.checkpoints import list_checkpoints
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CheckpointError, StorageError
-from dcp.storage.formats.manifest import MANIFEST_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.stores import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.store import FsspecStore
 from dcp.storage.stores.opening import OpenWith
-from dcp.verification import verify
 from tests.support.crashes import Child, in_lab
 from tests.support.fault_proxy import FaultProxy
 from tests.support.ranks import run_ranks

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners import boxes as boxes_module
-from dcp.planners.boxes import (
+from dcp.planners.layout import boxes as boxes_module
+from dcp.planners.layout.boxes import (
     BoxSet,
     by_ndim,
     expand_ranges,

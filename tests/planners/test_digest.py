@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp.planners.digest import SAMPLE_BYTES, WHOLE_LIMIT_BYTES, digest_bytes, digest_tensor, digest_tensors
+from dcp.planners.save.digest import (
+    SAMPLE_BYTES,
+    WHOLE_LIMIT_BYTES,
+    digest_bytes,
+    digest_tensor,
+    digest_tensors,
+)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp.planners.global_plan import LARGE_OBJECT_BYTES, plan_save
-from dcp.planners.placements import Box
+from dcp.planners.layout.placements import Box
+from dcp.planners.save.global_plan import LARGE_OBJECT_BYTES, plan_save
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from tests.planners.simulation import Held, save_columns, whole_tensor, write
 

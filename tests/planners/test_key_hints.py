@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dcp.planners.key_hints import hint_for_missing
+from dcp.planners.load.key_hints import hint_for_missing
 from dcp.storage.near_names import close_to, listed, near_names
 
 LAYERS = [f"model.layers.{n}.{part}.weight" for n in range(12) for part in ("linear1", "linear2", "norm1")]

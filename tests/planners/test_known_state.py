@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dcp.planners.columns import SaveColumns
-from dcp.planners.known_state import KnownState, Sources
+from dcp.planners.cache.known_state import KnownState, Sources
+from dcp.planners.layout.tensor_facts import TensorFacts
 from dcp.planners.per_rank import PerRank
-from dcp.planners.save_planner import DefaultSavePlanner
-from dcp.planners.tensor_facts import TensorFacts
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.errors import PlanError
 from tests.support.ranks import run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.global_plan import plan_save
-from dcp.planners.load_plan import plan_load
-from dcp.planners.placements import Box
+from dcp.planners.layout.placements import Box
+from dcp.planners.load.plan import plan_load
+from dcp.planners.save.global_plan import plan_save
 from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats.index import CheckpointIndex
 from tests.planners.simulation import (

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcp.planners.global_plan import plan_save
-from dcp.planners.load_planner import DefaultLoadPlanner, uses_columns
+from dcp.planners.load.planner import DefaultLoadPlanner, uses_columns
 from dcp.planners.per_rank import PerRank
-from dcp.planners.save_planner import DefaultSavePlanner
-from dcp.planners.torch_plans import index_from_metadata
+from dcp.planners.save.global_plan import plan_save
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.wire.torch_plans import index_from_metadata
 from dcp.storage.errors import (
     CheckpointFormatError,
     DtypeMismatchError,

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp.planners.local import DTYPE_CODES, collect_tensors
-from dcp.planners.local_tensor import is_tensor_like, local_tensor
+from dcp.planners.layout.local import DTYPE_CODES, collect_tensors
+from dcp.planners.layout.local_tensor import is_tensor_like, local_tensor
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
 
-from dcp.planners.global_plan import plan_save
-from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.selection import Matches, Selection, check_matches, renamer
 from dcp.planners.per_rank import PerRank
-from dcp.planners.save_planner import DefaultSavePlanner
-from dcp.planners.selection import Matches, Selection, check_matches, renamer
+from dcp.planners.save.global_plan import plan_save
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.storage.errors import MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.torch_metadata import LazyMetadata

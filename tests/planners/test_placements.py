@@ -18,9 +18,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcp.planners.local import collect_tensors
-from dcp.planners.local_tensor import local_tensor
-from dcp.planners.placements import Split, boxes_of_runs, local_runs, local_shape
+from dcp.planners.layout.local import collect_tensors
+from dcp.planners.layout.local_tensor import local_tensor
+from dcp.planners.layout.placements import Split, boxes_of_runs, local_runs, local_shape
 from dcp.storage.errors import PlanError
 
 PLACEMENTS: list[Placement] = [

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.codec import decode_rank_sets, encode_rank_sets
-from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
-from dcp.planners.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
-from dcp.planners.global_plan import GlobalSavePlan, plan_save
-from dcp.planners.known_state import Sources
-from dcp.planners.plan_cache import PlanCache
-from dcp.planners.replica_sets import RankSets
-from dcp.planners.save_planner import item_digests
+from dcp.planners.cache.known_state import Sources
+from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.save.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
+from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.save.planner import item_digests
+from dcp.planners.save.replica_sets import RankSets
+from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
+from dcp.planners.wire.columns import SaveColumns, SaveObjects, WriteColumns
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
 from dcp.storage.formats.index import starts
 from tests.planners.simulation import Held, save_columns, tensor_shapes, worlds
@@ -110,7 +110,7 @@ class Job:
         return cls([PlanCache() for _ in range(ranks)], **options)
 
     def save(self, parts: Sequence[Part], *, commit: bool = True) -> Saved:
-        """One save as `dcp.columnar_save` does it; the caches are dropped where it raises."""
+        """One save as `dcp.saving.engine` does it; the caches are dropped where it raises."""
         try:
             saved = self._plan(parts)
         except BaseException:

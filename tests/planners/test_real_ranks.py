@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp.planners.load_planner import DefaultLoadPlanner
+from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.per_rank import PerRank
-from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.planners.save.planner import DefaultSavePlanner
 from tests.support.ranks import RankRaised, run_ranks
 
 WHOLE = torch.arange(9 * 10, dtype=torch.float32).reshape(9, 10)

@@ -8,14 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.codec import (
+from dcp.planners.load.plan import plan_load
+from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.wire.codec import (
     decode_save_columns,
     decode_write_columns,
     encode_save_columns,
     encode_write_columns,
 )
-from dcp.planners.global_plan import GlobalSavePlan, plan_save
-from dcp.planners.load_plan import plan_load
 from tests.planners.simulation import (
     ITEM_BYTES,
     Held,

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp.planners.per_rank import PerRank
-from dcp.planners.save_planner import DefaultSavePlanner, uses_columns
+from dcp.planners.save.planner import DefaultSavePlanner, uses_columns
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

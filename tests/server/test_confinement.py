@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.manager.removal import remove_checkpoint
+from dcp.manager.cleanup.removal import remove_checkpoint
 from dcp.server.problems import ProblemError, UnprocessableError
 from dcp.server.roots import Root, check_key
 from dcp.server.settings import RootSettings
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.manifest import MANIFEST_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, encode_manifest
 from dcp.storage.formats.open import open_index
 from dcp.storage.stores import PosixStore
 from tests.support.app import App, running_app

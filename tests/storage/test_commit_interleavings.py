@@ -16,10 +16,10 @@ from dcp.storage.commit import Names, Previous, commit, discard, previous_state
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest
 from dcp.storage.formats.open import open_index
-from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
-from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.memory import MemoryStore
 from tests.storage.formats.index_cases import small_index

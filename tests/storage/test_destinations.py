@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.storage.destinations import ReadRequest, classify
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Runs
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Runs
 from dcp.storage.errors import PlanError
 from dcp.storage.reader import FileSystemReader
 

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.inspection.verification import verify
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.opening import OpenWith
-from dcp.verification import verify
 from tests.support.s3 import RawS3, raw_s3
 from tests.support.versions import ABSENT, seen_by_dcp, version_of, version_state
 

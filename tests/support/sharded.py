@@ -12,7 +12,7 @@ import torch
 from dcp.storage.engine.write import DataFile
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.manifest import MANIFEST_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, encode_manifest
 from dcp.storage.stores import PosixStore, Store
 
 __all__ = ["ALL", "Boxes", "grid", "save_sharded", "tensor_bytes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcp.storage.engine.read_requests import Region, Runs
+from dcp.storage.engine.reading.requests import Region, Runs
 from dcp.storage.engine.write import DataFile
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.stores import Store

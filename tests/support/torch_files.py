@@ -12,8 +12,8 @@ import torch
 
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.plain import decode_plain
-from dcp.storage.formats.torch_file import index_of_torch_file
-from dcp.storage.formats.torch_structure import restore_structure
+from dcp.storage.formats.torch.file import index_of_torch_file
+from dcp.storage.formats.torch.structure import restore_structure
 
 
 def saved(value: Any) -> bytes:

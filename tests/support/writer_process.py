@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dcp.background.process_writer import ProcessWriter
+from dcp.background.process.writer import ProcessWriter
 from dcp.background.session import AsyncSession
 
 __all__ = ["TIMEOUT_SECONDS", "pid_of"]

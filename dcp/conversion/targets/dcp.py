@@ -21,7 +21,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, starts
-from dcp.storage.formats.record import begin_record
+from dcp.storage.formats.native.record import begin_record
 
 __all__ = ["Chunks", "EncodedValue", "dcp_layout"]
 

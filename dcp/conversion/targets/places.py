@@ -14,7 +14,7 @@ from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["Format", "Place", "place_of"]
+__all__ = ["Format", "TargetPlace", "place_of"]
 
 Format = Literal["dcp", "torch", "safetensors"]
 
@@ -22,7 +22,7 @@ _WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetPlace:
     """A target. ``store`` is of the folder that its files are in; ``file_name`` is the file's, where the
     target is just one. ``path`` is the target itself where it is local, else None.
 
@@ -67,7 +67,7 @@ class Place:
             )
 
 
-def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -> Place:
+def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -> TargetPlace:
     """The place of a target: one file for ``torch``, for ``safetensors`` if it ends so, else a folder."""
     text = place_text(target)
     is_file = to == "torch" or (to == "safetensors" and text.rstrip("/").endswith(".safetensors"))
@@ -78,20 +78,20 @@ def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -
         except OSError as error:  # of a name that is too long, or a folder that is not ours
             raise storage_error(error, "stat", store.url) from error
     if not is_file:
-        return Place(store.url, store, None, None)
+        return TargetPlace(store.url, store, None, None)
     parent, _, name = store.url.rpartition("/")
     if not name or parent.endswith("/") or "://" not in parent:
         raise PlanError(f"{text!r} names no file below a bucket or folder")
-    return Place(store.url, open_store(parent), check_name(name), None)
+    return TargetPlace(store.url, open_store(parent), check_name(name), None)
 
 
-def _local_place(text: str, path: Path, store: PosixStore, *, is_file: bool) -> Place:
+def _local_place(text: str, path: Path, store: PosixStore, *, is_file: bool) -> TargetPlace:
     if not path.name:
         raise PlanError(f"{text!r} names no file or folder that could be made")
     if is_file:
         if path.is_dir():
             raise PlanError(f"{path} is a folder; give the name of the file to write", path=str(path))
-        return Place(str(path), PosixStore(path.parent), check_name(path.name), path)
+        return TargetPlace(str(path), PosixStore(path.parent), check_name(path.name), path)
     if path.exists() and not path.is_dir():
         raise PlanError(f"{path} is a file; give the name of a folder to write", path=str(path))
-    return Place(str(path), store, None, path)
+    return TargetPlace(str(path), store, None, path)

@@ -16,8 +16,8 @@ from dcp.conversion.entries import Entries
 from dcp.conversion.layout import Copies, Literal, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.safetensors_folder import MAX_WEIGHT_MAP_BYTES
-from dcp.storage.formats.safetensors_writer import (
+from dcp.storage.formats.safetensors.folder import MAX_WEIGHT_MAP_BYTES
+from dcp.storage.formats.safetensors.writer import (
     EXTRAS_KEY,
     HeaderTensor,
     encode_extras,

@@ -17,10 +17,10 @@ from dcp.conversion.layout import Copies, Hole, Literal, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.torch_archive import MAX_FILE_ENTRIES
-from dcp.storage.formats.torch_pickle import MAX_FILE_PICKLE_BYTES
-from dcp.storage.formats.torch_pickle_writer import StoredTensor, TensorRef, encode_torch_pickle
-from dcp.storage.formats.torch_zip_writer import ALIGNMENT_BYTES, ZipLayout
+from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
+from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
+from dcp.storage.formats.torch.pickle_writer import StoredTensor, TensorRef, encode_torch_pickle
+from dcp.storage.formats.torch.zip_writer import ALIGNMENT_BYTES, ZipLayout
 
 __all__ = ["torch_layout"]
 

@@ -32,7 +32,7 @@ from dcp.storage.formats.sources import FILE_SUFFIXES
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.conversion.stages import StagedConversion, StageOptions
-    from dcp.conversion.targets.places import Place
+    from dcp.conversion.targets.places import TargetPlace
 
 __all__ = ["Convert", "ConvertOptions", "ConvertParams", "target_dedup_key"]
 
@@ -281,7 +281,7 @@ def _root(context: JobContext, params: ConvertParams) -> Root:
     return root
 
 
-def _target(root: Root, params: ConvertParams) -> Place:
+def _target(root: Root, params: ConvertParams) -> TargetPlace:
     from dcp.conversion.targets.places import place_of
 
     return place_of(root.url_of(params.target_key), params.to, root.open_store)

@@ -34,7 +34,10 @@ class Diff(Kind[DiffParams]):
     name: ClassVar[str] = "diff"
     scope: ClassVar[Scope] = "read"
     params = DiffParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.difference", "dcp.tensor_reading")
+    preload: ClassVar[tuple[str, ...]] = (
+        "dcp.inspection.values.difference",
+        "dcp.inspection.values.tensor_reading",
+    )
 
     def specify(
         self, connection: Connection, params: DiffParams, caller: Principal, settings: Settings
@@ -63,8 +66,8 @@ class Diff(Kind[DiffParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.difference import diff_readers
-        from dcp.tensor_reading import TensorReader
+        from dcp.inspection.values.difference import diff_readers
+        from dcp.inspection.values.tensor_reading import TensorReader
 
         params = DiffParams.model_validate(payload["params"])
         root_a, a = open_source(context, Subject(**payload["a"]))

@@ -33,11 +33,11 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.open import is_commit_object
-from dcp.storage.formats.sources import Place, index_at
+from dcp.storage.formats.sources import SourcePlace, index_at
 from dcp.storage.stores.base import FileInfo, Store
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
-    from dcp.manager.removal import Removed
+    from dcp.manager.cleanup.removal import Removed
     from dcp.manager.steps import Commit
 
 __all__ = ["Purge", "PurgeParams", "purge_dedup_key"]
@@ -66,7 +66,7 @@ class Purge(Kind[PurgeParams]):
     name: ClassVar[str] = "purge"
     scope: ClassVar[Scope] = "delete"
     params = PurgeParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.cleanup.removal",)
     max_attempts: ClassVar[int] = 5
 
     def specify(
@@ -128,7 +128,7 @@ class Purge(Kind[PurgeParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.manager.removal import Removed
+        from dcp.manager.cleanup.removal import Removed
 
         subject = Subject(**payload["subject"])
         root, place = open_place(context, subject)
@@ -175,8 +175,8 @@ class Purge(Kind[PurgeParams]):
         )
 
 
-def _remove_commit(place: Place, subject: Subject) -> Removed:
-    from dcp.manager.removal import remove_checkpoint
+def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
+    from dcp.manager.cleanup.removal import remove_checkpoint
 
     def is_meant(commit: Commit) -> bool:
         if subject.save_id is not None:
@@ -188,7 +188,7 @@ def _remove_commit(place: Place, subject: Subject) -> Removed:
     return remove_checkpoint(place.store, time.time(), is_meant=is_meant)
 
 
-def _weights(place: Place, subject: Subject) -> list[_Weight] | None:
+def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
     """The files of weights without a commit, the index first; none if others are there.
 
     None: it has a commit, or had one.
@@ -229,7 +229,7 @@ def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
 
     What was written since the job was planned stays: the next export has the same names and sizes.
     """
-    from dcp.manager.removal import Removed
+    from dcp.manager.cleanup.removal import Removed
 
     there = {info.name: info for info in store.list()}
     gone = [

@@ -47,7 +47,10 @@ class Stats(Kind[StatsParams]):
     name: ClassVar[str] = "stats"
     scope: ClassVar[Scope] = "read"
     params = StatsParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.statistics", "dcp.tensor_reading")
+    preload: ClassVar[tuple[str, ...]] = (
+        "dcp.inspection.values.statistics",
+        "dcp.inspection.values.tensor_reading",
+    )
 
     def specify(
         self, connection: Connection, params: StatsParams, caller: Principal, settings: Settings
@@ -74,8 +77,8 @@ class Stats(Kind[StatsParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.statistics import statistics_of
-        from dcp.tensor_reading import TensorReader
+        from dcp.inspection.values.statistics import statistics_of
+        from dcp.inspection.values.tensor_reading import TensorReader
 
         params = StatsParams.model_validate(payload["params"])
         root, place = open_place(context, Subject(**payload["subject"]))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 
 from sqlalchemy import Connection
 
-from dcp.findings import Finding
+from dcp.inspection.findings import Finding
 from dcp.server.catalog import audit
 from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.details import lock_checkpoint
@@ -44,7 +44,7 @@ class Verify(Kind[VerifyParams]):
     name: ClassVar[str] = "verify"
     scope: ClassVar[Scope] = "write"
     params = VerifyParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.verification",)
+    preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.verification",)
 
     def specify(
         self, connection: Connection, params: VerifyParams, caller: Principal, settings: Settings
@@ -71,7 +71,7 @@ class Verify(Kind[VerifyParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.verification import verify_place
+        from dcp.inspection.verification import verify_place
 
         root, place = open_place(context, Subject(**payload))
         begun = time.monotonic()

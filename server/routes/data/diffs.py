@@ -20,7 +20,7 @@ from dcp.server.schemas.data import (
 )
 
 if TYPE_CHECKING:
-    from dcp.difference import TensorFacts
+    from dcp.inspection.values.difference import TensorFacts
 
 __all__ = ["router"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dcp.manager.retention import Retention
+from dcp.manager.cleanup.retention import Retention
 from dcp.server.retention.planning import RunPlan
 from dcp.server.retention.policies import NewPolicy, Policy
 from dcp.server.schemas.common import Answer, Finite, Name, Request, Text, rfc3339

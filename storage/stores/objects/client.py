@@ -1,7 +1,7 @@
 """What is asked of an object service: plain requests, each one attempt, safe from any thread.
 
-Two clients: `dcp.storage.stores.objects.s3` (s3fs) and `dcp.storage.stores.objects.generic` (any fsspec file
-system). Repeating, counting and naming what failed is `dcp.storage.stores.objects.requests`.
+Two clients: `dcp.storage.stores.objects.s3.service` (s3fs) and `dcp.storage.stores.objects.generic` (any
+fsspec file system). Repeating, counting and naming what failed is `dcp.storage.stores.objects.requests`.
 """
 
 from __future__ import annotations

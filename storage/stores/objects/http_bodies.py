@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from dcp.storage.stores.base import Inflow
 
-__all__ = ["SLOWEST_BYTES_PER_SECOND", "STEP_BYTES", "Answer", "BodyTransport", "CalledOff", "Receiver"]
+__all__ = ["SLOWEST_BYTES_PER_SECOND", "STEP_BYTES", "BodyTransport", "CalledOff", "HttpResponse", "Receiver"]
 
 STEP_BYTES: Final = 1 << 20
 """After so many bytes a thread looks whether it was called off, and says how far it is."""
@@ -54,7 +54,7 @@ class Receiver:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     """Status, headers (names in lower case), and the body unless that went to the receiver."""
 
     status: int
@@ -102,7 +102,7 @@ class BodyTransport:
         *,
         limit_seconds: float,
         called_off: threading.Event | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         """One attempt; a body of a successful answer that has the receiver's size goes there.
 
         However this ends, nothing is written to the receiver's memory afterwards. Raises TimeoutError after
@@ -215,7 +215,7 @@ class _Exchange:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             return True
 
-    def run(self) -> Answer:
+    def run(self) -> HttpResponse:
         """Carry it out; an answer that fits fills the receiver."""
         self._begun_seconds = time.monotonic()
         connection = self._transport.take(self._origin)
@@ -238,7 +238,7 @@ class _Exchange:
                 connection.close()
         return answer
 
-    def _receive(self, response: http.client.HTTPResponse) -> tuple[Answer, bool]:
+    def _receive(self, response: http.client.HTTPResponse) -> tuple[HttpResponse, bool]:
         """The answer, and whether the connection is good for another request."""
         status, headers = response.status, {name.lower(): value for name, value in response.getheaders()}
         body = b""
@@ -246,7 +246,7 @@ class _Exchange:
             body = response.read(_LARGEST_ANSWER_BYTES)
         elif response.length in (None, self._receiver.size_bytes):
             self._fill(response)
-        return Answer(status, headers, body), response.isclosed() and not response.will_close
+        return HttpResponse(status, headers, body), response.isclosed() and not response.will_close
 
     def _fill(self, response: http.client.HTTPResponse) -> None:
         receiver = self._receiver

@@ -44,7 +44,7 @@ def client_for(
 ) -> ObjectClient:
     """A client of the bucket, or of the file system of ``url``; no request is made."""
     if bucket is not None:
-        from dcp.storage.stores.objects.s3 import S3Client
+        from dcp.storage.stores.objects.s3.service import S3Client
 
         return S3Client(bucket, storage_options, options)
     from dcp.storage.stores.objects.generic import FsspecClient, open_filesystem

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from dcp.background.future import SaveFuture
-from dcp.background.process_writer import ProcessWriter
+from dcp.background.process.writer import ProcessWriter
 from dcp.manager.saves import _BackgroundSaves
 from tests.support.processes import open_files
 from tests.support.ranks import run_ranks

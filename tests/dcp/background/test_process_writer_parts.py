@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp
-from dcp.background import parcel
-from dcp.background.child import child_environment
-from dcp.background.failure_wire import Ending, error_from_data, error_to_data, verdict
-from dcp.background.rendezvous import Address, meet, own_store
-from dcp.background.wire import Connection, watch_process
-from dcp.failures import failure_of
+from dcp.background.error_codec import Ending, error_from_data, error_to_data, verdict
+from dcp.background.process import pickled_state as parcel
+from dcp.background.process.child import child_environment
+from dcp.background.process.rendezvous import Address, meet, own_store
+from dcp.background.process.wire import Connection, watch_process
+from dcp.ranks.failures import failure_of
 from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,

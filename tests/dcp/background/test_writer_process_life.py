@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.background.failure_wire import Verdict
+from dcp.background.error_codec import Verdict
 from dcp.background.future import SaveFuture
 from dcp.background.order import SaveOrder
 from dcp.background.results import end_future

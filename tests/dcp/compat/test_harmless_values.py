@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import dcp
 from dcp.cli.app import app
 from dcp.conversion.run import convert
-from dcp.difference import diff
-from dcp.inspection import open_index
-from dcp.planners.load_object import load_object
+from dcp.inspection.checkpoints import open_index
+from dcp.inspection.values.difference import diff
+from dcp.planners.load.objects import load_object
 from tests.support.hostile_files import archive
 
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from dcp.background.session import AsyncSession
-from dcp.inspection import open_index
-from dcp.planners.known_state import KnownState
+from dcp.inspection.checkpoints import open_index
+from dcp.planners.cache.known_state import KnownState
 from dcp.state_dict_loader import _load_state_dict_from_keys as read_all
 from tests.support.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import dcp
-from dcp.planners.lookup import BoxLookup
+from dcp.planners.layout.lookup import BoxLookup
 
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save
 import dcp
 from dcp.conversion.run import convert
 from dcp.conversion.targets import safetensors, torch_save
-from dcp.inspection import open_index
+from dcp.inspection.checkpoints import open_index
+from dcp.inspection.verification import verify
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
-from dcp.storage.formats.manifest import MANIFEST_NAME
-from dcp.storage.formats.safetensors_writer import EXTRAS_KEY, decode_extras
-from dcp.verification import verify
+from dcp.storage.formats.native.manifest import MANIFEST_NAME
+from dcp.storage.formats.safetensors.writer import EXTRAS_KEY, decode_extras
 from tests.support.conversion import (
     assert_same,
     folder_of,

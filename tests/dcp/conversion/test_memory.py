@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.storage.formats.torch_zip_writer import ZipLayout
+from dcp.storage.formats.torch.zip_writer import ZipLayout
 
 _PROGRAM = """
 import resource, sys

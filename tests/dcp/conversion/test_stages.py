@@ -25,12 +25,12 @@ from dcp.conversion.stages import (
     StageOptions,
     discard_attempt,
 )
-from dcp.conversion.targets.places import Place, place_of
+from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.demo.s3_server import S3Server
+from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
 from dcp.storage.formats.sources import open_source
 from dcp.storage.stores.opening import OpenWith
-from dcp.verification import verify_store
 from tests.support.conversion import training_state
 from tests.support.s3 import raw_s3
 
@@ -60,14 +60,14 @@ def options_of(to: str) -> StageOptions:
 
 
 def staged(
-    source: str | Path, target: Place, to: str, attempt: str = "0123456789abcdef", options: Any = None
+    source: str | Path, target: TargetPlace, to: str, attempt: str = "0123456789abcdef", options: Any = None
 ) -> StagedConversion:
     """One stage's own object."""
     found = open_source(source, open_store=OpenWith(options))
     return StagedConversion(found, target, options_of(to), attempt=attempt, seconds=1_700_000_000.0)
 
 
-def carry_out(source: str | Path, target: Place, to: str, *, times: int = 1) -> Prepared:
+def carry_out(source: str | Path, target: TargetPlace, to: str, *, times: int = 1) -> Prepared:
     """All stages, each by an object of its own and ``times`` over, with JSON between them."""
     with staged(source, target, to) as stage:
         prepared = Prepared.of_json(json.loads(json.dumps(stage.prepare().to_json())))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dcp
-from dcp.manager.deletion import Deleter, DeletionEvent
+from dcp.manager.cleanup.deletion import Deleter, DeletionEvent
 from dcp.manager.notes import Notes
 from dcp.manager.steps import StepFolders
 from dcp.storage.errors import StorageError

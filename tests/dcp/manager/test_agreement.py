@@ -9,10 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp import channel
 from dcp.background.session import own_channel
-from dcp.collectives import Channel
 from dcp.manager.agreement import Agreement, RankAgreement, Votes
+from dcp.ranks import channel
+from dcp.ranks.collectives import Channel
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError
 from tests.support.crashes import Group, in_lab, run_groups
 from tests.support.ranks import RankRaised, run_ranks

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dcp.inspection.verification import verify
 from dcp.manager.notes import NOTES_NAME, Deleting, Notes
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.faults import Fault
-from dcp.verification import verify
 from tests.dcp.manager.deletion_support import Gate, Run, deleting_threads
 from tests.support.versions import (
     listing,

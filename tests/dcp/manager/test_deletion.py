@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import dcp
-from dcp.manager.deletion import Deleter, DeletionEvent
+from dcp.inspection.verification import verify
+from dcp.manager.cleanup.deletion import Deleter, DeletionEvent
 from dcp.manager.notes import NOTES_NAME, Notes, Verified
 from dcp.manager.steps import StepFolders
 from dcp.storage.stores import MemoryStore, open_store
 from dcp.storage.stores.faults import Fault, Operation
 from dcp.storage.stores.folders import open_root
-from dcp.verification import verify
 from tests.dcp.manager.deletion_support import KINDS, Run, pin, stock_over_ours
 from tests.support.versions import (
     ABSENT,
@@ -273,5 +273,6 @@ def test_a_callback_that_fails_ends_nothing(tmp_path: Path, caplog: pytest.LogCa
         run.deleter.delete(step)
     assert run.deleter.close()
     assert run.folders.all_steps() == []
-    told = [record for record in caplog.records if record.name == "dcp.manager.deletion" and record.exc_info]
+    logger = "dcp.manager.cleanup.deletion"
+    told = [record for record in caplog.records if record.name == logger and record.exc_info]
     assert [record.message[:18] for record in told] == ["a callback failed "] * 2

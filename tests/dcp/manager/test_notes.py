@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
+from dcp.inspection.verification import verify
 from dcp.manager.notes import (
     MAX_NOTES_BYTES,
     NOTES_NAME,
@@ -35,7 +36,6 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores import MemoryStore, PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.verification import verify
 from tests.support.versions import listing, save_version, seen_by_dcp, seen_by_stock
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"

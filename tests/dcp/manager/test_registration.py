@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import dcp
-from dcp.manager.registration import CatalogRegistration, Registrar
-from dcp.manager.spool import Note, Spool
+from dcp.manager.catalog.registration import CatalogRegistration, Registrar
+from dcp.manager.catalog.spool import Note, Spool
 from tests.support.scripted_service import Answer, Asked, scripted_service
 
 HANG_SECONDS = 120.0
@@ -92,7 +92,7 @@ def test_a_catalog_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture
     url = f"http://127.0.0.1:{closed_port()}"
     options: dict[str, Any] = {"close_seconds": 0.5, "spool": tmp_path / "spool"}
     with (
-        caplog.at_level(logging.WARNING, "dcp.manager.registration"),
+        caplog.at_level(logging.WARNING, "dcp.manager.catalog.registration"),
         dcp.CheckpointManager(tmp_path / "run", catalog=dcp.CatalogRegistration(url, **options)) as manager,
     ):
         for step in (1, 2):
@@ -170,7 +170,7 @@ def test_what_is_refused_is_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
     with scripted_service(answer) as service:
         sender = registrar(service.url, tmp_path)
-        with caplog.at_level(logging.WARNING, "dcp.manager.registration"):
+        with caplog.at_level(logging.WARNING, "dcp.manager.catalog.registration"):
             sender._put(1, {})
             sender._put(2, {})
             assert sender.wait(HANG_SECONDS)

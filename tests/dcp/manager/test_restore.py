@@ -24,7 +24,7 @@ from dcp.storage.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from dcp.storage.formats.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store

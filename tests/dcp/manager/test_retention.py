@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.manager.retention import Best, Retention, StepState, plan
+from dcp.manager.cleanup.retention import Best, Retention, StepState, plan
 
 NOW = 1_000_000.0
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import dcp
+from dcp.manager.cleanup.retention import StepState
 from dcp.manager.notes import NOTES_NAME, Deleting, Notes, Verified, encode_notes
-from dcp.manager.retention import StepState
 from dcp.manager.steps import StepFolders
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.stores import PosixStore

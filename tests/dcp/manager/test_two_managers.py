@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.background.process_writer import ProcessWriter
+from dcp.background.process.writer import ProcessWriter
 from dcp.manager.saves import _BackgroundSaves
 from dcp.staging.copies import Copies, HostCopier
 from dcp.staging.stager import DefaultStager

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import dcp
+from dcp.manager.cleanup.post_commit import PostCommitWorker
+from dcp.manager.cleanup.retention import StepState
 from dcp.manager.events import Events
-from dcp.manager.retention import StepState
 from dcp.manager.steps import StepFolders
-from dcp.manager.upkeep import Upkeep
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from tests.dcp.manager.deletion_support import Gate
@@ -35,13 +35,13 @@ class Folders(StepFolders):
         return states
 
 
-def upkeep_of(folders: Folders, seen: Recorder, keep: dcp.Retention | None = None) -> Upkeep:
+def upkeep_of(folders: Folders, seen: Recorder, keep: dcp.Retention | None = None) -> PostCommitWorker:
     """Upkeep that tells ``seen`` what happens."""
     events = Events(folders.root.url, 0, seen)
-    return Upkeep(folders, keep, "sizes", events, on_damage=lambda error: None)
+    return PostCommitWorker(folders, keep, "sizes", events, on_damage=lambda error: None)
 
 
-def save(upkeep: Upkeep, root: Path, step: int, version: int) -> None:
+def save(upkeep: PostCommitWorker, root: Path, step: int, version: int) -> None:
     """A save as a manager makes it."""
     upkeep.saving(step)
     save_version(root / str(step), version)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from dcp.local_state import LocalState
-from dcp.planners.save_planner import DefaultSavePlanner
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.saving.rank_state import RankState
 from dcp.storage.formats import dtypes
 from tests.support.values import raw
 
@@ -99,8 +99,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     return raw(tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor)
 
 
-def collect(state_dict: Mapping[str, Any]) -> LocalState:
+def collect(state_dict: Mapping[str, Any]) -> RankState:
     """What a session gives to a stager."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), None, True)
-    return LocalState.collect(planner, digests=False).encoded()
+    return RankState.collect(planner, digests=False).encoded()

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_safetensors
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.elements import Array
+from dcp.inspection.values.elements import Array
 from dcp.server.data import bodies, planned
 from dcp.server.data.bodies import Body, FileBody
 from dcp.server.data.downloads import DownloadOptions, download_etag, download_name, plan_download

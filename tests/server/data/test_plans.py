@@ -121,7 +121,7 @@ def test_a_checkpoint_is_opened_once_for_all_who_ask(many: Path, monkeypatch: py
     read: list[str] = []
     real = sources.index_at
 
-    def slow(place: sources.Place) -> object:
+    def slow(place: sources.SourcePlace) -> object:
         read.append(place.url)
         time.sleep(0.2)
         return real(place)

@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 import dcp
 from dcp.demo.s3_server import S3Server
+from dcp.inspection.verification import verify_store
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.lineage import lineage_of
 from dcp.server.database.engine import Database
@@ -24,7 +25,6 @@ from dcp.server.jobs.kinds.shared import renaming
 from dcp.server.jobs.ledger import request_cancel
 from dcp.server.problems import ProblemError
 from dcp.storage.stores.opening import OpenWith
-from dcp.verification import verify_store
 from tests.support.kind_runs import KindRuns
 from tests.support.s3 import raw_s3
 

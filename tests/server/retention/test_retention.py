@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select, update
 
-from dcp.manager.retention import Retention
+from dcp.manager.cleanup.retention import Retention
 from dcp.server.automation import periodic
 from dcp.server.automation.periodic import is_anything_due, submit_due
 from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError, StateError

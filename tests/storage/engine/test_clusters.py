@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine.clusters import PlacedRuns, split_off_clusters
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Runs
+from dcp.storage.engine.reading.clusters import PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Runs
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores import MemoryStore

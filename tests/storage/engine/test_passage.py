@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Verify
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.stores.base import Inflow, ReadHandle
 from tests.support.recording import RecordingStore
 from tests.support.stored_arrays import region_of, runs_of, write_arrays

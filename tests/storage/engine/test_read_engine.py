@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import units
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Runs, Verify
+from dcp.storage.engine.reading import units
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores import MemoryStore, PosixStore

@@ -14,9 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, clusters, joining, passage, read, read_worker, scatter, units, write
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Region, Runs, Verify
+from dcp.storage.engine import boxes, write
+from dcp.storage.engine.reading import clusters, joining, scatter, units
+from dcp.storage.engine.reading import engine as read
+from dcp.storage.engine.reading import streaming_read as passage
+from dcp.storage.engine.reading import worker as read_worker
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -32,8 +36,8 @@ _SMALL_PROFILE = ReadProfile(threads=2, request_bytes=1024, join_below_bytes=102
 
 def test_an_empty_piece_behind_a_large_one_is_no_piece() -> None:
     """It would have to be taken from scratch memory that a request for large pieces alone has not."""
-    large = joining.Piece(0, 0, 1 << 20, 0, 0, 1 << 12, None)
-    empty = joining.Piece(0, 1 << 20, 0, 1, 0, 0, None)
+    large = joining.RequestPiece(0, 0, 1 << 20, 0, 0, 1 << 12, None)
+    empty = joining.RequestPiece(0, 1 << 20, 0, 1, 0, 0, None)
     requests, _ = joining.join([large, empty], OBJECT_PROFILE, 1 << 24)
     assert [(request.direct, request.copied) for request in requests] == [([large], [])]
 
@@ -43,13 +47,13 @@ def test_what_needs_memory_as_a_whole_is_asked_for_in_small_requests() -> None:
     through, copied or not, fills whole requests."""
     profile = dataclasses.replace(OBJECT_PROFILE, request_bytes=16 << 20, join_below_bytes=2 << 20)
 
-    def sizes(pieces: list[joining.Piece]) -> list[int]:
+    def sizes(pieces: list[joining.RequestPiece]) -> list[int]:
         requests, _ = joining.join(pieces, profile, profile.request_bytes)
         return [request.end - request.begin for request in requests]
 
-    small = [joining.Piece(0, n << 15, 1 << 15, n, 0, 1 << 12, None) for n in range(1024)]
+    small = [joining.RequestPiece(0, n << 15, 1 << 15, n, 0, 1 << 12, None) for n in range(1024)]
     assert sizes(small) == [16 << 20, 16 << 20]
-    large = joining.Piece(0, 1 << 25, 1 << 25, 1024, 0, 1 << 12, None)
+    large = joining.RequestPiece(0, 1 << 25, 1 << 25, 1024, 0, 1 << 12, None)
     assert sizes([*small, large]) == [16 << 20] * 4
     parts = [piece._replace(put=print) for piece in small]
     assert sizes(parts) == [2 << 20] * 16

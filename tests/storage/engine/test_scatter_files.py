@@ -11,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 import pytest
 
-from dcp.storage.engine import read, write
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Box
+from dcp.storage.engine import write
+from dcp.storage.engine.reading import engine as read
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Box
 from dcp.storage.errors import CorruptCheckpointError, PlanError, StorageError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.index import CheckpointIndex

@@ -9,11 +9,11 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
+from dcp.inspection.verification import VerifyReport, verify_store
 from dcp.storage.errors import StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.verification import VerifyReport, verify_store
 from tests.support.recording import RecordingStore
 
 

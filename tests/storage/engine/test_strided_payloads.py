@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, joining, passage, payloads, read, read_worker, scatter
-from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.read_requests import Region, Verify
+from dcp.storage.engine import boxes, payloads
+from dcp.storage.engine.reading import engine as read
+from dcp.storage.engine.reading import joining, scatter
+from dcp.storage.engine.reading import streaming_read as passage
+from dcp.storage.engine.reading import worker as read_worker
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Region, Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32

@@ -17,9 +17,9 @@ import torch
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.manifest import encode_manifest
+from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.formats.native.record import begin_record
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.formats.record import begin_record
 from tests.storage.formats.index_cases import int64, small_index
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "format.md"

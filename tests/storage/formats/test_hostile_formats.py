@@ -17,10 +17,10 @@ from safetensors.torch import save
 
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.native.record import begin_record, locate_payload
 from dcp.storage.formats.plain import decode_plain, encode_plain
-from dcp.storage.formats.record import begin_record, locate_payload
-from dcp.storage.formats.safetensors import parse_header
+from dcp.storage.formats.safetensors.file import parse_header
 from tests.storage.formats.index_cases import small_index
 
 ROUNDS = 6_000

@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import dcp
-from dcp.failures import is_damage
-from dcp.planners.codec import decode_save_columns, encode_save_columns
+from dcp.inspection.verification import verify
+from dcp.planners.wire.codec import decode_save_columns, encode_save_columns
+from dcp.ranks.failures import is_damage
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
-from dcp.storage.formats.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.object_blob import ObjectBlob
-from dcp.storage.formats.record_reader import locate_payload
-from dcp.storage.formats.safetensors import parse_header
-from dcp.storage.formats.tensor_pickle import decode_tensor_pickle
-from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
-from dcp.verification import verify
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.native.record_reader import locate_payload
+from dcp.storage.formats.safetensors.file import parse_header
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.tensor_pickle import decode_tensor_pickle
 from tests.planners.test_codec import example
 from tests.storage.formats.test_manifest import put, resealed
 from tests.storage.formats.torch_metadata_cases import stock_save

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
-from dcp.storage.formats.pickle_decoder import (
+from dcp.storage.formats.pickle.decoder import (
     Constructor,
     Instance,
     Limits,

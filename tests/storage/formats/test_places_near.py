@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dcp
-from dcp.inspection import list_checkpoints
-from dcp.verification import verify
+from dcp.inspection.checkpoints import list_checkpoints
+from dcp.inspection.verification import verify
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.errors import UnsupportedFormatError
-from dcp.storage.formats import dtypes, record
+from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.record import (
+from dcp.storage.formats.native import record
+from dcp.storage.formats.native.record import (
     ALIGNED_PAYLOAD_BYTES,
     ALIGNMENT_BYTES,
     begin_record,

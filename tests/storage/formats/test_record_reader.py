@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.record import StoredTensor, locate_payload
+from dcp.storage.formats.native.record import StoredTensor, locate_payload
 
 OFFSET = 777
 

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.safetensors import MAX_HEADER_BYTES, SafetensorsHeader, parse_header
+from dcp.storage.formats.safetensors.file import MAX_HEADER_BYTES, SafetensorsHeader, parse_header
 
 
 def parse(data: bytes, size: int | None = -1) -> SafetensorsHeader:

@@ -14,7 +14,11 @@ import torch
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.tensor_pickle import MAX_TENSOR_PICKLE_BYTES, TensorPickle, decode_tensor_pickle
+from dcp.storage.formats.torch.tensor_pickle import (
+    MAX_TENSOR_PICKLE_BYTES,
+    TensorPickle,
+    decode_tensor_pickle,
+)
 
 
 def archive(value: Any) -> zipfile.ZipFile:

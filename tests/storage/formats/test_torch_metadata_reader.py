@@ -37,8 +37,8 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
 )
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.torch_metadata_reader import decode_torch_metadata
-from dcp.storage.formats.torch_metadata_writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from tests.storage.formats.torch_metadata_cases import (
     index_of,
     indexes,
@@ -617,7 +617,7 @@ def test_reader_is_free_of_torch() -> None:
     """Reading and writing metadata imports no torch."""
     code = (
         "import sys\n"
-        "import dcp.storage.formats.torch_metadata_reader, dcp.storage.formats.torch_metadata_writer\n"
+        "import dcp.storage.formats.torch.metadata_reader, dcp.storage.formats.torch.metadata_writer\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

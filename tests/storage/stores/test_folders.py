@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.inspection import list_checkpoints
+from dcp.inspection.checkpoints import list_checkpoints
 from dcp.storage.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError
 from dcp.storage.stores import MemoryStore, PosixStore, open_store
 from dcp.storage.stores.base import Store

@@ -18,8 +18,8 @@ import pytest
 from dcp.storage.stores.base import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.http_bodies import BodyTransport, CalledOff, Receiver
-from dcp.storage.stores.objects.s3_direct import DirectReads, SignedUrl
-from dcp.storage.stores.objects.s3_session import _tls
+from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
+from dcp.storage.stores.objects.s3.session import _tls
 from tests.support.receivers import CERTIFICATES
 
 _HANG_SECONDS = 60.0

@@ -22,8 +22,8 @@ from dcp.storage.stores.objects.conditions import require_conditional_writes
 from dcp.storage.stores.objects.generic import FsspecClient
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.requests import Requests, ServiceError
-from dcp.storage.stores.objects.s3 import S3Client
-from dcp.storage.stores.objects.s3_errors import request_error
+from dcp.storage.stores.objects.s3.errors import request_error
+from dcp.storage.stores.objects.s3.service import S3Client
 from dcp.storage.stores.objects.store import FsspecStore
 from dcp.storage.stores.objects.writing import part_bytes_for
 from tests.support.s3 import RawS3, raw_s3

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dcp
-from dcp.inspection import list_checkpoints, open_index
+from dcp.inspection.checkpoints import list_checkpoints, open_index
 from dcp.storage.errors import CheckpointNotFoundError, StorageError
 from dcp.storage.stores.objects import requests
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp.storage.formats.python_values import value_text
+from dcp.storage.formats.pickle.python_values import value_text
 
 if TYPE_CHECKING:
-    from dcp.difference import Difference, TensorFacts
-    from dcp.statistics import CheckpointStatistics
-    from dcp.value_summaries import Statistics
+    from dcp.inspection.values.difference import Difference, TensorFacts
+    from dcp.inspection.values.statistics import CheckpointStatistics
+    from dcp.inspection.values.summaries import Statistics
 
 __all__ = ["difference_document", "statistics_document"]
 

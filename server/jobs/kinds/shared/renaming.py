@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Final
 
-from dcp.planners.selection import renamer
+from dcp.planners.load.selection import renamer
 from dcp.storage.errors import PlanError
 
 __all__ = ["BoundedRename"]

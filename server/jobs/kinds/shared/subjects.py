@@ -18,7 +18,7 @@ from dcp.server.problems import ProblemError
 from dcp.server.roots import Root, storage_problem
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.sources import Place, Source, index_at
+from dcp.storage.formats.sources import Source, SourcePlace, index_at
 
 __all__ = [
     "Subject",
@@ -109,7 +109,7 @@ def roots_of_committed(
     return {root for _, root in found.values()}
 
 
-def open_place(context: JobContext, subject: Subject) -> tuple[Root, Place]:
+def open_place(context: JobContext, subject: Subject) -> tuple[Root, SourcePlace]:
     """The root, and where in it the checkpoint is. PermanentJobError if there is no such root any more."""
     if subject.root not in context.roots:
         raise PermanentJobError(f"root {subject.root} is not configured any more")
@@ -125,7 +125,7 @@ def open_source(context: JobContext, subject: Subject) -> tuple[Root, Source]:
         return root, Source(place.store, index_at(place), f"{root.name}:{subject.key}", place.file)
 
 
-def fingerprint_at(place: Place) -> str:
+def fingerprint_at(place: SourcePlace) -> str:
     """What tells whether the checkpoint at ``place`` has changed."""
     if place.file is not None:
         info = place.store.stat(place.file)

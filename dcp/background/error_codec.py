@@ -1,0 +1,140 @@
+"""How a save ended, as data that crosses processes, and what all ranks make of all endings."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+
+from dcp.ranks.failures import RankFailedError, failure_of
+from dcp.storage.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    WriterProcessError,
+    error_from_wire,
+    error_to_wire,
+)
+
+__all__ = ["Ending", "Verdict", "error_from_data", "error_to_data", "plain_error", "verdict"]
+
+_TRACEBACK_CHARACTERS = 8000
+
+
+def error_to_data(error: BaseException) -> dict[str, Any]:
+    """Plain data that describes ``error``, the failures by rank of a `RankFailedError` included."""
+    data: dict[str, Any] = {"own": plain_error(error), "step": "", "ranks": {}}
+    if isinstance(error, RankFailedError):
+        data["step"] = str(error.facts.get("step", "save"))
+        data["ranks"] = {rank: plain_error(cause) for rank, (cause, _) in error.failures.items()}
+    return data
+
+
+def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
+    """The exception that ``error_to_data`` described in rank ``rank``'s writer."""
+    if not data["ranks"]:
+        return _described(data["own"])
+    failures = {int(failed): _described(wire) for failed, wire in data["ranks"].items()}
+    error = failure_of(data["step"], failures, rank, None)
+    if isinstance(error, CheckpointError):
+        error.facts.update(data["own"]["facts"])
+    return error
+
+
+def _described(wire: dict[str, Any]) -> CheckpointError:
+    error = error_from_wire(wire)
+    error.add_note(f"traceback of the writer process:\n{wire['traceback']}")
+    return error
+
+
+def plain_error(error: BaseException) -> dict[str, Any]:
+    """What `dcp.storage.errors.error_from_wire` takes; always msgpack-able."""
+    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+    wire = error_to_wire(error, text)
+    try:
+        msgpack.packb(wire, unicode_errors="surrogatepass")
+    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
+        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
+    return wire
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a save ended for one rank.
+
+    ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
+    otherwise. ``broken``: the writers of this rank cannot go on talking to the others.
+    """
+
+    saved: bool = False
+    save_id: str = ""
+    died: str = ""
+    error: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False
+
+    def encode(self) -> bytes:
+        """As bytes, for the other ranks."""
+        data: bytes = msgpack.packb(asdict(self), unicode_errors="surrogatepass")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ending:
+        """The inverse of `encode`."""
+        return cls(**msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False))
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether other ranks were waited for in vain."""
+        return bool(self.error) and self.error["own"]["class"] == CollectiveTimeoutError.__name__
+
+    @property
+    def committed(self) -> bool:
+        """Whether this rank knows that the checkpoint is committed."""
+        return self.saved or bool(self.error and self.error["own"]["facts"].get("committed"))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks hold of a save: ``error`` or success, and whether the writers must be started anew."""
+
+    error: BaseException | None
+    save_id: str
+    restart: bool
+    notes: tuple[str, ...] = ()
+
+
+def verdict(endings: Mapping[int, Ending], rank: int, *, together: bool) -> Verdict:
+    """The verdict of ``endings`` by rank, as ``rank`` raises it; ranks that nobody knows of are left out.
+
+    A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
+    writers after that. A death comes before what it made other ranks raise.
+    """
+    restart = any(ending.died or ending.broken for ending in endings.values())
+    deaths = {number: ending.died for number, ending in endings.items() if ending.died}
+    notes = tuple(f"the writer process of rank {number} {died}" for number, died in deaths.items())
+    own = endings[rank]
+    if together and any(ending.committed for ending in endings.values()):
+        save_id = next((ending.save_id for ending in endings.values() if ending.save_id), "")
+        return Verdict(None, save_id, restart, notes)
+    if deaths:
+        error = failure_of("write in the background", _of_deaths(deaths), rank, None)
+        if own.error:
+            error.__context__ = error_from_data(own.error, rank)
+        return Verdict(error, "", restart, notes)
+    if own.saved:
+        return Verdict(None, own.save_id, restart)
+    return Verdict(error_from_data(own.error, rank), "", restart)
+
+
+def _of_deaths(deaths: Mapping[int, str]) -> dict[int, CheckpointError]:
+    return {
+        rank: WriterProcessError(
+            f"Checkpoint background process is dead: the writer process of rank {rank} {died}. What was "
+            "under the id before is untouched, unless the save had just committed; the next save gets a new "
+            "writer",
+            rank=rank,
+        )
+        for rank, died in deaths.items()
+    }

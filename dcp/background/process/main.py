@@ -1,0 +1,48 @@
+"""The process that writes in the background: ``python -m dcp.background.process.main FD PID NICE``.
+
+A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
+finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored: they are meant for
+the training, which on a SIGTERM to all processes may have its last save still to give. Nothing here imports
+torch before the process has lowered its priority.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from dcp.background.process.wire import Connection, watch_process
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve one trainer; returns when all is done."""
+    fd, trainer, niceness = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(niceness)
+    os.set_inheritable(fd, False)  # what custom storages start must not hold the connection
+    watch = watch_process(trainer)
+    # a trainer that died before it could be watched has left the socket closed
+    connection = Connection(socket.socket(fileno=fd), watch if os.getppid() == trainer else -1)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format=f"dcp writer process {os.getpid()} of %(processName)s: %(levelname)s: %(message)s",
+    )
+    from dcp.background.process.serving import WriterLoop
+
+    WriterLoop(connection).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo and store threads are left as they are: tearing them down can only fail or hang
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

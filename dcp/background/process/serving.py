@@ -1,0 +1,392 @@
+"""What a writer process does: takes saves from its trainer, carries them out in order, reports."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from dcp.background.error_codec import error_to_data
+from dcp.background.order import SaveOrder, agreeing_seconds, carry_out
+from dcp.background.process import pickled_state as parcel
+from dcp.background.process.rendezvous import Address, own_store
+from dcp.background.process.wire import Connection, Message
+from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.wire.columns import SaveColumns
+from dcp.progress import Progress, ProgressCallback
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import RankFailedError
+from dcp.saving.rank_state import PlanOptions, RankState
+from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
+from dcp.storage.tensors import torch_dtype
+from dcp.storage.writer import FileSystemWriter
+from dcp.version import __version__
+
+__all__ = ["WriterLoop"]
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_SECONDS = 5.0
+"""How long the host of the writers' store stays for the others, once their trainers are gone."""
+
+
+@dataclass
+class _Save:
+    body: dict[str, Any]
+    fds: list[int]
+    abort: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def serial(self) -> int:
+        return int(self.body["serial"])
+
+    def close_fds(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+class WriterLoop:
+    """Saves run in the main thread, as they would in a program of their own; another thread receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._saves: dict[int, _Save] = {}
+        self._alone = False
+        self._meeting = _Meeting()
+        self._memory = _Memory()
+        self._cache = PlanCache()
+
+    def run(self) -> None:
+        """Serve until the trainer closes or ends; what it has sent by then is finished."""
+        torch.set_num_threads(1)
+        threading.Thread(target=self._receive, name="dcp-writer-receive", daemon=True).start()
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # it holds the staged copy
+        if self._alone:
+            self._meeting.part()
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._connection.receive()) is not None:
+                self._take(message)
+        except OSError as error:
+            logger.error("the connection to the trainer broke: %s", error)
+        # Nobody is left to say that all ranks are ready for the saves received; they are carried out anyway.
+        self._alone = True
+        self._meeting.expect_nothing_more()
+        for save in list(self._saves.values()):
+            save.go.set()
+        self._tasks.put(None)
+
+    def _take(self, message: Message) -> None:
+        body = message.body
+        kind = body["kind"]
+        if kind == "save":
+            save = _Save(body, message.fds)
+            if body["go"]:
+                save.go.set()
+            self._saves[save.serial] = save
+            self._tasks.put(lambda: self._carry_out(save))
+        elif kind == "hello":
+            _require_version(body["version"])
+            multiprocessing.current_process().name = f"rank {body['rank']}"
+            self._meeting.introduce(body["rank"], body["world_size"], body["timeout_seconds"])
+        elif kind == "join":
+            self._meeting.invite(Address(**body["address"]), message.fds)
+            self._tasks.put(self._meeting.join_early)
+        elif kind == "close":
+            self._tasks.put(None)
+        elif (known := self._saves.get(body["serial"])) is not None:
+            (known.go if kind == "go" else known.abort).set()
+
+    # -- saving ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, save: _Save) -> None:
+        save.go.wait()
+        reply: dict[str, Any] = {"kind": "done", "serial": save.serial}
+        try:
+            reply |= self._run(save)
+        except BaseException as error:  # noqa: BLE001 - it is reported, and raised in the trainer
+            reply |= {"ok": False, "error": error_to_data(error), "broken": self._breaks(error)}
+            if self._alone:
+                logger.error("save %s failed: %s", save.body["place"], error)
+        finally:
+            save.close_fds()
+            del self._saves[save.serial]
+        try:
+            self._connection.send(reply)
+        except OSError:
+            logger.debug("nobody is left to hear how save %d ended", save.serial)
+
+    def _run(self, save: _Save) -> dict[str, Any]:
+        body = save.body
+        payload: Callable[[], RankState | dict[str, Any]]
+        try:
+            # first: the saves to come build on it, whatever becomes of this one
+            payload = self._memory.payload(body, save.fds)
+            if "refused" in body:
+                raise error_from_wire(body["refused"])
+            os.chdir(body["cwd"])
+            order: SaveOrder = parcel.unpack(body["order"])
+        except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
+            refusal = _Refusal(error)
+            order, payload = refusal.order(body), refusal.payload
+        ranks_for = self._meeting.ranks_for(order.timeout_seconds)
+        metadata, outcome = carry_out(
+            order,
+            payload,
+            ranks_for,
+            abort=save.abort,
+            progress=self._progress(save),
+            cache=self._cache,
+        )
+        ours = isinstance(order.writer, FileSystemWriter)  # the trainer can read the manifest itself
+        return {
+            "ok": True,
+            "outcome": asdict(outcome),
+            "metadata": None if ours else pickle.dumps(metadata),
+        }
+
+    def _progress(self, save: _Save) -> bool | ProgressCallback | None:
+        if save.body["progress"] != "report":
+            return bool(save.body["progress"])
+
+        def report(progress: Progress) -> None:
+            self._connection.offer({"kind": "progress", "serial": save.serial, "progress": asdict(progress)})
+
+        return report
+
+    def _breaks(self, error: BaseException) -> bool:
+        """Whether the writers may be out of step after ``error``: it did not end the save on all alike."""
+        if self._meeting.world_size == 1:
+            return False
+        return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
+
+
+def _require_version(version: str) -> None:
+    """End where the installed package has been replaced since the trainer began."""
+    if version != __version__:
+        logger.error(
+            "the trainer runs dcphub %s, but %s is installed now: restart the training", version, __version__
+        )
+        os._exit(1)
+
+
+class _Refusal(FileSystemWriter):
+    """Stands for a storage that this process was not given: a save with it takes part in the first step that
+    the other ranks make, and fails there with ``error`` on all of them."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(os.curdir, open_store=self._fail)
+        self._error = error
+
+    def _fail(self, path: str | os.PathLike[str]) -> NoReturn:
+        raise self._error
+
+    def discard(self) -> None:
+        pass  # nothing was written
+
+    def order(self, body: dict[str, Any]) -> SaveOrder:
+        """In the place of the order of ``body``, on the road that the others take."""
+        return SaveOrder(
+            body["serial"],
+            self,
+            options=PlanOptions() if body["on_columns"] else None,
+            planner=DefaultSavePlanner(),
+            use_collectives=body["together"],
+            timeout_seconds=body["timeout_seconds"],
+        )
+
+    def payload(self) -> dict[str, Any]:
+        raise self._error
+
+
+class _Meeting:
+    """The writers' own process group, made once all trainers have said where it meets."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self._timeout_seconds = 0.0
+        self._address: Address | None = None
+        self._listener: int | None = None
+        self._informed = threading.Event()
+        self._met: Store | None = None
+        self._store: Store | None = None
+        self._failure: CollectiveTimeoutError | None = None
+
+    def introduce(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self.rank, self.world_size, self._timeout_seconds = rank, world_size, timeout_seconds
+
+    def invite(self, address: Address, fds: list[int]) -> None:
+        self._address, self._listener = address, fds[0] if fds else None
+        self._informed.set()
+
+    def expect_nothing_more(self) -> None:
+        self._informed.set()
+
+    def ranks_for(self, timeout_seconds: float) -> Callable[[threading.Event], Ranks]:
+        """What makes the ranks of one save's attempts; joins the group before the first."""
+
+        def ranks(abort: threading.Event) -> Ranks:
+            self._join()
+            bound = timeout_seconds - agreeing_seconds(timeout_seconds)
+            return Ranks(use_dist=self.world_size > 1, timeout_seconds=bound, abort=abort)
+
+        return ranks
+
+    def join_early(self) -> None:
+        """Join while there is nothing else to do; a failure is raised by the next save."""
+        try:
+            self._join()
+        except CollectiveTimeoutError as error:
+            logger.warning("%s", error)
+
+    def _join(self) -> None:
+        if self.world_size == 1 or self._store is not None:
+            return
+        if self._failure is not None:
+            raise self._failure
+        bound = self._timeout_seconds - agreeing_seconds(self._timeout_seconds)
+        deadline = time.monotonic() + bound
+        informed = self._informed.wait(bound)
+        if self._address is None:
+            why = "their trainers ended before" if informed else "their trainers did not all start them"
+            raise CollectiveTimeoutError(
+                f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
+            )
+        try:
+            self._store = self._init(self._address, max(1.0, deadline - time.monotonic()))
+        except RuntimeError as error:
+            missing = self._missing()
+            self._failure = CollectiveTimeoutError(
+                f"the writer process of rank {self.rank} could not reach that of rank "
+                f"{', '.join(map(str, missing))} at {self._address.host}:{self._address.port}: {error}",
+                ranks=missing,
+            )
+            raise self._failure from error
+
+    def _missing(self) -> list[int]:
+        """The ranks whose writers are not at the store; rank 0 where there is no store."""
+        try:
+            if self._met is not None:
+                return [r for r in range(self.world_size) if not self._met.check([f"here/{r}"])]
+        except RuntimeError as error:
+            logger.debug("the writers' store is gone: %s", error)
+        return [0]
+
+    def _init(self, address: Address, timeout_seconds: float) -> Store:
+        if address.loopback:  # a host name that does not resolve must not matter then
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = self._met = own_store(address, self._listener, timeout_seconds)
+        store.set(f"here/{self.rank}", "1")
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        return store
+
+    def part(self) -> None:
+        """Before ending without a trainer: the host of the store waits for the others, a while."""
+        if self._store is None:
+            return
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            gone = self._store.add("gone", 1)
+            while self.rank == 0 and gone < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                gone = self._store.add("gone", 0)
+        except RuntimeError as error:
+            logger.debug("the writers' store is gone already: %s", error)
+
+
+class _Memory:
+    """The trainer's host arenas as this process sees them; views are kept as long as the layout is."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, torch.Tensor] = {}
+        self._layouts: dict[int, dict[int, list[torch.Tensor]]] = {}
+        self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
+
+    def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
+        """What gives the staged state of a save; arenas and layouts that came with it are taken in now.
+
+        Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
+        """
+        try:
+            self._take_in(body, fds)
+        except BaseException:
+            self._arenas.clear()
+            self._layouts.clear()
+            self._columns = None
+            raise
+        return lambda: self._state(body, fds)
+
+    def _take_in(self, body: dict[str, Any], fds: list[int]) -> None:
+        for arena in body.get("forget", ()):
+            self._arenas.pop(arena, None)
+            self._layouts.pop(arena, None)
+        if "arena" in body:
+            self._arenas[body["arena"]["key"]] = parcel.map_memory(fds[0], body["arena"]["size_bytes"])
+        if "layout" in body:
+            self._lay_out(body["layout"])
+        if "columns" in body:
+            self._columns = pickle.loads(body["columns"])
+
+    def _lay_out(self, layout: dict[str, Any]) -> None:
+        memory = self._arenas[layout["arena"]]
+        offsets = np.frombuffer(layout["offsets"], np.int64).tolist()
+        shapes = iter(np.frombuffer(layout["shapes"], np.int64).tolist())
+        self._layouts[layout["arena"]] = {
+            layout["key"]: [
+                parcel.tensor_view(
+                    memory, offset, tuple(next(shapes) for _ in range(ndim)), torch_dtype(code)
+                )
+                for offset, ndim, code in zip(offsets, layout["ndims"], layout["dtype_codes"], strict=True)
+            ]
+        }
+
+    def _state(self, body: dict[str, Any], fds: list[int]) -> RankState | dict[str, Any]:
+        if "staging_error" in body:
+            raise error_from_wire(body["staging_error"])
+        if "state_bytes" in body:
+            size_bytes = body["state_bytes"]
+            memory = parcel.map_memory(fds[0], size_bytes) if size_bytes else None
+            with _sent(body, "state", fds) as file:
+                packed = file.read()
+            state: dict[str, Any] = parcel.unpack(packed, memory)
+            return state
+        sources = self._layouts.get(body["source_arena"], {}).get(body["source_layout"])
+        if self._columns is None or sources is None:
+            raise WriterProcessError(
+                "what this save builds on was lost with the one before it; the next save brings all of it"
+            )
+        columns, replicated = self._columns
+        with _sent(body, "objects", fds) as file:
+            objects = pickle.load(file)
+        return RankState(columns, sources, objects, replicated)
+
+
+def _sent(body: dict[str, Any], name: str, fds: list[int]) -> BinaryIO:
+    """The bytes called ``name``: of the message, or of the memory file that came with it."""
+    place = body.get(f"{name}_fd")
+    return io.BytesIO(body[name]) if place is None else parcel.read_file(fds[place])

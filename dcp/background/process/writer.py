@@ -1,0 +1,347 @@
+"""The process writer: saves run in a process of their own, which survives the trainer that started it.
+
+One writer process by rank, all of them in a group of their own. A save is sent as soon as its state is
+staged: from then on it does not need the trainer. After each save the trainers agree, in a thread of their
+own, how it ended on all ranks, and start all writers anew if one was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+from dcp.background.error_codec import Ending, Verdict, error_to_data, verdict
+from dcp.background.future import SaveFuture, SaveOutcome
+from dcp.background.order import SaveOrder, agreeing_seconds
+from dcp.background.process.child import Child
+from dcp.background.process.rendezvous import meet, own_client
+from dcp.background.process.sending import Sender
+from dcp.background.results import end_future
+from dcp.background.worker import BackgroundWriter, Payload
+from dcp.progress import Progress, ProgressCallback
+from dcp.ranks.collectives import Channel, Ranks
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
+
+__all__ = ["ProcessWriter"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+"""How long an idle writer may take to end."""
+
+
+@dataclass(eq=False)
+class _Save:
+    order: SaveOrder
+    payload: Payload
+    future: SaveFuture
+    progress: bool | ProgressCallback | None
+    child: Child | None = None
+    released: bool = False
+    ending: Ending | None = None
+    outcome: SaveOutcome | None = None
+    metadata: bytes | None = None
+
+
+class ProcessWriter(BackgroundWriter):
+    """Carries out saves in one writer process by rank.
+
+    ``channel`` is the ranks' (None for one rank alone); only its store is used, as a client of its own.
+    ``start`` starts the process now instead of at the first save. ``nice`` is added to its niceness, so that
+    training keeps its cores.
+
+    When the process of a rank dies, the save under way, or the next, fails with WriterProcessError on all
+    ranks, and all get new writers. When trainers die, the writers finish what they were given.
+    """
+
+    def __init__(
+        self, channel: Channel | None, *, timeout_seconds: float, start: bool = False, nice: int = 10
+    ) -> None:
+        self._rank = 0 if channel is None else channel.rank
+        self._world_size = 1 if channel is None else channel.world_size
+        self._store = None if channel is None else PrefixStore("writers", own_client(channel.store))
+        self._timeout_seconds = timeout_seconds
+        self._nice = nice
+        self._changed = threading.Condition()
+        self._sending = threading.RLock()
+        self._saves: deque[_Save] = deque()
+        self._child: Child | None = None
+        self._sender: Sender | None = None
+        self._generation = 0
+        self._agreement: Channel | None = None
+        self._lost = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        if start:
+            self._start()
+
+    @property
+    def pid(self) -> int:
+        """The id of this rank's writer process; 0 while there is none."""
+        return 0 if self._child is None else self._child.pid
+
+    # -- called by the trainer -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        order: SaveOrder,
+        payload: Payload,
+        future: SaveFuture,
+        progress: bool | ProgressCallback | None = None,
+    ) -> None:
+        """Send the save if its state is staged already, else as soon as it is."""
+        save = _Save(order, payload, future, progress)
+        with self._changed:
+            if self._closing:
+                raise CheckpointError("this writer is closed")
+            self._start()
+            self._saves.append(save)
+            self._changed.notify_all()
+        future.when_aborted(lambda: self._abort(save))
+        payload.done.add_done_callback(lambda _: self._send_staged())
+
+    def close(self, timeout_seconds: float) -> None:
+        """Finish the saves that were submitted, then end the process; kill it when the time is over."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        thread, child = self._thread, self._child
+        if thread is None or not thread.is_alive() or child is None:
+            return
+        if thread is threading.current_thread():  # which drops the session after its last save, and ends now
+            return
+        thread.join(timeout_seconds)
+        if thread.is_alive():
+            (self._child or child).kill(
+                f"had not finished {timeout_seconds:g} s after it was told to, and was killed"
+            )
+            thread.join(_CLOSE_SECONDS)
+        self._give_up_the_rest()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._start_child()
+            self._thread = threading.Thread(target=self._run, name="dcp-writer-saves", daemon=True)
+            self._thread.start()
+
+    def _start_child(self) -> None:
+        hello = {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "timeout_seconds": self._timeout_seconds,
+        }
+        self._child = Child(hello, nice=self._nice, on_message=self._on_message, on_end=self._on_end)
+        self._sender = Sender(self._child)
+
+    def _abort(self, save: _Save) -> None:
+        if save.child is not None:  # else the order to save will say so
+            save.child.send({"kind": "abort", "serial": save.order.serial})
+
+    # -- sending ---------------------------------------------------------------------------------------------
+
+    def _send_staged(self) -> None:
+        """Send what is staged and was not sent to the present child, in order."""
+        with self._sending:
+            for position, save in enumerate(list(self._saves)):
+                if save.child is self._child:
+                    continue
+                if not save.payload.done.done() or self._child is None or self._sender is None:
+                    return
+                save.child, save.released = self._child, position == 0
+                self._sender.send(
+                    save.order,
+                    save.payload,
+                    progress=save.progress,
+                    go=save.released,
+                    place=save.future.checkpoint_id,
+                )
+                if save.future.abort_event.is_set():
+                    self._abort(save)
+
+    # -- receiving (in the child's thread) -------------------------------------------------------------------
+
+    def _on_message(self, child: Child, body: dict[str, Any]) -> None:
+        with self._changed:
+            save = next((s for s in self._saves if s.order.serial == body["serial"]), None)
+        if save is None or save.child is not child:
+            return
+        if body["kind"] == "progress":
+            if callable(save.progress):
+                save.progress(Progress(**body["progress"]))
+            return
+        with self._changed:
+            if body["ok"]:
+                save.outcome = SaveOutcome(**body["outcome"])
+                save.metadata = body["metadata"]
+                save.ending = Ending(saved=True, save_id=save.outcome.save_id)
+            else:
+                save.ending = Ending(error=body["error"], broken=body["broken"])
+            self._changed.notify_all()
+
+    def _on_end(self, child: Child) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- one save after the other (in the thread of this object) ---------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._meet()
+            while (save := self._next()) is not None:
+                ending = self._ending_of(save)
+                self._finish(save, self._verdict(save, ending))
+                del save  # it holds the staged copies of foreign stagers
+        finally:
+            with self._changed:
+                self._closing = True
+            self._give_up_the_rest()
+            if self._child is not None:
+                self._child.close(_CLOSE_SECONDS)
+
+    def _next(self) -> _Save | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._saves or self._closing)
+            return self._saves[0] if self._saves else None
+
+    def _meet(self) -> None:
+        """Give the child the address at which the writers of all ranks meet."""
+        child = self._child
+        if self._store is None or child is None:
+            return
+        deadline = time.monotonic() + self._timeout_seconds
+        try:
+            address, listener = meet(
+                PrefixStore(f"meeting/{self._generation}", self._store),
+                self._rank,
+                self._world_size,
+                timeout_seconds=self._timeout_seconds,
+                check=self._check_meeting,
+            )
+            child.send({"kind": "join", "address": vars(address)}, [listener.fileno()] if listener else [])
+            if listener is not None:
+                listener.close()
+            if self._agreement is None:
+                self._agreement = Channel.own_gloo(
+                    PrefixStore("agreement", self._store),
+                    self._rank,
+                    self._world_size,
+                    timeout_seconds=max(1.0, deadline - time.monotonic()),
+                )
+        except (RuntimeError, OSError, CollectiveTimeoutError) as error:
+            child.kill(f"was stopped, because the ranks could not agree on where their writers meet: {error}")
+
+    def _check_meeting(self) -> None:
+        if self._closing and not self._saves:
+            raise CollectiveTimeoutError("the session was closed before they had met")
+
+    def _ending_of(self, save: _Save) -> Ending:
+        """How the save ended here: by its writer's word or end, or because another rank gave it up.
+
+        Its writer may go on for a while then, because its own waits for a lost rank end soon.
+        """
+        agreeing = agreeing_seconds(save.order.timeout_seconds)
+        look_seconds, grace_seconds = min(0.5, agreeing / 10), agreeing / 4
+        wait([save.payload.done], save.order.timeout_seconds)
+        given_up_at = 0.0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_ended(save), look_seconds)
+                if save.ending is not None:
+                    return save.ending
+                if save.child is not None and save.child.end:
+                    return Ending(died=save.child.end)
+                if not save.payload.done.done():
+                    return Ending(died="was given nothing: the state was not staged in time")
+            if given_up_at == 0.0 and self._others_gave_up(save):
+                given_up_at = time.monotonic()
+                self._abort(save)
+            if given_up_at and time.monotonic() - given_up_at > grace_seconds and save.child is not None:
+                save.child.kill("did not react when other ranks had given the save up, and was killed")
+
+    def _has_ended(self, save: _Save) -> bool:
+        return save.ending is not None or (save.child is not None and bool(save.child.end))
+
+    def _gave_up_key(self, save: _Save) -> str:
+        return f"gave_up/{self._generation}/{save.order.serial}"
+
+    def _others_gave_up(self, save: _Save) -> bool:
+        if self._store is None or self._lost:
+            return False
+        try:
+            return bool(self._store.check([self._gave_up_key(save)]))
+        except RuntimeError:  # its host is gone; the writers have a store of their own
+            return False
+
+    def _verdict(self, save: _Save, ending: Ending) -> Verdict:
+        """What all ranks make of it; what this rank knows where they cannot agree any more."""
+        together = save.order.use_collectives
+        if self._store is None:
+            return verdict({0: ending}, 0, together=together)
+        if self._lost or self._agreement is None:
+            return verdict({self._rank: ending}, self._rank, together=together)
+        bound = save.order.timeout_seconds
+        if ending.is_timeout:  # most of the time is over, and more than what is left brings nobody
+            bound = agreeing_seconds(bound)
+        try:
+            if not ending.saved:
+                self._store.set(self._gave_up_key(save), "1")
+            ranks = Ranks(use_dist=True, channel=self._agreement, timeout_seconds=bound, operation="writers")
+            parts = ranks.all_gather("agree on how the save ended", ending.encode)
+        except (RuntimeError, CheckpointError) as error:
+            self._lost = True
+            logger.error("the trainers cannot agree on how a save ended: %s", error)
+            if not ending.committed and not ending.died:
+                ending = Ending(error=error_to_data(error))
+            return verdict({self._rank: ending}, self._rank, together=together)
+        endings = {rank: Ending.decode(part) for rank, part in enumerate(parts)}
+        return verdict(endings, self._rank, together=together)
+
+    def _finish(self, save: _Save, found: Verdict) -> None:
+        restart = found.restart and not self._lost and not self._closing
+        for note in found.notes:
+            logger.warning("%s", note)
+        with self._sending:
+            with self._changed:
+                self._saves.popleft()
+            save.payload.release()
+            if found.error is not None and self._sender is not None:
+                self._sender.forget()
+            if restart:
+                self._replace_child()
+            else:
+                self._let_next_go()
+        end_future(save.future, save.order, found, save.outcome, save.metadata, self._rank)
+        if restart:
+            self._meet()
+
+    def _let_next_go(self) -> None:
+        if self._saves and (following := self._saves[0]).child is not None and not following.released:
+            following.released = True
+            following.child.send({"kind": "go", "serial": following.order.serial})
+
+    def _replace_child(self) -> None:
+        old = self._child
+        if old is not None:
+            old.kill("was stopped because the writer of another rank was lost")
+            old.close(_CLOSE_SECONDS)
+        self._generation += 1
+        with self._changed:
+            self._start_child()
+        self._send_staged()
+
+    def _give_up_the_rest(self) -> None:
+        """After a close that was not answered in time: nobody must wait for the futures for ever."""
+        with self._changed:
+            left, self._saves = list(self._saves), deque()
+        for save in left:
+            if not save.future.done():
+                save.future.set_exception(
+                    WriterProcessError("the writer was closed before this save had ended; look at the id")
+                )

@@ -1,0 +1,107 @@
+"""What the caller of a public function sees of an error: the call and the message, not what lies in between.
+
+The error is the one that was raised, with its class and its facts. What caused it is still there as its
+``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
+environment has ``DCP_DEBUG``, nothing is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Final, ParamSpec, TypeVar
+
+from dcp.storage.errors import CheckpointError, RemoteError
+
+__all__ = ["DEBUG_VARIABLE", "plain_errors", "shorten", "whole_tracebacks", "without_our_frames"]
+
+DEBUG_VARIABLE: Final = "DCP_DEBUG"
+
+_whole: ContextVar[bool] = ContextVar("whole_tracebacks", default=False)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, whose errors of this package show their message and the line that called it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except CheckpointError as error:
+            if _debugging():
+                raise
+            shorten(error)
+            raise error from error.__cause__
+
+    return call
+
+
+def shorten(error: BaseException) -> None:
+    """Take away the frames that ``error`` came through, and make of its cause its context, if it is of ours.
+
+    What the user's own code raised, such as a ``state_dict()``, stays the cause, from that frame on: the
+    message alone does not say where that is.
+    """
+    if not isinstance(error, CheckpointError) or _debugging():
+        return
+    error.__traceback__ = None
+    cause, error.__cause__ = error.__cause__, None
+    if cause is None:
+        return
+    error.__context__ = cause
+    if hasattr(error, "failures"):
+        foreign = _foreign_cause(cause)
+        if foreign is not None:
+            foreign.__traceback__ = without_our_frames(foreign.__traceback__)
+            error.__cause__ = foreign
+
+
+def _foreign_cause(cause: BaseException) -> BaseException | None:
+    """What a rank failed of in the end, if that is neither an error of ours nor explained by one."""
+    if isinstance(cause, RemoteError) or not isinstance(cause, CheckpointError):
+        return cause
+    last: BaseException = cause
+    seen: set[int] = set()  # libraries make rings of causes, by raising again what they have kept
+    while last.__cause__ is not None and id(last) not in seen:
+        seen.add(id(last))
+        last = last.__cause__
+    frames = _frames(last.__traceback__)
+    known = {"dcp", "torch", *sys.stdlib_module_names}
+    return None if last is cause or all(_package(frame) in known for frame in frames) else last
+
+
+def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` from the first frame on that is not of this package; whole, if all are."""
+    return next((frame for frame in _frames(trace) if _package(frame) != "dcp"), trace)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _package(trace: TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+
+
+@contextmanager
+def whole_tracebacks() -> Iterator[None]:
+    """Leave nothing out within this block, as with ``DCP_DEBUG``."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def _debugging() -> bool:
+    return _whole.get() or bool(os.environ.get(DEBUG_VARIABLE))

@@ -1,0 +1,469 @@
+"""What checkpoints there are and what is in them, from their indexes alone.
+
+No tensor is read, and torch is not needed.
+
+Functions return data classes; the command line and the service render them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.module_tree import ModuleNode, module_tree
+from dcp.inspection.weights import folder_weights, is_weight_file, single_files
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+)
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.open import is_commit_object
+from dcp.storage.formats.open import open_index as _open_index
+from dcp.storage.formats.pickle.python_values import decode_value, python_value
+from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.plain import MAX_PLAIN_BYTES
+from dcp.storage.formats.safetensors.folder import index_of_file, index_of_folder
+from dcp.storage.formats.sources import FILE_FORMATS, FILE_SUFFIXES, locate, open_source
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.opening import OpenWith
+from dcp.storage.threads import WorkerThreads
+
+__all__ = [
+    "CheckpointHeader",
+    "CheckpointSummary",
+    "ModuleNode",
+    "ObjectRow",
+    "TensorRow",
+    "header_of",
+    "list_checkpoints",
+    "module_tree",
+    "name_and_step",
+    "object_row",
+    "object_rows",
+    "open_index",
+    "tensor_rows",
+]
+
+T = TypeVar("T")
+
+_Place: TypeAlias = tuple[int, int, int]
+
+_BLOBS_AT_ONCE = 1024
+_MAX_SHOWN_BYTES = 256 << 20
+_STEP = re.compile(r"([0-9]+)$")
+_DATA_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """One checkpoint of a folder.
+
+    ``state`` is "committed", "incomplete" (data files that no save committed) or "unreadable" (``problem``
+    says why); of weights without a commit, such as a torch.save file, "complete", or "unopened" in a quick
+    listing; of `dcp.inspection.runs` "run", with the number of its ``checkpoints``. ``step`` is the number
+    at the end of the name. ``bytes`` is the size of the files it refers to. What is not known is None.
+    """
+
+    name: str
+    url: str
+    state: str
+    step: int | None = None
+    committed_seconds: float | None = None
+    format: str | None = None
+    tensors: int | None = None
+    bytes: int | None = None
+    world_size: int | None = None
+    problem: str | None = None
+    checkpoints: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHeader:
+    """A checkpoint as a whole; ``bytes`` are those of the tensors, ``file_bytes`` those of the files.
+
+    ``rank_seconds`` are the durations of the save's phases by rank, none where the writer noted none, and
+    ``rank_traffic`` what each rank asked of the storage's service until it had written its files: see
+    `dcp.storage.stores.base.Store.traffic`.
+    """
+
+    url: str
+    format: str
+    save_id: str | None
+    torch_version: str | None
+    dcphub_version: str | None
+    world_size: int | None
+    committed_seconds: float | None
+    tensors: int
+    chunks: int
+    objects: int
+    files: int
+    bytes: int
+    file_bytes: int
+    user: Mapping[str, Any]
+    rank_seconds: tuple[Mapping[str, float], ...] = ()
+    rank_traffic: tuple[Mapping[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor: its global shape, and the number, bytes and files of its chunks."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRow:
+    """One non-tensor value. ``value`` counts only where ``is_plain`` (or harmless otherwise); others stay
+    pickled, ``bytes`` long."""
+
+    fqn: str
+    is_plain: bool
+    value: Any
+    bytes: int
+    file: str | None
+
+
+@plain_errors
+def open_index(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointIndex:
+    """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
+
+    It may be a folder with a commit, a file of torch.save or safetensors, or a folder of such files (see
+    `dcp.storage.formats.sources`).
+
+    Args:
+        checkpoint_id: The path or URL.
+        rank: That rank's part of a save without collectives; None merges all parts.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        Names, dtypes, shapes and places of all that is in it.
+
+    Raises:
+        CheckpointNotFoundError: No save was committed there.
+        CheckpointFormatError: Its metadata is damaged, or not of a format that is known.
+    """
+    return open_source(checkpoint_id, open_store=OpenWith(storage_options), rank=rank).index
+
+
+@plain_errors
+def list_checkpoints(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[CheckpointSummary]:
+    """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
+
+    Listed are its folders, and weights of torch.save and safetensors: of the folder and of those in it, and
+    the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
+    listed as such.
+
+    Args:
+        checkpoint_id: The path or URL of the folder.
+        quick: No file is opened, and everything is by the listings: ``committed_seconds`` is the time of the
+            commit object, ``bytes`` the size of all data files, and format, tensors and ranks are not known.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A line a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: There is no such folder.
+        StorageError: The storage cannot be listed.
+    """
+    opener = OpenWith(storage_options)
+    with near_places_told(checkpoint_id, opener):
+        return _list(checkpoint_id, opener, quick=quick)
+
+
+def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: bool) -> list[CheckpointSummary]:
+    place = locate(checkpoint_id, open_store=opener)
+    store = place.store
+    if place.file is not None:
+        info = store.stat(place.file)
+        return [] if info is None else [_summarize_file(store, info, quick=quick)]
+    files = store.list()
+    own = _summarize(store, files, quick=quick)  # no row for a place that cannot be listed itself
+    if own is not None:
+        return [own]
+    root = open_root(checkpoint_id, open_store=opener)
+    if not root.exists():
+        raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
+
+    def summary(folder: tuple[str, list[FileInfo] | None]) -> CheckpointSummary | None:
+        below, listing = root.store(folder[0]), folder[1]
+        try:
+            listing = below.list() if listing is None else listing
+        except CheckpointError as error:
+            return _unreadable(below.url, error)
+        return _summarize(below, listing, quick=quick) or _summarize_weights(below, listing, quick=quick)
+
+    at_once = 1 if quick else root.at_once
+    summaries = _each(summary, root.listings().items(), at_once)
+    summaries += _own_weights(store, files, quick=quick, at_once=at_once)
+    return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
+
+
+def _each(
+    summary: Callable[[T], CheckpointSummary | None], places: Iterable[T], at_once: int
+) -> list[CheckpointSummary]:
+    if at_once > 1:
+        with WorkerThreads(at_once) as pool:
+            found = list(pool.map(summary, places))
+    else:
+        found = list(map(summary, places))
+    return [summary for summary in found if summary is not None]
+
+
+def name_and_step(url: str) -> tuple[str, int | None]:
+    """The last part of a path or URL, and the number at its end."""
+    name = url.rstrip("/").rsplit("/", 1)[-1]
+    stem = name.rpartition(".")[0] if name.lower().endswith(FILE_SUFFIXES) else name
+    match = _STEP.search(stem)
+    return name, int(match[1]) if match else None
+
+
+def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
+    name, step = name_and_step(url)
+    return CheckpointSummary(name, url, "unreadable", step, problem=str(error))
+
+
+def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """The save in a folder; None if it has nothing of one. ``files`` is its listing."""
+    name, step = name_and_step(store.url)
+    data_bytes = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
+    committed = [file for file in files if is_commit_object(file.name)]
+    if not committed:
+        left = sum(data_bytes)
+        return CheckpointSummary(name, store.url, "incomplete", step, bytes=left) if data_bytes else None
+    if quick:
+        seconds = max(file.modified_seconds for file in committed)
+        return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
+    try:
+        index = _open_index(store)
+    except CheckpointError as error:
+        return _unreadable(store.url, error)
+    return _summary_of(header_of(store, index, files), "committed")
+
+
+def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """The weights that a folder has in place of a save; None without any."""
+    weights = folder_weights(files)
+    if not weights:
+        return None
+    if quick:
+        return _unopened(store.url, weights)
+    try:
+        index = index_of_folder(store)
+    except CheckpointError as error:
+        return _unreadable(store.url, error)
+    return None if index is None else _summary_of(header_of(store, index, files), "complete")
+
+
+def _own_weights(
+    store: Store, files: Sequence[FileInfo], *, quick: bool, at_once: int
+) -> list[CheckpointSummary]:
+    """The weights of a folder that is listed: as a whole, and the files beside them one by one."""
+    whole = _summarize_weights(store, files, quick=quick)
+    is_readable = whole is not None and whole.state != "unreadable"
+    known = [file.name for file in folder_weights(files)] if is_readable else []
+
+    def summary(file: FileInfo) -> CheckpointSummary | None:
+        return _summarize_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
+
+    found = _each(summary, single_files(files, known), at_once)
+    return found if whole is None else [whole, *found]
+
+
+def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary:
+    """A file of weights."""
+    url = store.path_of(file.name)
+    if quick:
+        return _unopened(url, [file])
+    try:
+        index = index_of_file(store, file.name)
+    except CheckpointError as error:
+        return _unreadable(url, error)
+    return _summary_of(header_of(store, index, [file], url=url), "complete")
+
+
+def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
+    name, step = name_and_step(url)
+    seconds = max(file.modified_seconds for file in files)
+    size_bytes = sum(file.size_bytes for file in files)
+    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
+
+
+def _summary_of(header: CheckpointHeader, state: str) -> CheckpointSummary:
+    name, step = name_and_step(header.url)
+    return CheckpointSummary(
+        name,
+        header.url,
+        state,
+        step,
+        header.committed_seconds,
+        header.format,
+        header.tensors,
+        header.file_bytes,
+        header.world_size,
+    )
+
+
+def header_of(
+    store: Store,
+    index: CheckpointIndex,
+    files: Sequence[FileInfo] | None = None,
+    *,
+    url: str | None = None,
+) -> CheckpointHeader:
+    """Facts about the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
+
+    ``url`` names a checkpoint that is one file of the store.
+    """
+    listing = {file.name: file for file in (store.list() if files is None else files)}
+    provenance = index.provenance
+    committed = provenance.get("time")
+    if committed is None:
+        committed = _committed_seconds(index, listing)
+    return CheckpointHeader(
+        url=store.url if url is None else url,
+        format=index.format,
+        save_id=provenance.get("save_id"),
+        torch_version=provenance.get("torch_version"),
+        dcphub_version=provenance.get("dcphub_version"),
+        world_size=provenance.get("world_size"),
+        committed_seconds=committed,
+        tensors=index.tensor_count,
+        chunks=index.chunk_count,
+        objects=len(index.objects),
+        files=len(index.files),
+        bytes=index.tensor_bytes,
+        file_bytes=sum(listing[name].size_bytes for name in index.files if name in listing),
+        user=index.user,
+        rank_seconds=_by_rank(provenance.get("rank_seconds")),
+        rank_traffic=_by_rank(provenance.get("rank_traffic")),
+    )
+
+
+def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
+    """When the commit object was written; of files without one, when the last of them was."""
+    names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
+    if index.format in FILE_FORMATS:
+        names = index.files
+    return max((listing[name].modified_seconds for name in names if name in listing), default=None)
+
+
+def _by_rank(noted: object) -> tuple[dict[str, float], ...]:
+    """What of ``noted`` is figures by rank: a manifest may come from anybody."""
+    if not isinstance(noted, list):
+        return ()
+    ranks = [figures if isinstance(figures, dict) else {} for figures in noted]
+    return tuple(
+        {str(name): float(value) for name, value in figures.items() if isinstance(value, int | float)}
+        for figures in ranks
+    )
+
+
+def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
+    """All tensors in the order of the index."""
+    sizes = np.zeros(index.tensor_count, dtype=np.int64)
+    np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
+    chunks = np.diff(index.chunk_start).tolist()
+    shape_start, shape_values = index.shape_start.tolist(), index.shape_values.tolist()
+    files = _files_of_tensors(index)
+    return [
+        TensorRow(
+            fqn,
+            index.dtype(row).name,
+            tuple(shape_values[shape_start[row] : shape_start[row + 1]]),
+            chunks[row],
+            size,
+            files[row],
+        )
+        for row, (fqn, size) in enumerate(zip(index.fqns, sizes.tolist(), strict=True))
+    ]
+
+
+def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
+    pairs = np.unique(np.stack([index.chunk_tensors, index.chunk_files]), axis=1)
+    ends = np.searchsorted(pairs[0], np.arange(index.tensor_count + 1)).tolist()
+    names = [index.files[file] for file in pairs[1].tolist()]
+    return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
+
+
+def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
+    """All non-tensor values in the order of the index.
+
+    Plain ones are decoded, and of those that are pickled the harmless ones of up to 64 KiB.
+    """
+    objects = index.objects
+    values = [decode_value(data) for data in objects.values]
+    columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
+    pickled = {
+        (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
+    }
+    decoded = _plain_values(store, index, [place for place in sorted(pickled) if place[2] <= MAX_PLAIN_BYTES])
+    rows = []
+    for fqn, file, offset, length, plain in zip(objects.fqns, *columns, strict=True):
+        name = index.files[file] if file != UNKNOWN else None
+        if plain != UNKNOWN:
+            size_bytes = len(objects.values[plain]) if name is None else length
+            rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
+            continue
+        place = file, offset, length
+        rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), length, name))
+    return rows
+
+
+def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
+    """One non-tensor value, decoded if it is harmless."""
+    objects = index.objects
+    at = objects.position[fqn]
+    place = int(objects.files[at]), int(objects.offsets[at]), int(objects.lengths[at])
+    plain = int(objects.plain[at])
+    name = index.files[place[0]] if place[0] != UNKNOWN else None
+    if plain != UNKNOWN:
+        data = objects.values[plain]
+        return ObjectRow(fqn, True, decode_value(data), len(data) if name is None else place[2], name)
+    found = _plain_values(store, index, [place]) if place[2] <= _MAX_SHOWN_BYTES else {}
+    return ObjectRow(fqn, place in found, found.get(place), place[2], name)
+
+
+def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
+    """What at ``places`` (file, offset, length) is harmless, decoded without running anything."""
+    found: dict[_Place, Any] = {}
+    with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
+        for first in range(0, len(places), _BLOBS_AT_ONCE):
+            some = places[first : first + _BLOBS_AT_ONCE]
+            for place, blob in zip(some, engine.read_blobs(some), strict=True):
+                with contextlib.suppress(CheckpointFormatError):
+                    found[place] = _plain_value(blob)
+    return found
+
+
+def _plain_value(blob: bytes) -> Any:
+    """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
+    opened = ObjectBlob(blob)
+    return python_value(opened.decoded, opened.pickle_bytes)

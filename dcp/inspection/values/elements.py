@@ -1,0 +1,133 @@
+"""Elements of stored tensors as numpy has them; what numpy lacks is decoded exactly. Torch-free.
+
+bfloat16 and the 8-bit floats are kept as unsigned integers of their size. `as_float32` gives their values,
+each of which float32 can represent: by a shift, or by a table of all 256 codes. The formats are those of
+OCP 8-bit Floating Point (OFP8, revision 1.0), of the OCP Microscaling formats (e8m0, e2m1), and the "fnuz"
+variants of Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (2022).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.dtypes import Dtype
+
+__all__ = ["Array", "as_float32", "decode", "is_integral", "is_opaque", "stored_dtype"]
+
+Array = npt.NDArray[Any]
+
+_NUMPY: Final = MappingProxyType(
+    {
+        "float32": "<f4",
+        "float64": "<f8",
+        "float16": "<f2",
+        "uint8": "u1",
+        "int8": "i1",
+        "int16": "<i2",
+        "int32": "<i4",
+        "int64": "<i8",
+        "bool": "?",
+        "complex64": "<c8",
+        "complex128": "<c16",
+        "uint16": "<u2",
+        "uint32": "<u4",
+        "uint64": "<u8",
+    }
+)
+_OPAQUE: Final = frozenset({"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"})
+
+
+def stored_dtype(dtype: Dtype) -> np.dtype[Any]:
+    """What `TensorReader` gives the elements as: numpy's own type where it has it, else unsigned integers."""
+    return np.dtype(_NUMPY.get(dtype.name, f"<u{dtype.itemsize}"))
+
+
+def is_opaque(dtype: Dtype) -> bool:
+    """Whether elements are bits without a meaning of their own."""
+    return dtype.name in _OPAQUE
+
+
+def is_integral(dtype: Dtype) -> bool:
+    """Whether elements are integers or bools."""
+    return stored_dtype(dtype).kind in "iub" and dtype.name in _NUMPY
+
+
+def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:
+    """The exact values of stored floats of 8 and 16 bits (NaN as NaN, the sign of a zero kept).
+
+    ``array`` is as `stored_dtype` says, of any shape. float4_e2m1fn_x2 has two values in each element, of
+    which the one in the low bits comes first: the last dimension is twice as long (0-d becomes 1-d).
+    float32 comes back as it is. Raises `PlanError` for any other dtype, whose values float32 may not have.
+    """
+    if dtype.name == "float32":
+        return np.asarray(array, dtype=np.float32)
+    if dtype.name == "float16":
+        return array.astype(np.float32)
+    if dtype.name == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    if dtype.name == "float4_e2m1fn_x2":
+        pairs = np.stack([array & 15, array >> 4], axis=-1)
+        return _table("float4_e2m1fn")[pairs].reshape((*array.shape[:-1], -1))
+    if dtype.name in _FLOATS or dtype.name == "float8_e8m0fnu":
+        return _table(dtype.name)[array]
+    raise PlanError(f"{dtype.name} has values that float32 has not; use `decode`")
+
+
+def decode(array: Array, dtype: Dtype) -> Array:
+    """The numbers of stored elements in a type that numpy can calculate with.
+
+    That is `as_float32` for floats of 8 bits and bfloat16, complex64 for complex32, and ``array`` itself for
+    everything that numpy has, and for bits without a meaning.
+    """
+    if dtype.name == "complex32":
+        halves = np.ascontiguousarray(array)[..., None].view("<f2").astype(np.float32)
+        return halves.view(np.complex64)[..., 0]
+    if dtype.name in _NUMPY or is_opaque(dtype):
+        return array
+    return as_float32(array, dtype)
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+_FLOATS: Final = MappingProxyType(
+    {
+        # (bits of the exponent, bits of the mantissa, bias)
+        "float8_e4m3fn": (4, 3, 7),
+        "float8_e4m3fnuz": (4, 3, 8),
+        "float8_e5m2": (5, 2, 15),
+        "float8_e5m2fnuz": (5, 2, 16),
+        "float4_e2m1fn": (2, 1, 1),
+    }
+)
+
+
+@cache
+def _table(name: str) -> npt.NDArray[np.float32]:
+    """The value of each code."""
+    if name == "float8_e8m0fnu":
+        table = np.ldexp(np.float64(1), np.arange(256) - 127)
+        table[255] = np.nan
+        return table.astype(np.float32)
+    exponent_bits, mantissa_bits, bias = _FLOATS[name]
+    codes = np.arange(2 << (exponent_bits + mantissa_bits))
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    normal = np.ldexp(1 + fraction, exponent - bias)
+    table = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), normal)
+    negative = codes >> (exponent_bits + mantissa_bits) == 1
+    table = np.where(negative, -table, table)
+    if name.endswith("fnuz"):  # no infinities, no negative zero: its code is the one NaN
+        table[len(codes) // 2] = np.nan
+    elif name == "float8_e4m3fn":  # no infinities
+        table[[0x7F, 0xFF]] = np.nan
+    elif name == "float8_e5m2":  # as IEEE 754 has it
+        table[[0x7C, 0xFC]] = np.inf, -np.inf
+        table[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return table.astype(np.float32)

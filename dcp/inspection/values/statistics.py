@@ -1,0 +1,180 @@
+"""Statistics of a checkpoint's tensors, in one pass over their blocks and in bounded memory. Torch-free.
+
+How they are found, and what exactly they are, is in `dcp.inspection.values.summaries`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.values.elements import is_opaque
+from dcp.inspection.values.summaries import MIN_BINS, Collector, Histogram, Statistics, Summary
+from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
+from dcp.planners.load.selection import Patterns, Selection
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex
+
+__all__ = [
+    "CheckpointStatistics",
+    "Histogram",
+    "Progress",
+    "Statistics",
+    "TensorStatistics",
+    "statistics",
+    "statistics_of",
+]
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done so far, bytes to do in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """One tensor. ``statistics`` is None for dtypes of bits without a meaning."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    statistics: Statistics | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatistics:
+    """Each tensor, and all of them together. ``bytes_read`` counts payloads that tensors share once."""
+
+    url: str
+    tensors: tuple[TensorStatistics, ...]
+    total: Statistics
+    bytes_read: int
+
+
+@plain_errors
+def statistics(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    bins: int = 32,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> CheckpointStatistics:
+    """Read the tensors of a checkpoint and describe their values.
+
+    Each name counts, also of tied tensors, whose bytes are read once. Memory is bounded by some 64 MiB.
+
+    Args:
+        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
+            folder.
+        only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
+        exclude: The same for what is left out.
+        bins: The number of bins of each histogram, at most.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+        progress: A function that gets the bytes done and those in all.
+
+    Returns:
+        Statistics by tensor, in the checkpoint's order, and of all of them.
+
+    Raises:
+        PlanError: Nothing is selected, or there are too few ``bins``.
+        CheckpointNotFoundError: Nothing is committed there.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        StorageError: The storage cannot be read.
+    """
+    with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
+        return statistics_of(reader, only=only, exclude=exclude, bins=bins, progress=progress)
+
+
+def statistics_of(
+    reader: TensorReader,
+    *,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    bins: int = 32,
+    progress: Progress | None = None,
+) -> CheckpointStatistics:
+    """`statistics` of an open checkpoint."""
+    if bins < MIN_BINS:
+        raise PlanError(f"bins must be at least {MIN_BINS}, not {bins}")
+    index = reader.index
+    rows = _selected(reader, only, exclude)
+    firsts = _first_of_ties(index, rows)
+    times = Counter(firsts)
+    total = Summary()
+    found: dict[int, Statistics] = {}
+    for row, summary in _summaries(
+        reader, [row for row in times if not is_opaque(index.dtype(row))], progress
+    ):
+        found[row] = summary.result(bins)
+        total.merge(summary, times[row])
+    tensors = tuple(
+        TensorStatistics(index.fqns[row], index.dtype(row).name, index.shape(row), found.get(first))
+        for row, first in zip(rows, firsts, strict=True)
+    )
+    return CheckpointStatistics(reader.name, tensors, total.result(bins), reader.bytes_read)
+
+
+def _selected(reader: TensorReader, only: Patterns | None, exclude: Patterns | None) -> list[int]:
+    selection = Selection.of(only, exclude)
+    rows = [row for row, fqn in enumerate(reader.index.fqns) if selection is None or selection.selects(fqn)]
+    if not rows and selection is not None:
+        raise PlanError(
+            f"{reader.name}: only={only!r}, exclude={exclude!r} select none of its "
+            f"{reader.index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
+        )
+    return rows
+
+
+def _first_of_ties(index: CheckpointIndex, rows: Sequence[int]) -> list[int]:
+    """For each of ``rows`` the first one among them that has the same bytes of the same files."""
+    files, offsets, lengths = (
+        column.tolist() for column in (index.chunk_files, index.record_offsets, index.record_lengths)
+    )
+    payloads, start = index.payload_offsets.tolist(), index.chunk_start.tolist()
+    firsts: dict[Any, int] = {}
+    found = []
+    for row in rows:
+        chunks = slice(start[row], start[row + 1])
+        boxes = slice(index.box_start[chunks.start], index.box_start[chunks.stop])
+        strides = tuple(index.payload_strides.get(chunk) for chunk in index.chunks(row))
+        key = (
+            index.dtype(row).code,
+            index.shape(row),
+            *(tuple(column[chunks]) for column in (files, offsets, lengths, payloads)),
+            index.chunk_offsets[boxes].tobytes(),
+            index.chunk_sizes[boxes].tobytes(),
+            strides,
+        )
+        found.append(firsts.setdefault(key, row) if 0 not in index.shape(row) else row)
+    return found
+
+
+def _summaries(
+    reader: TensorReader, rows: list[int], progress: Progress | None
+) -> Iterator[tuple[int, Summary]]:
+    """What is in the tensors ``rows``, each once, in their order."""
+    index = reader.index
+    sizes = {row: _elements(index, row) * index.dtype(row).itemsize for row in rows}
+    done, total = 0, sum(sizes.values())
+    for row in rows:
+        if sizes[row] == 0:
+            yield row, Summary()
+    for row, blocks in itertools.groupby(reader.stream(rows), itemgetter(0)):
+        collector = Collector(index.dtype(row), _elements(index, row))
+        for _, block in blocks:
+            collector.add(block.array)
+            done += block.array.nbytes
+            if progress is not None:
+                progress(done, total)
+        yield row, collector.summary()
+
+
+def _elements(index: CheckpointIndex, row: int) -> int:
+    return math.prod(index.shape(row))

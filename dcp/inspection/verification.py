@@ -1,0 +1,128 @@
+"""Whether a checkpoint's bytes are those that were committed: every block is read, torch is not needed.
+
+Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
+checksums, what surrounds it in its record (stock torch goes by that), and `.metadata` against the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.findings import Finding, Progress, VerifyReport
+from dcp.inspection.payload_checks import PayloadChecks
+from dcp.manager.notes import NOTES_NAME
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.sources import FILE_FORMATS, SourcePlace, index_at, locate
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+from dcp.storage.stores.opening import OpenWith
+
+__all__ = ["Finding", "Progress", "VerifyReport", "verify", "verify_place", "verify_store"]
+
+_RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
+
+
+@plain_errors
+def verify(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """Read and check everything of a checkpoint; what is wrong becomes a `Finding`.
+
+    Args:
+        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
+            folder.
+        threads: None is as many as the store likes, on a disk 2; each takes up to 8 MiB of memory.
+        progress: A function that gets the bytes done and those in all.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        What was read, compared and found; damage is no exception.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        StorageError: The store as a whole cannot be read.
+    """
+    opener = OpenWith(storage_options)
+    with near_places_told(checkpoint_id, opener):
+        place = locate(checkpoint_id, open_store=opener)
+        return verify_place(place, threads=threads, progress=progress)
+
+
+def verify_store(
+    store: Store, *, threads: int | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """`verify` of the checkpoint in ``store``."""
+    return verify_place(SourcePlace(store), threads=threads, progress=progress)
+
+
+def verify_place(
+    place: SourcePlace, *, threads: int | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """`verify` of the checkpoint at ``place``."""
+    store, report = place.store, VerifyReport(place.url)
+    try:
+        index = index_at(place)
+    except (CheckpointFormatError, CorruptCheckpointError) as error:
+        kind = "unsupported" if isinstance(error, UnsupportedFormatError) else "index"
+        report.findings.append(Finding(kind, str(error), error.facts.get("path")))
+        return report
+    listing = {file.name: file for file in store.list()}
+    if index.format in FILE_FORMATS:  # what else is there is no concern of theirs
+        listing = {name: listing[name] for name in index.files if name in listing}
+    report.files, report.tensors = len(index.files), index.tensor_count
+    report.findings += _check_metadata(store, index, listing)
+    report.findings += _check_files(index, listing)
+    PayloadChecks(store, index, listing, report, progress).run(threads)
+    report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
+    return report
+
+
+def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:
+    if MANIFEST_NAME not in listing:
+        return
+    if index.format == "torch_dcp":
+        yield Finding(
+            "metadata",
+            f"stock torch has saved over this checkpoint; {MANIFEST_NAME} is of the save before and ignored",
+            MANIFEST_NAME,
+        )
+    elif index.torch_metadata_crc is not None:
+        if METADATA_NAME not in listing:
+            yield Finding(
+                "metadata", f"{METADATA_NAME} is missing: stock torch cannot load this", METADATA_NAME
+            )
+            return
+        crc = crc32(store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES))
+        if crc == index.torch_metadata_crc:
+            return
+        if crc == index.replaced_torch_metadata_crc:
+            what = "is still that of the save which this one replaced: stock torch would load that one"
+        else:
+            what = "differs from what was committed: it is damaged, and stock torch would trust it"
+        yield Finding("metadata", f"{METADATA_NAME} {what}", METADATA_NAME)
+
+
+def _check_files(index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:
+    for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
+        if name not in listing:
+            yield Finding("missing-file", f"{name} is missing", name)
+        elif size not in (UNKNOWN, listing[name].size_bytes):
+            found = listing[name].size_bytes
+            yield Finding("file-size", f"{name} has {found} bytes, committed were {size}", name)
+    for name in sorted(listing.keys() - set(index.files) - {MANIFEST_NAME, METADATA_NAME, NOTES_NAME}):
+        if name.startswith(TEMPORARY_PREFIX):
+            yield Finding("stray-file", f"{name} is left over from an interrupted publish", name)
+        elif not _RANK_LOCAL.fullmatch(name):
+            yield Finding("stray-file", f"{name} does not belong to the checkpoint", name)

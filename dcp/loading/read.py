@@ -1,0 +1,209 @@
+"""`dcp.read`: what a checkpoint has, without a state dict that says what is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.calls.storage_selection import choose_reader
+from dcp.conversion.entries import Entries, choose_entries
+from dcp.planners.load.planner import DefaultLoadPlanner, check_options
+from dcp.planners.load.selection import Patterns, Rename
+from dcp.planners.wire.torch_plans import index_from_metadata
+from dcp.progress import ProgressCallback
+from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.handshake import told_to_all
+from dcp.state_dict_loader import check_verify, fill
+from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import Path
+from dcp.storage.formats.native.container_notes import notes_by_path
+from dcp.storage.formats.torch.structure import restore_structure
+from dcp.storage.tensors import torch_dtype
+from dcp.storage.torch_metadata import LazyMetadata
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ReadDtype", "read"]
+
+ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
+"""One dtype for all floating-point tensors, or dtypes by glob of their names (the first match counts)."""
+
+_SIZE = "torch.Size"
+
+
+@plain_errors
+def read(
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: ReadDtype | None = None,
+    device: torch.device | str = "cpu",
+    verify: Verify | None = None,
+    weights_only: bool | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    progress: bool | ProgressCallback | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state dict that a checkpoint holds, or a part of it, in new memory: no template is needed.
+
+    Tensors are whole, however they were sharded, on every rank that calls this. Dicts, lists and the types of
+    keys are those that were saved, as far as the format tells; tensors that were tied are one tensor. What
+    was saved as `PerRank` is there for each rank, below ``rank-0`` and so on. A file of torch.save that holds
+    no dict comes as one, with the names that ``dcp ls`` shows.
+
+    Args:
+        checkpoint_id: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors
+            file, or a Hugging Face folder.
+        storage_reader: Reads the checkpoint, instead of ours.
+        only: Shell globs on the checkpoint's names ("model.weight"): what they match, and everything below.
+        exclude: The same for what is left out.
+        rename: From the checkpoint's names to those of the result, as for `dcp.convert`: regular expressions
+            with replacements, or a function.
+        dtype: Floating-point tensors are converted to it; a dtype, or dtypes by glob of the checkpoint's
+            names.
+        device: Where the tensors are.
+        verify: "blocks" (default), "full" or "none", as for `dcp.load`.
+        weights_only: False allows values of any class, whose pickles may run code: only for files you trust.
+        process_group: The ranks that read together; all of them call this alike.
+        no_dist: Read in this process alone.
+        timeout_seconds: The longest wait for other ranks.
+        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A new dict, nested as it was saved.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        MissingKeyError: A pattern matches nothing in the checkpoint.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        UnsafeObjectError: A value needs ``weights_only=False``; ``exclude`` leaves it out.
+        PlanError: An option cannot be meant, or the ranks are not about the same.
+        CollectiveTimeoutError: Ranks did not answer in time.
+    """
+    alone = works_alone(process_group, no_dist=no_dist, operation="read")
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
+    with told_to_all(ranks):
+        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
+        check_verify(reader, verify)
+        check_options(only=only, exclude=exclude, rename=rename, per_rank=None, unexpected=None)
+        planner = _WholePlanner(
+            only=only,
+            exclude=exclude,
+            rename=rename,
+            dtype=dtype,
+            device=torch.device(device),
+            weights_only=weights_only,
+        )
+    flat: dict[str, Any] = {}
+    fill(flat, reader, ranks, planner, verify=verify, progress=progress)
+    return planner.nested(flat)
+
+
+class _WholePlanner(DefaultLoadPlanner):
+    """Fills a flat dict with what is chosen of the checkpoint; `nested` makes the state dict of it."""
+
+    def __init__(
+        self,
+        *,
+        only: Patterns | None,
+        exclude: Patterns | None,
+        rename: Rename | None,
+        dtype: ReadDtype | None,
+        device: torch.device,
+        weights_only: bool | None,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict=False,
+            dtype="exact" if dtype is None else "cast",
+            weights_only=weights_only is not False,
+        )
+        # not the planner's own options of these names, which are about the state dict that is filled
+        self._options: dict[str, Any] = {
+            "only": only,
+            "exclude": exclude,
+            "rename": rename,
+            "dtype": {glob: str(each) for glob, each in dtype.items()}
+            if isinstance(dtype, Mapping)
+            else dtype and str(dtype),
+        }
+        self._device = device
+        self._entries: Entries | None = None
+        self._tied: dict[str, str] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Make memory for what is chosen; ``state_dict`` has at most what an attempt that failed has left."""
+        if metadata is None:
+            raise PlanError("the load planner was set up without the checkpoint's metadata")
+        if isinstance(metadata, LazyMetadata) and metadata.has_index:
+            index = metadata.index
+        else:
+            index = index_from_metadata(metadata)
+        self._entries = entries = choose_entries(index, **self._options)
+        tensors = entries.tensors
+        self._tied = {
+            entry.fqn: tensors[entry.tied_to].fqn
+            for number, entry in enumerate(tensors)
+            if entry.tied_to != number
+        }
+        state_dict.clear()
+        for entry in tensors:
+            if entry.fqn not in self._tied:
+                state_dict[entry.fqn] = torch.empty(
+                    entries.shape(entry), dtype=torch_dtype(entry.dtype_code), device=self._device
+                )
+        state_dict.update(dict.fromkeys(value.fqn for value in entries.values))
+        state_dict.update(dict.fromkeys(entries.refused))  # planning says what they need
+        self.rename = entries.source_names.__getitem__
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.made_keys = frozenset(state_dict)
+
+    def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """The state dict whose flat entries were loaded into ``flat``."""
+        entries = self._entries
+        if entries is None:
+            raise PlanError("nothing was read yet")
+        structure = entries.structure()
+        kinds = structure.get("values", {}) if structure is not None else {}
+
+        def value_of(fqn: str) -> Any:
+            value = flat.get(self._tied.get(fqn, fqn))
+            return torch.Size(value) if kinds.get(fqn) == _SIZE and isinstance(value, tuple) else value
+
+        paths = entries.paths
+        found = restore_structure(structure, paths | _gaps(entries, structure), value_of)
+        return found if isinstance(found, dict) else {fqn: value_of(fqn) for fqn in paths}
+
+
+def _gaps(entries: Entries, structure: Mapping[str, Any] | None) -> dict[str, Path]:
+    """Entries for the positions of lists that were not chosen, so that the others stay where they were."""
+    noted = notes_by_path(structure)
+    most = entries.index.tensor_count + len(entries.index.objects) + len(noted)  # a stranger's may be endless
+    chosen: dict[Path, set[int]] = {}
+    for path in entries.paths.values():
+        for depth, part in enumerate(path):
+            if isinstance(part, int):
+                chosen.setdefault(path[:depth], set()).add(part)
+    places = (
+        (*path, position)
+        for path, positions in chosen.items()
+        if max(positions) < most
+        for position in range(max(positions))
+        if position not in positions
+    )
+    return {".".join(map(str, place)): place for place in places if place not in noted}

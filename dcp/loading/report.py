@@ -1,0 +1,83 @@
+"""What a load did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from reprlib import Repr
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcp.planners.load.planner import DefaultLoadPlanner
+    from dcp.storage.engine.reading.requests import ReadStats
+    from dcp.storage.formats.index import CheckpointIndex
+
+__all__ = ["LoadReport"]
+
+_SHORT = Repr()
+_SHORT.maxlist = _SHORT.maxdict = 12
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 4
+"""For a prompt: a checkpoint may have a million names that a load did not ask for."""
+
+
+@dataclass
+class LoadReport:
+    """What `dcp.load` did on this rank.
+
+    ``missing``: names in the state dict that the checkpoint lacks (only with partial loading allowed; their
+    values are as they were). ``unexpected``: names of the checkpoint that this rank did not load, be they not
+    asked for or, with ``unexpected="ignore"``, without a place; without those that ``only`` and ``exclude``
+    leave out. ``cast``: names of tensors converted from another stored dtype. ``renamed``: names of the
+    checkpoint by those of the state dict, where they differ. ``kept_per_rank``: `PerRank` values that are as
+    they were, because the checkpoint has none for this rank.
+
+    ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage for
+    them. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared, and those read without
+    being compared (partly needed, or the format has no checksum). ``seconds``: by phase. ``attempts``: 2
+    where the checkpoint was replaced while it was being read, and its successor was loaded.
+
+    ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
+    and their number by kind, "retries", "bytes_received", "request_seconds" (summed, also over those at one
+    time) and "slowest_request_seconds".
+
+    ``save_id``, ``world_size`` (number of ranks that saved) and ``user_metadata`` are the checkpoint's, where
+    its format and the storage tell them.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    kept_per_rank: list[str] = field(default_factory=list)
+    attempts: int = 1
+    storage: dict[str, float] = field(default_factory=dict)
+    save_id: str | None = None
+    world_size: int | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def note_plan(self, planner: DefaultLoadPlanner) -> None:
+        """Take what the planner found out."""
+        self.missing, self.cast = list(planner.missing_keys), list(planner.cast_keys)
+        self.unexpected, self.renamed = list(planner.unexpected_keys), dict(planner.renamed_keys)
+        self.kept_per_rank = list(planner.kept_per_rank)
+
+    def note_source(self, index: CheckpointIndex) -> None:
+        """Take what the checkpoint says of itself."""
+        save_id, world_size = (index.provenance.get(name) for name in ("save_id", "world_size"))
+        self.save_id = save_id if isinstance(save_id, str) else None
+        self.world_size = world_size if isinstance(world_size, int) else None
+        self.user_metadata = dict(index.user)
+
+    def note_reading(self, stats: ReadStats) -> None:
+        """Take what reading cost."""
+        self.bytes_needed, self.bytes_read = stats.bytes_needed, stats.bytes_read
+        self.blocks_verified, self.blocks_unverified = stats.blocks_verified, stats.blocks_unverified

@@ -1,0 +1,207 @@
+"""What a load fills: the values of a state dict and the states of its `Stateful` objects, which are asked for
+their state before and given it back after."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from dcp.calls.stateful_values import check_top_level, stateful_keys
+from dcp.loading.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
+from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.selection import Selection, renamer
+from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.near_names import listed
+
+__all__ = ["LoadTargets", "Stored"]
+
+_MAX_LISTED = 5
+
+
+class Stored(NamedTuple):
+    """Names of a checkpoint's entries, and those of them that are no tensors."""
+
+    names: Collection[str]
+    values: Collection[str]
+
+
+class LoadTargets:
+    """The entries of ``state_dict`` that a load with ``planner`` is for (None: one of somebody else).
+
+    ``unasked`` are keys of the top level of which nothing can be selected.
+    """
+
+    def __init__(self, state_dict: dict[str, Any], planner: DefaultLoadPlanner | None) -> None:
+        check_top_level(state_dict)
+        self._state_dict = state_dict
+        self._planner = planner
+        self._selection = Selection.of(planner.only, planner.exclude) if planner is not None else None
+        self._renamed = renamer(planner.rename) if planner is not None else None
+        # all ranks in one order, because state_dict() may run collectives
+        keys = sorted(state_dict, key=str)
+        self._keys: Sequence[Any] = keys
+        self.unasked: tuple[str, ...] = ()
+        if self._selection is not None:
+            reaches = self._selection.reaches
+            self._keys = [key for key in keys if reaches(str(key))]
+            self.unasked = tuple(str(key) for key in keys if not reaches(str(key)))
+        self._plain: dict[str, Any] = {}
+        self._stateful: Collection[Any] = ()
+        self._added: list[tuple[dict[Any, Any], str]] = []
+
+    def state(self, stored: Stored) -> dict[str, Any]:
+        """What to load into, from a checkpoint with the entries ``stored``.
+
+        Raises PlanError for objects that would not keep what they are given: on the meta device.
+        """
+        self.take_back()
+        made: set[str] = set()
+        values = [self._state_dict[key] for key in self._keys]
+        self._plain.update(zip(self._keys, values, strict=True))
+        self._stateful = dict.fromkeys(stateful_keys(self._keys, values))
+        for key in self._stateful:
+            self._plain[key] = self._state_of(key, self._plain[key], stored, made)
+        self._add_settings(self._plain, "", stored)
+        if self._planner is not None:
+            self._planner.made_keys = frozenset(made)
+        return self._plain
+
+    def give_back(self) -> None:
+        """Replace values, and give their state to objects of which something was loaded.
+
+        Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have been given theirs.
+        PlanError where tensors are on the meta device still.
+        """
+        untouched = self._planner.untouched_keys if self._planner is not None else frozenset()
+        for key in self._keys:
+            if key not in self._stateful:
+                self._state_dict[key] = self._plain[key]
+            elif str(key) not in untouched:
+                value = self._state_dict[key]
+                self._give(key, value)
+                self._check_kept(key, value)
+
+    def _give(self, key: Any, value: Any) -> None:
+        try:
+            value.load_state_dict(self._plain[key])
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever it is, it is told with the name of whom it is of
+            raise CheckpointError(
+                f"load_state_dict() of {str(key)!r} ({type(value).__name__}) raised {type(error).__name__}: "
+                f"{error}",
+                key=str(key),
+            ) from error
+
+    def _state_of(self, key: Any, value: Any, stored: Stored, made: set[str]) -> dict[str, Any]:
+        state: dict[str, Any] = value.state_dict()
+        self._check_real(key, value, state, stored)
+        optimizers = optimizers_without_state(value)
+        if not optimizers:
+            return state
+        flat = _flat(key, state)
+        if not self._may_lose(f"{key}.", flat, stored):
+            return state
+        full = state_dict_with_state(value, state, optimizers, str(key), partial(self._is_stored, stored))
+        made |= _flat(key, full).keys() - flat.keys()
+        return full
+
+    # -- settings of optimizers ------------------------------------------------------------------------------
+
+    def _add_settings(self, state: Mapping[Any, Any], prefix: str, stored: Stored) -> None:
+        """Make place for settings of parameter groups that the checkpoint has and ``state`` lacks.
+
+        A scheduler adds them (``initial_lr``); if they were lost, one that is made after the load would take
+        the present rate for the first one.
+        """
+        for name, group in parameter_groups(state, prefix):
+            for key in self._stored_beside(stored, name, group):
+                group[key] = None
+                self._added.append((group, key))
+
+    def take_back(self) -> None:
+        """Undo what `state` has added to the state dict, for a load that has failed."""
+        for group, key in self._added:
+            group.pop(key, None)
+        self._added.clear()
+
+    def _stored_beside(self, stored: Stored, fqn: str, keys: Iterable[str]) -> list[str]:
+        """Keys of values, no tensors, that the checkpoint has beside ``keys`` of the dict ``fqn``."""
+        own = {str(key): f"{fqn}.{key}" for key in keys}
+        names = own if self._renamed is None else {key: self._renamed(name) for key, name in own.items()}
+        begins = {name.removesuffix(key) for key, name in names.items() if name.endswith(f".{key}")}
+        found = {
+            name.removeprefix(begin) for begin in begins for name in stored.values if name.startswith(begin)
+        }
+        more = (key for key in sorted(found - own.keys()) if "." not in key)
+        return [key for key in more if self._selects(f"{fqn}.{key}")]
+
+    def _may_lose(self, prefix: str, flat: Mapping[str, Any], stored: Stored) -> bool:
+        """Whether the checkpoint seems to have something that ``flat`` has no place for."""
+        return self._renamed is not None or any(
+            name.startswith(prefix) and name not in flat and self._selects(name) for name in stored.names
+        )
+
+    def _is_stored(self, stored: Stored, fqn: str, entry: Any) -> bool:
+        """Whether something of ``entry``, which has the flat key ``fqn``, is loaded from the checkpoint."""
+        renamed = self._renamed
+        return any(
+            self._selects(name) and (name if renamed is None else renamed(name)) in stored.names
+            for name in _flat(fqn, entry)
+        )
+
+    # -- tensors without memory ------------------------------------------------------------------------------
+
+    def _check_real(self, key: Any, value: Any, state: Mapping[str, Any], stored: Stored) -> None:
+        """Raise PlanError for what copies into tensors of its own that have no memory."""
+        if isinstance(value, Optimizer):
+            groups = value.param_groups
+            if any(parameter.is_meta for group in groups for parameter in group["params"]):
+                raise PlanError(
+                    f"{str(key)!r}: parameters of the {type(value).__name__} are on the meta device, and its "
+                    "state would go there and be lost; give the model memory first, then make the optimizer",
+                    fqns=[str(key)],
+                )
+        elif isinstance(value, Module) and type(value).load_state_dict is Module.load_state_dict:
+            meta = [f"{key}.{name}" for name, entry in state.items() if getattr(entry, "is_meta", False)]
+            meta = [fqn for fqn in meta if self._is_stored(stored, fqn, None)]
+            if meta:
+                raise PlanError(
+                    f"{_told(meta)} on the meta device, and a module keeps its own tensors, so that nothing "
+                    "would be loaded. Give it memory first: to_empty(device=...), and initialise what is not "
+                    "saved, such as buffers that are not persistent. Or load into its state_dict(), and call "
+                    "its load_state_dict(..., assign=True)",
+                    fqns=meta[:_MAX_LISTED],
+                )
+
+    def _check_kept(self, key: Any, value: Any) -> None:
+        """Raise PlanError where an object still has tensors without memory, which were loaded."""
+        names = [] if self._planner is None else self._planner.materialised_keys
+        names = [fqn for fqn in names if fqn.startswith(f"{key}.")]
+        if not names:
+            return
+        flat = _flat(key, value.state_dict())
+        meta = [fqn for fqn in names if getattr(flat.get(fqn), "is_meta", False)]
+        if meta:
+            raise PlanError(
+                f"{_told(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
+                f"({type(value).__name__}) did not take what was loaded. Give its tensors memory before the "
+                "load, or let it assign (torch.nn.Module.load_state_dict(..., assign=True))",
+                fqns=meta[:_MAX_LISTED],
+            )
+
+    def _selects(self, fqn: str) -> bool:
+        return self._selection is None or self._selection.selects(fqn)
+
+
+def _flat(key: Any, state: Any) -> dict[str, Any]:
+    return flatten_state_dict({key: state})[0]
+
+
+def _told(names: Sequence[str]) -> str:
+    return f"{listed(names, most=_MAX_LISTED)} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,332 @@
+"""Telling a catalog what was committed and deleted, in the background, whatever becomes of the catalog.
+
+Training does nothing but put a note on a queue. One thread writes the notes to a spool on disk, another sends
+them and removes what has arrived; so the catalog may be down, the trainer may be killed, and the next manager
+of the same run sends what is left. The catalog reads the checkpoint itself: a note says only where it is, and
+may be sent twice. What is lost all the same, a scan of the catalog finds. Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from dcp.manager.catalog.spool import Note, Spool
+from dcp.version import __version__
+
+if TYPE_CHECKING:
+    import httpx
+
+    from dcp.manager.events import Event
+    from dcp.manager.steps import StepFolders
+
+__all__ = ["KEY_VARIABLE", "CatalogRegistration", "Registrar", "registrar_of"]
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE: Final = "DCP_CATALOG_KEY"
+
+_PATH: Final = "/api/v1/checkpoints"
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+_REFUSALS: Final = 8
+"""So often a note is sent that the catalog can make nothing of yet, because a network file system shows it an
+older state; a minute or two in all."""
+_SPOOL_SECONDS: Final = 5.0
+_NOT_YET: Final = frozenset({404, 409, 410})
+_TRY_AGAIN: Final = frozenset({401, 403, 408, 425, 429})
+
+
+@dataclass(frozen=True)
+class CatalogRegistration:
+    """Where and how a `CheckpointManager` registers its checkpoints: ``CatalogRegistration(url, key=...)``.
+
+    - ``url`` is that of the service. ``key`` needs the scope "write"; by default it is the environment's
+      ``DCP_CATALOG_KEY``. It is never shown.
+    - ``root`` and ``folder``: the name of a root of the service, and the run's folder below it. Without them
+      the service finds the root by the run's path or URL, which works where it sees the storage under the
+      same one.
+    - ``tags`` are put on every checkpoint.
+    - ``spool``: a folder for notes that have not been sent yet. By default it is in the hidden folder
+      ``.catalog-spool`` of a local run, so that any host can go on with it, and below
+      ``~/.local/state/dcphub`` for others. It takes ``spool_notes`` at most; then the oldest ones go.
+    - ``request_seconds`` bounds the waits of a request, ``close_seconds`` what closing the manager waits for
+      notes that have not been sent.
+    """
+
+    url: str
+    _: KW_ONLY
+    key: str | None = field(default=None, repr=False)
+    root: str | None = None
+    folder: str = ""
+    tags: tuple[str, ...] = ()
+    spool: str | os.PathLike[str] | None = None
+    spool_notes: int = 10_000
+    request_seconds: float = 10.0
+    close_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"catalog: {self.url!r} is no URL of a service, such as https://host:8470")
+        if self.folder and self.root is None:
+            raise ValueError("catalog: folder is the run's folder below a root: name the root, too")
+        if self.spool_notes < 1 or self.request_seconds <= 0 or self.close_seconds < 0:
+            raise ValueError("catalog: spool_notes, request_seconds and close_seconds must be positive")
+        if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
+            raise ValueError("catalog: the key has characters that no key has")
+
+
+class Registrar:
+    """Registers the checkpoints of one run; made on one rank. Nothing that it does raises or waits, but for
+    `close`, which is bounded."""
+
+    def __init__(self, options: CatalogRegistration, run_url: str, name_of: Callable[[int], str]) -> None:
+        self._options = options
+        self._run_url = run_url
+        self._name_of = name_of
+        self._changed = threading.Condition()
+        self._fresh: list[Note] = []
+        """Not on disk yet."""
+        self._busy = False
+        self._loaded = False
+        self._due: dict[str, Note] = {}
+        """By checkpoint, in the order in which they came: a later note makes an earlier one moot."""
+        self._closed = False
+        self._down_seconds = 0.0
+        self._failed_in_a_row = 0
+        self._spool = Spool(_spool_folder(options, run_url), options.spool_notes)
+        for work, name in ((self._write, "dcp-catalog-spool"), (self._send, "dcp-catalog-send")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    # -- from training ---------------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """A listener of the manager's events."""
+        if event.step is None:
+            return
+        if event.kind == "saved":
+            save_id = event.data.get("save_id")
+            self._put(event.step, {"save_id": save_id} if save_id else {})
+        elif event.kind == "deleted" and event.data.get("what") != "abandoned":
+            self._put(event.step, {"deleted": True})
+
+    def _put(self, step: int, more: Mapping[str, Any]) -> None:
+        options = self._options
+        body: dict[str, Any] = {"key": self._name_of(step), "step": step, **more}
+        if options.root is None:
+            body["root_url"] = self._run_url
+        else:
+            body["root"] = options.root
+            body["key"] = "/".join(filter(None, (options.folder.strip("/"), body["key"])))
+        if options.tags and not more.get("deleted"):
+            body["tags"] = list(options.tags)
+        with self._changed:
+            self._fresh.append(Note(body))
+            del self._fresh[: -options.spool_notes]  # a disk that hangs must not cost memory without end
+            self._changed.notify_all()
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Until everything is registered; whether it is, within ``timeout_seconds``."""
+        with self._changed:
+            return self._changed.wait_for(self._is_done, timeout_seconds)
+
+    def close(self, timeout_seconds: float | None = None) -> bool:
+        """As `wait`, for ``close_seconds`` at the most; what is left by then stays in the spool.
+
+        A few seconds are taken in any case until the notes are on disk, if it takes that.
+        """
+        bound = self._options.close_seconds
+        done = self.wait(bound if timeout_seconds is None else min(bound, timeout_seconds))
+        with self._changed:
+            self._changed.wait_for(self._is_spooled, _SPOOL_SECONDS)
+            left = len(self._due) + len(self._fresh)
+            closed, self._closed = self._closed, True
+            self._changed.notify_all()
+        if left and not closed:
+            logger.warning(
+                "%s: %d notes have not reached the catalog %s; they stay in %s, and the next manager of this "
+                "run sends them",
+                self._run_url,
+                left,
+                self._options.url,
+                self._spool.folder,
+            )
+        return done
+
+    def _is_spooled(self) -> bool:
+        return self._loaded and not self._fresh and not self._busy
+
+    def _is_done(self) -> bool:
+        return self._is_spooled() and not self._due
+
+    # -- the thread that writes ------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        self._take_over(self._spool.load())
+        while True:
+            with self._changed:
+                self._loaded = True
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._fresh or self._closed)
+                if not self._fresh:
+                    return
+                notes, self._fresh = self._fresh, []
+                self._busy = True
+            self._spool.add(notes)
+            self._take_over(notes)
+
+    def _take_over(self, notes: list[Note]) -> None:
+        moot: list[Note] = []
+        with self._changed:
+            for note in notes:
+                moot += filter(None, [self._due.pop(note.key, None)])
+                self._due[note.key] = note
+            while len(self._due) > self._options.spool_notes:
+                moot.append(self._due.pop(next(iter(self._due))))
+            self._changed.notify_all()
+        for note in moot:
+            self._spool.remove(note)
+
+    # -- the thread that sends -------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        client: httpx.Client | None = None
+        try:
+            while (note := self._next()) is not None:
+                if client is None:
+                    client = self._connect()
+                outcome = self._post(client, note)
+                if outcome is None:
+                    self._later(note)
+                elif outcome:
+                    self._settled(note)
+        except Exception:  # a thread's end must not be silent, and must not end training
+            logger.exception("%s: registering has ended; a scan of the catalog finds the rest", self._run_url)
+        finally:
+            if client is not None:
+                client.close()
+
+    def _next(self) -> Note | None:
+        """The next note that is due, once the service may be asked again; None to end."""
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                due = min((max(note.due, self._down_seconds) for note in self._due.values()), default=None)
+                if due is not None and due <= now:
+                    return next(note for note in self._due.values() if note.due <= now)
+                self._changed.wait(None if due is None else due - now)
+            return None
+
+    def _connect(self) -> httpx.Client:
+        import httpx  # only here: it takes a tenth of a second, and that of no step
+
+        key = self._options.key or os.environ.get(KEY_VARIABLE)
+        headers = {"User-Agent": f"dcphub/{__version__} (registration)"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        return httpx.Client(
+            base_url=self._options.url, headers=headers, timeout=self._options.request_seconds
+        )
+
+    def _post(self, client: httpx.Client, note: Note) -> bool | None:
+        """True if the note is dealt with, None if it should be sent again; False if the service is away."""
+        import httpx
+
+        try:
+            answer = client.post(_PATH, json=note.body)
+        except httpx.HTTPError as error:
+            self._away(f"{type(error).__name__}: {error}")
+            return False
+        if answer.is_success:
+            if self._failed_in_a_row:
+                logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
+            self._failed_in_a_row = 0
+            return True
+        said = f"{answer.status_code} {_detail(answer)}"
+        if answer.status_code >= 500 or answer.status_code in _TRY_AGAIN or answer.is_redirect:
+            self._away(said, _retry_after(answer))
+            return False
+        self._failed_in_a_row = 0
+        if answer.status_code in _NOT_YET and note.refusals < _REFUSALS:
+            return None
+        logger.warning("%s: %s was not registered: %s", self._run_url, note.key, said)
+        return True
+
+    def _away(self, what: str, at_least_seconds: float = 0.0) -> None:
+        if not self._failed_in_a_row:
+            logger.warning(
+                "%s: the catalog %s cannot be told of checkpoints now, and will be later: %s",
+                self._run_url,
+                self._options.url,
+                what,
+            )
+        self._failed_in_a_row += 1
+        pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(self._failed_in_a_row - 1, 10))
+        with self._changed:
+            self._down_seconds = time.monotonic() + max(pause * random.uniform(0.75, 1.25), at_least_seconds)
+
+    def _later(self, note: Note) -> None:
+        with self._changed:
+            note.refusals += 1
+            note.due = time.monotonic() + min(_LONGEST_PAUSE_SECONDS / 2, 0.5 * 2.0**note.refusals)
+
+    def _settled(self, note: Note) -> None:
+        self._spool.remove(note)
+        with self._changed:
+            if self._due.get(note.key) is note:
+                del self._due[note.key]
+            self._changed.notify_all()
+
+
+def registrar_of(
+    catalog: str | CatalogRegistration | None, folders: StepFolders, rank: int
+) -> Registrar | None:
+    """The registrar of a manager: on the coordinator, if there is a ``catalog``.
+
+    Raises ValueError for what is no URL, and ModuleNotFoundError without httpx, on all ranks.
+    """
+    if catalog is None:
+        return None
+    if find_spec("httpx") is None:
+        raise ModuleNotFoundError("registering checkpoints needs httpx: pip install 'dcphub[catalog]'")
+    options = CatalogRegistration(catalog) if isinstance(catalog, str) else catalog
+    return Registrar(options, folders.root.url, folders.name) if rank == 0 else None
+
+
+def _spool_folder(options: CatalogRegistration, run_url: str) -> Path:
+    if options.spool is not None:
+        return Path(options.spool).expanduser()
+    name = hashlib.sha256(f"{options.url}\0{run_url}".encode()).hexdigest()[:16]
+    if "://" not in run_url:
+        return Path(run_url) / ".catalog-spool" / name
+    state = os.environ.get("XDG_STATE_HOME") or str(Path("~/.local/state").expanduser())
+    base = Path(state) if state.startswith("/") else Path(tempfile.gettempdir())
+    return base / "dcphub" / "catalog-spool" / name
+
+
+def _detail(answer: httpx.Response) -> str:
+    try:
+        document = json.loads(answer.content[:10_000])
+    except ValueError:
+        return answer.reason_phrase
+    detail = document.get("detail") if isinstance(document, dict) else None
+    return str(detail)[:500] if detail is not None else answer.reason_phrase
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    text = answer.headers.get("Retry-After", "")
+    return min(float(text), 10 * _LONGEST_PAUSE_SECONDS) if text.isdecimal() else 0.0

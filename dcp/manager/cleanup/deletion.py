@@ -1,0 +1,314 @@
+"""Deleting checkpoints in the background: a queue, one thread, and patience with storage that fails.
+
+How one checkpoint is removed is in `dcp.manager.cleanup.removal`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dcp.manager.cleanup.removal import (
+    Removed,
+    finish_removal,
+    is_abandoned,
+    remove_abandoned,
+    remove_checkpoint,
+)
+from dcp.manager.notes import NOTES_NAME
+from dcp.manager.steps import StepFolders
+from dcp.storage.errors import CheckpointError, StorageError
+from dcp.storage.formats.open import is_commit_object
+
+__all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeleterClosedError", "DeletionEvent"]
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_AFTER_SECONDS: Final = 86_400.0
+"""Default age from which on data that no save committed is taken for abandoned."""
+
+What = Literal["checkpoint", "rest", "abandoned"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeletionEvent:
+    """Something that happened to the deletion of a step.
+
+    - "deleted": ``files`` and ``size_bytes`` are gone; ``left`` names what stayed in the folder.
+    - "kept": nothing was done, ``reason`` says why: "pinned" or "replaced" (saved again).
+    - "retry": attempt ``attempt`` failed with ``error`` and will be repeated.
+    - "failed": so did the last one; the next start of a manager here goes on with it.
+
+    ``what`` was deleted: a "checkpoint", the "rest" of one whose deletion was interrupted, or data files that
+    a save had "abandoned".
+    """
+
+    kind: Literal["deleted", "kept", "retry", "failed"]
+    step: int
+    what: What
+    attempt: int = 1
+    seconds: float = 0.0
+    files: int = 0
+    size_bytes: int = 0
+    left: tuple[str, ...] = ()
+    reason: str | None = None
+    error: Exception | None = None
+
+
+class DeleterClosedError(RuntimeError):
+    """Something was to be deleted after `Deleter.close`; the next start of a manager here sees to it."""
+
+
+@dataclass(slots=True)
+class _Job:
+    step: int
+    what: What
+    older_than_seconds: float = ABANDONED_AFTER_SECONDS
+    attempt: int = 0
+    due_seconds: float = 0.0
+    is_running: bool = False
+
+
+class Deleter:
+    """Deletes checkpoints of ``folders``, one after another, in a daemon thread while there are any.
+
+    For one process of a run, the coordinator. A deletion that fails is repeated up to ``attempts`` times in
+    all, after a pause that doubles from ``pause_seconds`` on. ``on_event`` is called from the thread, and
+    must not wait for it.
+    """
+
+    def __init__(
+        self,
+        folders: StepFolders,
+        *,
+        attempts: int = 5,
+        pause_seconds: float = 1.0,
+        on_event: Callable[[DeletionEvent], None] | None = None,
+    ) -> None:
+        self._folders = folders
+        self._attempts = attempts
+        self._pause_seconds = pause_seconds
+        self._on_event = on_event
+        self._jobs: dict[int, _Job] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._give_up = False
+
+    # -- what is to be deleted -------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Queue the checkpoint of ``step``; returns at once. It is kept if it is pinned."""
+        self._enqueue(_Job(step, "checkpoint"))
+
+    def resume(self) -> list[int]:
+        """Queue the steps whose deletion an earlier process began and did not finish; returns them."""
+        steps = self._folders.half_deleted()
+        for step in steps:
+            self.finish(step)
+        return steps
+
+    def finish(self, step: int) -> None:
+        """Queue the rest of a deletion that an earlier process began; returns at once."""
+        self._enqueue(_Job(step, "rest"))
+
+    def abandoned(self, older_than_seconds: float = ABANDONED_AFTER_SECONDS) -> list[int]:
+        """Queue the step folders whose saves have never committed; returns them.
+
+        Only those whose newest data file is older than ``older_than_seconds``: a background writer may
+        outlive its trainer, and commit yet.
+        """
+        now = time.time()
+        steps = [
+            step
+            for step, files in self._folders.folders().items()
+            if not any(map(is_commit_object, files))
+            and is_abandoned(self._folders.store(step).list(), older_than_seconds, now)
+        ]
+        for step in steps:
+            self._enqueue(_Job(step, "abandoned", older_than_seconds))
+        return steps
+
+    def _enqueue(self, job: _Job) -> None:
+        with self._changed:
+            if self._closing:
+                raise DeleterClosedError("the deleter is closed")
+            if job.step in self._jobs:
+                return
+            self._jobs[job.step] = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="dcp-delete", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    # -- a save that wants the place -------------------------------------------------------------------------
+
+    def forget(self, step: int) -> bool:
+        """Take ``step`` from the queue; False if its deletion has begun, which nothing can undo."""
+        with self._changed:
+            job = self._jobs.get(step)
+            if job is not None and job.attempt:
+                return False
+            self._jobs.pop(step, None)
+            self._changed.notify_all()
+            return True
+
+    def finish_now(self, step: int, timeout_seconds: float = 60.0) -> None:
+        """Return when nothing of the deletion of ``step`` is left to do; what is left is done right here.
+
+        That is a queued one, and one that an earlier process began. Raises what the storage raises, and
+        `StorageError` if the thread is still at it after ``timeout_seconds``.
+        """
+        job = self._take(step, timeout_seconds)
+        self._remove(job or _Job(step, "rest"))
+
+    def make_way(self, step: int, timeout_seconds: float = 60.0) -> None:
+        """Let a save to ``step`` begin: as `finish_now`, but a checkpoint that is still whole stays.
+
+        It will be replaced by the save's commit, and not be missing until then.
+        """
+        self._take(step, timeout_seconds)
+        files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
+        if NOTES_NAME in files and not any(map(is_commit_object, files)):
+            self._remove(_Job(step, "rest"))
+
+    def _take(self, step: int, timeout_seconds: float) -> _Job | None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_running(step), timeout_seconds):
+                raise StorageError(
+                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {timeout_seconds:g} "
+                    "seconds: the storage hangs; save under another step, or when it works again",
+                    path=self._folders.checkpoint_id(step),
+                    op="delete",
+                )
+            job = self._jobs.pop(step, None)
+            self._changed.notify_all()
+            return job
+
+    def _is_running(self, step: int) -> bool:
+        job = self._jobs.get(step)
+        return job is not None and job.is_running
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[int]:
+        """Steps that are queued or being deleted."""
+        with self._changed:
+            return sorted(self._jobs)
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Until all is deleted or given up; False if it is not after ``timeout_seconds``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, timeout_seconds)
+
+    def close(self, timeout_seconds: float = 30.0) -> bool:
+        """Finish what is queued, each at most once more, and end the thread; idempotent.
+
+        False if it took longer than ``timeout_seconds``: the rest is left to the next start. Whatever is cut
+        off leaves checkpoints that are whole or gone.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        done = self.wait(timeout_seconds)
+        with self._changed:
+            self._give_up = True
+            self._changed.notify_all()
+        if done:  # then it is about to end
+            thread.join(max(1.0, timeout_seconds))
+        return done
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._next_job()) is not None:
+            began = time.monotonic()
+            removed, error = Removed("absent"), None
+            try:
+                removed = self._remove(job)
+            except Exception as failure:  # noqa: BLE001 - told below; one folder must not stop the others
+                error = failure
+            again = self._is_worth_another(job, error)
+            self._tell(job, removed, error, again, time.monotonic() - began)
+            self._end(job, again)
+
+    def _next_job(self) -> _Job | None:
+        """Wait for what is due; None if nothing is left, and the thread with it."""
+        with self._changed:
+            while self._jobs and not self._give_up:
+                job = min(self._jobs.values(), key=lambda job: job.due_seconds)
+                left_seconds = job.due_seconds - time.monotonic()
+                if left_seconds <= 0 or self._closing:
+                    job.is_running = True
+                    job.attempt += 1
+                    return job
+                self._changed.wait(left_seconds)
+            self._thread = None
+            return None
+
+    def _remove(self, job: _Job) -> Removed:
+        store = self._folders.store(job.step)
+        try:
+            if job.what == "abandoned":
+                return remove_abandoned(store, job.older_than_seconds, time.time())
+            remove = remove_checkpoint if job.what == "checkpoint" else finish_removal
+            return remove(store, time.time())
+        finally:
+            self._folders.forget(job.step)
+
+    def _is_worth_another(self, job: _Job, error: Exception | None) -> bool:
+        # Anything but a failure of the storage would fail the same way again.
+        return (
+            isinstance(error, CheckpointError | OSError)
+            and job.attempt < self._attempts
+            and not self._closing
+        )
+
+    def _end(self, job: _Job, again: bool) -> None:
+        with self._changed:
+            job.is_running = False
+            if again:
+                job.due_seconds = time.monotonic() + self._pause_seconds * 2 ** (job.attempt - 1)
+            else:
+                self._jobs.pop(job.step, None)
+            self._changed.notify_all()
+
+    def _tell(
+        self, job: _Job, removed: Removed, error: Exception | None, again: bool, seconds: float
+    ) -> None:
+        url, event = self._folders.checkpoint_id(job.step), None
+        if error is not None:
+            outlook = "it will be tried again" if again else "the next start of a manager here tries again"
+            logger.warning("%s could not be deleted: %s; %s", url, error, outlook)
+            kind: Literal["retry", "failed"] = "retry" if again else "failed"
+            event = DeletionEvent(kind, job.step, job.what, job.attempt, seconds, error=error)
+        elif removed.outcome in ("pinned", "replaced"):
+            logger.info("%s is not deleted: it is %s", url, removed.outcome)
+            event = DeletionEvent(
+                "kept", job.step, job.what, job.attempt, seconds, left=removed.left, reason=removed.outcome
+            )
+        elif removed.outcome == "deleted" or job.attempt > 1:
+            logger.info("%s is deleted: %d files", url, removed.files)
+            event = DeletionEvent(
+                "deleted",
+                job.step,
+                job.what,
+                job.attempt,
+                seconds,
+                removed.files,
+                removed.size_bytes,
+                removed.left,
+            )
+        if event is None or self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("a callback failed on %s", event)

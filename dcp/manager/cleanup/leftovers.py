@@ -1,0 +1,201 @@
+"""What killed saves leave in and below a folder, for a clean-up that nobody has to be asked for.
+
+Folders in which nothing was ever committed; files beside a checkpoint that it does not refer to, named as
+only saves name theirs; removals that were interrupted; the work folders of conversions that were not resumed;
+and unfinished uploads. What is younger than
+a given age may be of a save that still runs, and stays. So do uploads, of which no age is known, unless they
+are of a save that left files which are old enough. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from dcp.conversion.ledger import LEDGER_NAME, LocalLedger
+from dcp.manager.cleanup.removal import (
+    Removed,
+    files_to_remove,
+    finish_removal,
+    is_abandoned,
+    is_left_by_a_save,
+    remove_abandoned,
+    remove_strays,
+)
+from dcp.manager.notes import read_notes
+from dcp.storage.commit import abort_uploads, unfinished_uploads
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from dcp.storage.formats.open import is_commit_object, open_index
+from dcp.storage.stores import OpenStore, open_store
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+from dcp.storage.stores.folders import PosixRoot, open_root
+from dcp.storage.stores.posix import PosixStore
+
+__all__ = ["OLD_SECONDS", "Leftovers", "find_leftovers", "leftovers_of", "remove_leftovers"]
+
+OLD_SECONDS: Final = 86_400.0
+"""No save takes a day from its first file to its commit."""
+
+_LOCK_TIMEOUT_SECONDS: Final = 60.0
+
+Kind = Literal["abandoned", "removal", "strays", "conversion", "uploads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """What is left in one folder.
+
+    ``kind``: "abandoned" (nothing was committed), "removal" (one was interrupted), "strays" (files beside a
+    checkpoint), "conversion" (one that was killed), "uploads" (nothing else). ``files`` can go. ``uploads``
+    are names of unfinished ones, of saves that may be running. ``problem`` says why the folder was not looked
+    into any further.
+    """
+
+    url: str
+    kind: Kind
+    files: tuple[FileInfo, ...] = ()
+    uploads: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the files that can go."""
+        return sum(info.size_bytes for info in self.files)
+
+
+def find_leftovers(
+    root: str | os.PathLike[str],
+    now_seconds: float,
+    *,
+    older_than_seconds: float = OLD_SECONDS,
+    open_store: OpenStore = open_store,
+) -> list[tuple[Store, Leftovers]]:
+    """What is left in ``root`` and in the folders directly below it; nothing is changed.
+
+    Raises `CheckpointNotFoundError` if there is no such folder.
+    """
+    found = []
+    for store in _folders(root, open_store):
+        try:
+            left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+        except CheckpointError as error:
+            if isinstance(error, StorageError):
+                raise
+            left = Leftovers(store.url, "strays", problem=str(error))
+        if left is not None:
+            found.append((store, left))
+    place = open_root(root, open_store=open_store)
+    if isinstance(place, PosixRoot):
+        for folder in ("", *place.names()):
+            found += _conversions(Path(place.url) / folder, now_seconds - older_than_seconds)
+    return found
+
+
+def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Leftovers]]:
+    """Folders in which conversions to something in ``root`` were at work, and have written nothing since."""
+    for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        stats = {str(path.relative_to(folder)): path.stat() for path in paths}
+        files = [FileInfo(name, stat.st_size, stat.st_mtime) for name, stat in sorted(stats.items())]
+        if LEDGER_NAME in stats and max(info.modified_seconds for info in files) < before_seconds:
+            yield PosixStore(folder), Leftovers(str(folder), "conversion", tuple(files))
+
+
+def _remove_conversion(left: Leftovers) -> Removed:
+    """Under the ledger's own lock: one that goes on just now stays."""
+    ledger = LocalLedger(Path(left.url))
+    try:
+        ledger.open("", "")
+    except CheckpointConflictError:
+        return Removed("replaced")
+    ledger.remove()
+    return Removed("deleted", len(left.files), left.size_bytes)
+
+
+def _folders(root: str | os.PathLike[str], open_store: OpenStore) -> Iterator[Store]:
+    place = open_root(root, open_store=open_store)
+    if not place.exists():
+        raise CheckpointNotFoundError(f"{place.url}: no such folder", path=place.url)
+    yield open_store(root)
+    for name in place.names():
+        yield place.store(name)
+
+
+def leftovers_of(
+    store: Store, now_seconds: float, *, older_than_seconds: float = OLD_SECONDS
+) -> Leftovers | None:
+    """What is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then it is
+    not known which files are in use."""
+    files = store.list()
+    if not any(is_commit_object(info.name) for info in files):
+        if files and read_notes(store).deleting is not None:
+            return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
+        if is_abandoned(files, older_than_seconds, now_seconds):
+            gone = tuple(info for info in files if is_left_by_a_save(info.name))
+            return Leftovers(store.url, "abandoned", gone, unfinished_uploads(store))
+        strays: tuple[FileInfo, ...] = ()
+    else:
+        strays = tuple(_strays(store, files, now_seconds - older_than_seconds))
+    uploads = unfinished_uploads(store)
+    if not strays and not uploads:
+        return None
+    return Leftovers(store.url, "strays" if strays else "uploads", strays, uploads)
+
+
+def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Iterator[FileInfo]:
+    """Files of saves that nothing refers to, and whose save has written nothing since."""
+    old = [info for info in files if is_left_by_a_save(info.name) and info.modified_seconds < before_seconds]
+    if not old:
+        return
+    used = frozenset(open_index(store).files)
+    young = {_save_of(info.name) for info in files if info.modified_seconds >= before_seconds}
+    for info in old:
+        if info.name not in used and _save_of(info.name) not in young:
+            yield info
+
+
+def _save_of(name: str) -> str:
+    """What files of one save have in common; stock's have nothing, and count each for itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) == 3 and name.startswith("__") else name
+
+
+def remove_leftovers(
+    store: Store,
+    left: Leftovers,
+    now_seconds: float,
+    *,
+    older_than_seconds: float = OLD_SECONDS,
+    uploads: bool = False,
+) -> tuple[int, int]:
+    """Remove what was found, as far as it still is what it was; returns (files, bytes) that are gone.
+
+    With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
+    """
+    if left.kind == "removal":
+        removed = finish_removal(store, now_seconds)
+    elif left.kind == "conversion":
+        removed = _remove_conversion(left)
+    elif left.kind == "abandoned":
+        removed = remove_abandoned(store, older_than_seconds, now_seconds)
+    else:
+        with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
+            still = {*_still_left(store, now_seconds, older_than_seconds)} & {*left.files}
+            removed = remove_strays(store, still.__contains__)
+    if uploads and left.uploads:
+        names_of_uploads = frozenset(left.uploads)
+        abort_uploads(store, lambda name: name in names_of_uploads)
+    return removed.files, removed.size_bytes
+
+
+def _still_left(store: Store, now_seconds: float, older_than_seconds: float) -> tuple[FileInfo, ...]:
+    left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+    return left.files if left is not None and left.kind == "strays" else ()

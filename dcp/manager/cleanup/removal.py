@@ -1,0 +1,305 @@
+"""Removing one checkpoint, so that a crash at any instant leaves all of it loadable, or nothing of it.
+
+1. A tombstone in the notes: whoever finds the folder half removed knows which commit it was about.
+2. The commit objects, each only if it is still the same: under the lock, and where there is none between
+   processes by a conditional deletion. Those that are not the truth go first, so that nothing older comes
+   back; then the truth, which is the one step that counts. (Where ranks saved on their own there is one such
+   step for each rank's part.)
+3. Data files: by now nothing refers to them. Then the notes, then the folder.
+
+Only files that can be data of this commit are removed, and uploads that had begun before it was: neither what
+a save writes that began since, nor a user's own file, which keeps its folder. An object service that ignores
+the condition of a deletion leaves an instant between comparing and deleting in which another save's commit is
+lost. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Literal
+
+from dcp.manager.notes import NOTES_NAME, Deleting, Notes, read_notes, update_notes
+from dcp.manager.steps import Commit, read_commit
+from dcp.storage.commit import abort_uploads, unfinished_uploads
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
+from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, is_commit_object
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+
+__all__ = [
+    "Removed",
+    "files_to_remove",
+    "finish_removal",
+    "is_abandoned",
+    "is_left_by_a_save",
+    "remove_abandoned",
+    "remove_checkpoint",
+    "remove_strays",
+]
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["deleted", "pinned", "replaced", "absent"]
+
+_LOCK_TIMEOUT_SECONDS: Final = 60.0
+_DATA: Final = re.compile(r"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?\.distcp")
+_ASIDE: Final = re.compile(
+    rf"{re.escape(TEMPORARY_PREFIX)}(?:[0-9a-f]{{32}}|convert-[0-9a-f]{{16}})|(?:__[0-9]+)?\.metadata\.tmp"
+)
+"""What killed publishes leave: ours, and stock torch's; and the ledgers of conversions to object stores."""
+_STOCK_OWNER: Final = ""
+"""Stock's data files have no save id in their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What came of it: ``files`` and ``size_bytes`` removed, and names ``left`` in the folder.
+
+    ``outcome`` is "deleted"; or nothing was done, because the checkpoint is "pinned", another save has
+    "replaced" it, or it is "absent".
+    """
+
+    outcome: Outcome
+    files: int = 0
+    size_bytes: int = 0
+    left: tuple[str, ...] = ()
+
+
+class _PinnedError(CheckpointError):
+    """The checkpoint was pinned before the tombstone could be set."""
+
+
+def remove_checkpoint(
+    store: Store, now_seconds: float, *, is_meant: Callable[[Commit], bool] | None = None
+) -> Removed:
+    """Remove what is committed in ``store``, or finish a removal that a crash interrupted.
+
+    ``is_meant`` says whether a commit is the one to be removed; another one has "replaced" it, and stays.
+    May be repeated after any error. Raises the store's errors.
+    """
+    commit = read_commit(store)
+    if commit is None:
+        return finish_removal(store, now_seconds)
+    if is_meant is not None and not is_meant(commit):
+        return Removed("replaced")
+    tombstone = _tombstone(store, commit, now_seconds)
+    uploads = unfinished_uploads(store)  # of saves that have seen this commit, or an earlier state
+    try:
+        update_notes(store, partial(_bury, tombstone))
+    except _PinnedError:
+        return Removed("pinned")
+    if not _cut(store, commit):
+        update_notes(store, _unbury)
+        return Removed("replaced")
+    return _clear(store, tombstone, uploads)
+
+
+def finish_removal(store: Store, now_seconds: float) -> Removed:
+    """Finish a removal that has begun; "absent" if there is none, "replaced" if a save came after it."""
+    tombstone = _tombstone_of(store)
+    commit = read_commit(store)
+    if tombstone is None:
+        if commit is None and not store.list():
+            store.remove_root()
+        return Removed("absent")
+    if commit is None:
+        return _clear(store, tombstone)
+    if commit.save_id == tombstone.save_id:
+        return remove_checkpoint(store, now_seconds)
+    update_notes(store, _unbury)
+    return Removed("replaced")
+
+
+def is_abandoned(files: Iterable[FileInfo], older_than_seconds: float, now_seconds: float) -> bool:
+    """Whether a folder of these files is what a save left that will never commit.
+
+    That is so if nothing is committed and all data is older than ``older_than_seconds``: a background writer
+    outlives its trainer, and writes or commits long before.
+    """
+    files = list(files)
+    if any(is_commit_object(info.name) for info in files):
+        return False
+    times = [info.modified_seconds for info in files if is_left_by_a_save(info.name)]
+    return bool(times) and max(times) < now_seconds - older_than_seconds
+
+
+def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float) -> Removed:
+    """Remove what `is_abandoned`, and nothing else.
+
+    Under the lock, so that a save which is late after all cannot commit meanwhile. Where that excludes no
+    other process, the save looks for its files before it commits.
+    """
+    if not is_abandoned(store.list(), older_than_seconds, now_seconds):
+        return Removed("absent")
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        files = store.list()
+        if not is_abandoned(files, older_than_seconds, now_seconds):
+            return Removed("absent")
+        gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
+        _delete(store, gone)
+    _abort_uploads_of(store, _owners(gone))
+    return _close(store, gone)
+
+
+def is_left_by_a_save(name: str) -> bool:
+    """Whether a file of this name can be what a save, or its publish, left: nothing else has such names."""
+    return (_DATA.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
+
+
+def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
+    """What `remove_checkpoint` would remove, as far as that can be said now; nothing is changed."""
+    commit = read_commit(store)
+    tombstone = _tombstone_of(store) if commit is None else _tombstone(store, commit, now_seconds)
+    if tombstone is None:
+        return []
+    files = store.list()
+    committed = () if commit is None else commit.versions
+    return [
+        info
+        for info in files
+        if info.name in committed or info.name == NOTES_NAME or _belongs(info, tombstone, now_seconds)
+    ]
+
+
+def remove_strays(store: Store, is_stray: Callable[[FileInfo], bool]) -> Removed:
+    """Remove the files beside a checkpoint for which ``is_stray``, and uploads of the saves they are of."""
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        gone = [info for info in store.list() if is_stray(info)]
+        _delete(store, gone)
+    _abort_uploads_of(store, _owners(gone))
+    return Removed("deleted", len(gone), sum(info.size_bytes for info in gone))
+
+
+def _owners(files: Iterable[FileInfo]) -> set[str]:
+    return {match["owner"] for info in files if (match := _DATA.fullmatch(info.name))} - {None}
+
+
+def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
+    names = _names_of_files(store, commit)
+    owners = {match["owner"] or _STOCK_OWNER for name in names if (match := _DATA.fullmatch(name))}
+    times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
+    together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
+    # No save that began before the last commit to an id can commit any more; ranks that save on their own
+    # do not exclude each other, so there the first one counts.
+    newest = max(together) if together else min(times.values(), default=0.0)
+    return Deleting(commit.save_id, now_seconds, tuple(sorted(owners)), newest)
+
+
+def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:
+    """The data files of ``commit``; of a damaged manifest those that the `.metadata` beside it names.
+
+    Times alone do not tell: the files of a quick save are of the same second as its commit objects.
+    """
+    if commit.index is not None:
+        return commit.index.files
+    if METADATA_NAME not in commit.versions:
+        return []
+    try:
+        return decode_torch_metadata(store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)).files
+    except (CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
+        return []
+
+
+def _tombstone_of(store: Store) -> Deleting | None:
+    try:
+        return read_notes(store).deleting
+    except (CheckpointFormatError, CorruptCheckpointError) as error:
+        logger.warning("%s; what is left in the folder stays, until it counts as abandoned", error)
+        return None
+
+
+def _bury(tombstone: Deleting, notes: Notes) -> Notes:
+    if notes.pinned:
+        raise _PinnedError("pinned")
+    return replace(notes, deleting=tombstone)
+
+
+def _unbury(notes: Notes) -> Notes:
+    return replace(notes, deleting=None)
+
+
+def _cut(store: Store, commit: Commit) -> bool:
+    """Remove the commit objects; False, with nothing done, if they are not those of ``commit`` any more."""
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        found = {info.name for info in store.list() if is_commit_object(info.name)}
+        if found != set(commit.versions):
+            return False
+        if any(store.version(name) != version for name, version in commit.versions.items()):
+            return False
+        for name in _truth_last(commit):
+            if not store.delete_if(name, commit.versions[name]):
+                return False
+    # Before any data goes: a power loss must not bring the commit objects back.
+    store.sync()
+    return True
+
+
+def _truth_last(commit: Commit) -> list[str]:
+    names = list(commit.versions)
+    stock_is_truth = commit.index is not None and commit.index.format == "torch_dcp"
+    if stock_is_truth and names[:2] == [MANIFEST_NAME, METADATA_NAME]:
+        names[:2] = [METADATA_NAME, MANIFEST_NAME]
+    return names[::-1]
+
+
+def _clear(store: Store, tombstone: Deleting, uploads: Iterable[str] = ()) -> Removed:
+    files = store.list()
+    # The publish of the tombstone itself may have been killed and left a file aside, as new as the notes.
+    noted_seconds = max((info.modified_seconds for info in files if info.name == NOTES_NAME), default=0.0)
+    gone = [info for info in files if _belongs(info, tombstone, noted_seconds)]
+    _delete(store, gone)
+    _abort_uploads_of(store, tombstone.owners, uploads)
+    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+        notes = store.version(NOTES_NAME)
+        committed = any(is_commit_object(info.name) for info in store.list())
+        if not committed and notes is not None:
+            store.delete_if(NOTES_NAME, notes)
+    if committed:  # a save has taken the place; its notes stay
+        update_notes(store, _unbury)
+    return _close(store, gone)
+
+
+def _belongs(info: FileInfo, tombstone: Deleting, noted_seconds: float) -> bool:
+    data = _DATA.fullmatch(info.name)
+    if data is not None:
+        is_own = (data["owner"] or _STOCK_OWNER) in tombstone.owners
+        # Not of the same time: where clocks count seconds that may be a save which began since.
+        return is_own or info.modified_seconds < tombstone.newest_seconds
+    return _ASIDE.fullmatch(info.name) is not None and info.modified_seconds <= noted_seconds
+
+
+def _delete(store: Store, files: Iterable[FileInfo]) -> None:
+    failed = store.delete_all([info.name for info in files])
+    for error in failed.values():
+        raise error
+
+
+def _abort_uploads_of(store: Store, owners: Collection[str], names: Iterable[str] = ()) -> None:
+    """End uploads of the saves ``owners``, and the files ``names``."""
+    wanted = frozenset(names)
+    if not owners and not wanted:
+        return
+
+    def belongs(name: str) -> bool:
+        data = _DATA.fullmatch(name)
+        return name in wanted or (data is not None and data["owner"] in owners)
+
+    abort_uploads(store, belongs)
+
+
+def _close(store: Store, gone: list[FileInfo]) -> Removed:
+    store.remove_root()
+    left = tuple(info.name for info in store.list())
+    if left:
+        logger.info("%s: %d files stay that are no part of the checkpoint deleted", store.url, len(left))
+    return Removed("deleted", len(gone), sum(info.size_bytes for info in gone), left)

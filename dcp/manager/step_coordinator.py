@@ -1,0 +1,118 @@
+"""What is decided at each step of the loop, alike on all ranks: whether to save, and whether to stop."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+from dcp.manager.agreement import Agreement, RankAgreement, Votes
+from dcp.manager.schedule import Reason, Schedule
+from dcp.manager.signals import StopSignal
+from dcp.ranks.collectives import Channel
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["StepCoordinator"]
+
+
+class StepCoordinator:
+    """The schedule, the signals and the other ranks' wishes, brought together once a step.
+
+    ``channel`` (None for one rank) belongs to this object. With ``exchange`` the ranks exchange their wishes
+    at each step, or at each ``every_steps``-th; without it the clock and signals of one rank mean nothing.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        channel: Channel | None,
+        *,
+        handle_sigterm: bool,
+        exchange: bool,
+        every_steps: int,
+        timeout_seconds: float,
+    ) -> None:
+        self._schedule = schedule
+        self._leads_clock = channel is None or channel.rank == 0
+        self._exchanges = exchange or channel is None
+        self._agreement: Agreement = (
+            Agreement()
+            if channel is None
+            else RankAgreement(channel, timeout_seconds=timeout_seconds, every_steps=every_steps)
+        )
+        self._signal = StopSignal()
+        if handle_sigterm:
+            self._signal.listen()
+        self._step: int | None = None
+        self._stop_wanted = False
+        self._stop_saved = False
+        self.stopping = False
+        # One that is dropped unclosed must not keep SIGTERM from ending the process.
+        self._finalizer = weakref.finalize(self, _let_go, self._signal, self._agreement)
+        self._finalizer.atexit = False
+
+    def begin(self, step: int, *, failed: bool) -> Votes:
+        """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
+
+        All ranks call it for the same steps; for one that has begun it does nothing.
+        """
+        if step == self._step:
+            return Votes()
+        wanted = Votes(
+            stop=(self._signal.received or self._stop_wanted) and not self.stopping,
+            time=self._leads_clock and self._schedule.time_is_up(time.monotonic()),
+            failed=failed,
+        )
+        agreed = self._agreement.exchange(step, wanted) if self._exchanges else Votes()
+        self._step = step
+        self._schedule.begin(step, time_is_up=agreed.time)
+        self.stopping = self.stopping or agreed.stop
+        return agreed
+
+    def reason(self, step: int, *, last: bool) -> Reason | None:
+        """Why ``step``, which was begun, has to be saved; None if it has not."""
+        return self._schedule.reason(step, last=last, stop=self.stopping and not self._stop_saved)
+
+    def is_repeated(self, step: int) -> bool:
+        """Whether ``step`` was saved or restored already, and not left out on purpose; true once a step."""
+        return self._schedule.is_repeated(step)
+
+    def saved(self, step: int, reason: Reason) -> None:
+        """``step`` is being saved: see `Schedule.saved`."""
+        self._schedule.saved(step, time.monotonic())
+        self._stop_saved = self._stop_saved or reason == "stop"
+
+    def skipped(self, step: int) -> None:
+        """``step`` is left out: see `Schedule.skipped`."""
+        self._schedule.skipped(step, time.monotonic())
+
+    def restored(self, step: int) -> None:
+        """The run goes on from ``step``."""
+        self._schedule.restored(step, time.monotonic())
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether ``value`` is true on any rank, now: waits for all of them."""
+        return self._agreement.any_rank(value)
+
+    def request_stop(self) -> None:
+        """As if SIGTERM had come."""
+        if not self._exchanges:
+            raise CheckpointError(
+                "request_stop() needs the ranks to agree at each step: make the manager with "
+                "handle_sigterm=True"
+            )
+        self._stop_wanted = True
+
+    def stop_listening(self) -> None:
+        """SIGTERM is no longer noticed; idempotent."""
+        self._signal.close()
+
+    def close(self, *, together: bool) -> None:
+        """Leave the other ranks; ``together``: they leave too. Idempotent."""
+        self._finalizer.detach()
+        self._signal.close()
+        self._agreement.close(wait=together)
+
+
+def _let_go(stop: StopSignal, agreement: Agreement) -> None:
+    stop.close()
+    agreement.close(wait=False)

@@ -1,0 +1,178 @@
+"""From "some ranks failed" to one exception that every rank raises.
+
+The exception is a `RankFailedError`: both a `CheckpointError` and torch's `CheckpointException` (which is
+what stock raises there and only a BaseException). Where all failures have one class of `dcp.errors`, it is
+of that class as well, so ``except CorruptCheckpointError`` works the same on one rank and on a thousand.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp.calls.plain_errors import without_our_frames
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+    error_from_wire,
+    error_to_wire,
+)
+
+__all__ = [
+    "RankFailedError",
+    "causes_of",
+    "decode_failure",
+    "failure_of",
+    "is_damage",
+    "pack_failure",
+    "pack_failures",
+]
+
+_MAX_LINES = 4
+"""Of several ranks' messages in one error."""
+
+
+class RankFailedError(CheckpointError, CheckpointException):
+    """Ranks failed in a step of a save or load.
+
+    ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its
+    keys; ``step`` names the step. The first failure is the ``__cause__``, or the ``__context__`` where
+    `dcp.calls.plain_errors` has kept it out of the traceback.
+    """
+
+    def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
+        CheckpointError.__init__(self, message, **facts)
+        self._failures = failures or {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that failed."""
+        return sorted(self._failures)
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (str(self), self._failures, self.facts))
+
+
+def _rebuild(message: str, failures: Any, facts: dict[str, Any]) -> RankFailedError:
+    causes = {type(error) for error, _ in failures.values()}
+    return _failure_class(causes.pop() if len(causes) == 1 else CheckpointError)(message, failures, **facts)
+
+
+_classes: dict[str, type[RankFailedError]] = {}
+
+
+def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
+    if issubclass(cause, RankFailedError):
+        return cause
+    if cause is CheckpointError or not issubclass(cause, CheckpointError):
+        return RankFailedError
+    made = _classes.get(cause.__name__)
+    if made is None:
+        attributes = {"__module__": __name__, "__doc__": cause.__doc__}
+        made = _classes[cause.__name__] = type(cause.__name__, (RankFailedError, cause), attributes)
+    return made
+
+
+def failure_of(
+    step: str, failures: Mapping[int, CheckpointError], rank: int, own_error: BaseException | None
+) -> BaseException:
+    """The one error to raise for ``failures`` (rank -> error); ``own_error`` is this rank's, if any.
+
+    KeyboardInterrupt, SystemExit and their like stay what they are on the rank where they happened.
+    """
+    if own_error is not None and not isinstance(own_error, Exception):
+        return own_error
+    described: dict[int, BaseException] = dict(failures)
+    if own_error is not None and rank in described:
+        described[rank] = own_error
+    first_rank = min(described)
+    first = described[first_rank]
+    causes = {type(error) for error in failures.values()}
+    cls = _failure_class(causes.pop()) if len(causes) == 1 else RankFailedError
+    message = _message(step, {failed: str(failures[failed]) for failed in sorted(described)})
+    summaries = {
+        failed: (error, traceback.extract_tb(error.__traceback__)) for failed, error in described.items()
+    }
+    facts = dict(failures[first_rank].facts) | {"step": step}
+    error = cls(message, summaries, **facts)
+    error.__cause__ = first
+    return error
+
+
+def _message(step: str, texts: Mapping[int, str]) -> str:
+    """What the ranks say, each message once and short enough to be read; where, comes last."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        lines = [*ranks_of]
+    else:
+        each = max(1, _MAX_LINES // len(ranks_of))
+        lines = [
+            f"{_ranks_text(ranks)}: " + "\n".join(text.splitlines()[:each])
+            for text, ranks in list(ranks_of.items())[:_MAX_LINES]
+        ]
+        if len(ranks_of) > _MAX_LINES:
+            lines.append(f"and {len(ranks_of) - _MAX_LINES} more messages, by rank in `failures`")
+    said = "\n".join(lines)
+    between = "\n" if "\n" in said else " "
+    return f"{said}{between}(failed on {_ranks_text(list(texts))} in step {step!r})"
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """What the failed ranks raised, the same in kind on every rank; ``error`` itself if it is of no step."""
+    failures = error.failures if isinstance(error, RankFailedError) else {}
+    return [failure for failure, _ in failures.values()] or [error]
+
+
+def is_damage(cause: BaseException) -> bool:
+    """Whether ``cause`` says that stored bytes are not what was committed, rather than what we refuse."""
+    if isinstance(cause, UnsafeObjectError | UnsupportedFormatError):
+        return False
+    return isinstance(cause, CorruptCheckpointError | CheckpointFormatError)
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    text = ", ".join(map(str, ranks[:16]))
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"
+
+
+def pack_failure(error: BaseException) -> bytes:
+    """What `decode_failure` makes an exception of on another rank."""
+    trace = without_our_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    wire = error_to_wire(error, text[-8000:])
+    try:
+        return _packed(wire)
+    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
+        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
+        return _packed(wire)
+
+
+def _packed(wire: dict[str, Any]) -> bytes:
+    # File names that are not UTF-8 have surrogates in their messages.
+    return bytes(msgpack.packb(wire, unicode_errors="surrogatepass"))
+
+
+def pack_failures(failures: dict[int, bytes]) -> bytes:
+    """Packed failures by rank."""
+    return bytes(msgpack.packb(failures))
+
+
+def decode_failure(data: bytes) -> CheckpointError:
+    """What another rank packed, with its traceback as a note."""
+    wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
+    error = error_from_wire(wire)
+    error.add_note(f"traceback of that rank:\n{wire['traceback']}")
+    return error

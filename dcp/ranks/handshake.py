@@ -1,0 +1,161 @@
+"""The first step of an operation: all ranks say which one it is, how they go about it, and where.
+
+Ranks that are not about the same take different steps, and would wait for each other until their timeout, or
+take each other's messages for something else. One small exchange, where all are the same.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgpack
+
+from dcp.ranks.failures import RankFailedError, failure_of
+from dcp.storage.errors import PlanError
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
+
+if TYPE_CHECKING:
+    from dcp.ranks.collectives import Ranks
+
+__all__ = ["begin", "check_same_checkpoint", "check_same_target", "told_to_all"]
+
+
+class _Part(NamedTuple):
+    operation: str
+    manner: str
+    place: str
+
+    def __str__(self) -> str:
+        place = f" {self.place}" if self.place else ""
+        manner = f" ({self.manner})" if self.manner else ""
+        return f"{self.operation}{place}{manner}"
+
+
+def begin(ranks: Ranks, place: Callable[[], str], *, manner: Sequence[str] = ()) -> tuple[str, ...]:
+    """What ``place`` gives on each rank: the id. That may differ, where disks have other names on some hosts.
+
+    ``manner`` is whatever decides which steps follow. Raises PlanError on all ranks where they are about
+    different operations or go about one differently, and what ``place`` raises on any of them.
+    """
+
+    def part() -> bytes:
+        own = _Part(ranks.operation, ", ".join(manner), place())
+        return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
+
+    parts = [
+        _Part(*msgpack.unpackb(data, unicode_errors="surrogatepass")) for data in ranks.compare("begin", part)
+    ]
+    odd = [rank for rank, part in enumerate(parts) if part[:2] != parts[ranks.coordinator][:2]]
+    if odd:
+        raise _not_alike(ranks, parts, odd)
+    return tuple(part.place for part in parts)
+
+
+@contextmanager
+def told_to_all(ranks: Ranks) -> Iterator[None]:
+    """Around what a rank does before it comes to `begin`: what it raises is raised on all ranks, there.
+
+    Where they all fail, as by an argument that is wrong everywhere, each raises its own exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ranks.world_size > 1:
+            _tell(ranks, error)
+        raise
+
+
+def _tell(ranks: Ranks, error: Exception) -> None:
+    def fail() -> str:
+        raise error
+
+    try:
+        begin(ranks, fail)
+    except RankFailedError as failure:
+        if len(failure.ranks) < ranks.world_size:
+            raise
+
+
+def _not_alike(ranks: Ranks, parts: Sequence[_Part], odd: Collection[int]) -> BaseException:
+    same_operation = len({part.operation for part in parts}) == 1
+    advice = (
+        "Give all ranks the same options, and planners and storages of one kind."
+        if same_operation
+        else "All ranks of a process group must call the same function."
+    )
+    error = PlanError(f"the ranks are not about the same: {_by_rank([*map(str, parts)])}. {advice}")
+    return failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
+
+
+def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Callable[[], bytes]) -> None:
+    """Raise PlanError on all ranks unless what they are about to load is the same on all of them.
+
+    ``places`` is what `begin` gave, ``fingerprint`` what the checkpoint there is known by: asked for only
+    where the places differ, because a mount may have another name on another host.
+    """
+    if len(set(places)) == 1:
+        return
+    prints = ranks.compare("compare", fingerprint)
+    odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
+    if odd:
+        error = PlanError(
+            f"the ranks do not load the same checkpoint: {_by_rank(places)}. Give all of them one id",
+            ranks=odd,
+        )
+        raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
+
+
+def check_same_target(ranks: Ranks, places: Sequence[str], store: Callable[[], Store | None]) -> None:
+    """Raise PlanError on all ranks unless what they are about to save goes to one place.
+
+    ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
+    the coordinator leaves an empty file at its own, which the others look for at theirs: a rank that has
+    nothing to write would not find out otherwise. ``store`` is None for storages of others.
+    """
+    if len(set(places)) == 1:
+        return
+    name = ranks.broadcast("compare", lambda: _leave_file(store())).decode()
+    if not name:
+        return
+
+    def look() -> bytes:
+        own = store()
+        return b"\x01" if own is None or own.stat(name) is not None else b""
+
+    try:
+        found = ranks.all_gather("compare", look)
+    finally:
+        own = store() if ranks.is_coordinator else None
+        if own is not None:
+            own.delete_all([name])
+    odd = [rank for rank, there in enumerate(found) if not there]
+    if odd:
+        error = PlanError(
+            f"the ranks do not save to the same place: {_by_rank(places)}. Give all of them one id", ranks=odd
+        )
+        raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
+
+
+def _leave_file(store: Store | None) -> bytes:
+    if store is None:
+        return b""
+    store.make_root()
+    name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    store.create(name, durable=False).finish()
+    return name.encode()
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """Which ranks have which of ``texts``, by the first rank; a few of them."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(rank)
+    shown = []
+    for text, ranks in [*ranks_of.items()][:6]:
+        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        shown.append(f"rank {', '.join(map(str, ranks[:4]))}{more}: {text}")
+    more = f"; {len(ranks_of) - 6} others" if len(ranks_of) > 6 else ""
+    return "; ".join(shown) + more

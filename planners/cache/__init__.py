@@ -1,0 +1,1 @@
+"""The plan of the save before, used again while nothing has changed."""

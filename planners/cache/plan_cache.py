@@ -1,0 +1,259 @@
+"""The plan of the save before, used again as long as no rank's part has changed.
+
+The cache belongs to whoever saves again and again (one manager's session, one writer instance), with an
+instance on each rank. A rank whose part is what it was, by a digest of its structure, says which plan it has
+for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
+which change from save to save, are no part of the structure. That replicas still hold equal values is checked
+by folds (`dcp.planners.save.replica_sets`); where they do not, a full plan finds out which and names them.
+
+A plan is used only after its save was committed, and forgotten on any failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp.planners.cache.known_state import KnownState
+from dcp.planners.save.digest import ReplicaCheck
+from dcp.planners.save.global_plan import GlobalSavePlan
+from dcp.planners.save.replica_fingerprints import SetFolder
+from dcp.planners.save.replica_sets import differing, replica_sets
+from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
+from dcp.planners.wire.columns import SaveColumns, WriteColumns
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import Int64
+from dcp.storage.formats.native.container_notes import encode_notes
+
+__all__ = ["PlanCache", "RankPart"]
+
+_ID_BYTES = 16
+"""Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
+
+_STRUCTURE = (
+    "dtype_codes",
+    "requires_grad",
+    "shape_start",
+    "shape_values",
+    "item_tensors",
+    "item_offsets",
+    "item_sizes",
+    "item_local_offsets",
+    "item_sources",
+    "item_sharded",
+    "item_ties",
+)
+"""The columns of `SaveColumns` that a plan follows from. Left out are the values' digests, and the objects'
+sizes, which only say what is well balanced."""
+
+
+class RankPart(Protocol):
+    """What a rank contributes to a save (`dcp.saving.rank_state.LocalState` is one)."""
+
+    @property
+    def columns(self) -> SaveColumns:
+        """The rank's columns."""
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """The local tensors by source number."""
+
+    @property
+    def replicated(self) -> npt.NDArray[np.uint8]:
+        """By item, 1 where other ranks may hold the same box."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Structure:
+    """All of a rank's part that a plan follows from.
+
+    ``comparable`` says which values have digests. ``options`` are packed.
+    """
+
+    columns: SaveColumns
+    replicated: npt.NDArray[np.uint8]
+    comparable: bytes
+    options: bytes
+
+    def equals(self, other: _Structure) -> bool:
+        """Whether a plan for one serves the other."""
+        return self._is(other) or self.digest == other.digest
+
+    def _is(self, other: _Structure) -> bool:
+        """Equal without a look, because made of the very same arrays, which nobody changes."""
+        mine, theirs = self.columns, other.columns
+        return (
+            self.comparable == other.comparable
+            and self.options == other.options
+            and self.replicated is other.replicated
+            and mine.fqns is theirs.fqns
+            and mine.objects.fqns is theirs.objects.fqns
+            and mine.planner_data is theirs.planner_data
+            and mine.notes is theirs.notes
+            and mine.stride_orders is theirs.stride_orders
+            and all(getattr(mine, name) is getattr(theirs, name) for name in _STRUCTURE)
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """128 bits over names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order."""
+        columns, paths = self.columns, self.columns.planner_data
+        return _hashed(
+            [
+                _packed(list(columns.fqns)),
+                _packed(list(columns.objects.fqns)),
+                _packed(None if paths is None else [list(paths.keys()), list(paths.values())]),
+                encode_notes(columns.notes),
+                _packed(sorted((row, list(order)) for row, order in columns.stride_orders.items())),
+                *(np.ascontiguousarray(getattr(columns, name)).tobytes() for name in _STRUCTURE),
+                np.ascontiguousarray(self.replicated).tobytes(),
+                self.comparable,
+                self.options,
+            ]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _RankPlan:
+    """What a rank keeps: its part of the plan ``plan_id``, made for ``structure``."""
+
+    plan_id: bytes
+    structure: _Structure
+    writes: WriteColumns
+    folder: SetFolder
+
+
+@dataclass(frozen=True, eq=False)
+class _JointPlan:
+    """What the coordinator keeps: the plan, and the sets that each rank folds."""
+
+    plan_id: bytes
+    plan: GlobalSavePlan
+    sets: list[Int64]
+
+
+class PlanCache:
+    """The plan of one series of saves on one rank; see the module.
+
+    ``known`` may be lent to a planner (`DefaultSavePlanner.known`) by the thread that collects the state; all
+    else is used by the thread that saves. ``reused`` counts the saves that went by the cached plan.
+    """
+
+    def __init__(self) -> None:
+        self.known = KnownState()
+        self.reused = 0
+        self._structure: _Structure | None = None
+        self._mine: _RankPlan | None = None
+        self._joint: _JointPlan | None = None
+        self._next_mine: _RankPlan | None = None
+        self._next_joint: _JointPlan | None = None
+
+    # -- on every rank ---------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        part: RankPart,
+        object_digests: npt.NDArray[np.uint64],
+        *,
+        check: ReplicaCheck,
+        options: Sequence[Any],
+    ) -> bytes:
+        """This rank's message to the coordinator: the plan it has for its part, and folds; empty for none.
+
+        ``object_digests`` are those of the values now, 0 for what cannot be compared. ``options`` is all else
+        that decides on what this rank has to write, its number and that of all ranks with it; plain data.
+        """
+        self._structure = _Structure(
+            part.columns, part.replicated, (object_digests != 0).tobytes(), _packed([check, *options])
+        )
+        mine = self._mine
+        if mine is None or not mine.structure.equals(self._structure):
+            self._mine = None
+            return b""
+        self._mine = replace(mine, structure=self._structure)  # of the arrays that come again, if any do
+        return mine.plan_id + mine.folder.folds(part.sources, object_digests).tobytes()
+
+    @property
+    def writes(self) -> WriteColumns:
+        """This rank's part of the cached plan; after a hit."""
+        if self._mine is None:
+            raise PlanError("the coordinator reuses a plan that this rank does not have")
+        return self._mine.writes
+
+    def receive(self, part: RankPart, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
+        """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
+        self._mine = self._next_mine = None
+        structure = self._structure
+        if not extra or structure is None:
+            return
+        columns = part.columns
+        items, objects = len(columns.item_tensors), len(columns.objects.fqns)
+        sets = decode_rank_sets(extra[_ID_BYTES:], items=items, objects=objects)
+        folder = SetFolder(sets, structure.columns, check)
+        folder.prepare(part.sources)
+        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, folder)
+
+    def commit(self) -> None:
+        """The save is committed: the plan that it went by may serve the next one."""
+        if self._next_mine is None:
+            self.reused += self._mine is not None
+            return
+        self._mine, self._joint = self._next_mine, self._next_joint
+        self._next_mine = self._next_joint = None
+
+    def drop(self) -> None:
+        """Forget everything: a save failed."""
+        self.known.clear()
+        self._structure = None
+        self._mine = self._joint = self._next_mine = self._next_joint = None
+
+    # -- on the coordinator ----------------------------------------------------------------------------------
+
+    def hit(self, offers: Sequence[bytes]) -> bool:
+        """Whether the cached plan is what all ranks have for their parts, and replicas agree."""
+        joint = self._joint
+        if joint is None or any(offer[:_ID_BYTES] != joint.plan_id for offer in offers):
+            return False
+        folds = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
+        if [len(mine) for mine in folds] != [len(numbers) for numbers in joint.sets]:
+            raise PlanError("a rank folds other replicas than its plan says")
+        return not differing(joint.sets, folds)
+
+    @property
+    def plan(self) -> GlobalSavePlan:
+        """The cached plan; after a hit."""
+        if self._joint is None:
+            raise PlanError("there is no cached plan")
+        return self._joint.plan
+
+    def planned(self, plan: GlobalSavePlan) -> list[bytes]:
+        """Keep a new plan for `commit`; returns what each rank receives."""
+        self._joint = self._next_joint = None
+        ranks = len(plan.writes)
+        sets = replica_sets(plan.holders, ranks)
+        if sets is None:
+            return [b""] * ranks
+        plan_id = uuid.uuid4().bytes
+        self._next_joint = _JointPlan(plan_id, replace(plan, holders=None), [mine.numbers for mine in sets])
+        return [plan_id + encode_rank_sets(mine) for mine in sets]
+
+
+def _packed(value: Any) -> bytes:
+    return bytes(msgpack.packb(value, unicode_errors="surrogatepass"))
+
+
+def _hashed(parts: Sequence[bytes]) -> bytes:
+    """BLAKE2b of byte strings with their lengths, so that none can run into the next."""
+    state = hashlib.blake2b(np.array([len(part) for part in parts], "<i8").tobytes(), digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.digest()

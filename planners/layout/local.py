@@ -1,0 +1,432 @@
+"""The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
+
+Shared by saving and loading. There may be many thousands of tensors, and few of them differ in more than
+their name and memory: so boxes are found once a form (`_Form`), and of each tensor only the facts are asked
+that torch alone can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp.planners.layout.boxes import expand_ranges, gather_rows
+from dcp.planners.layout.local_tensor import (
+    DTENSOR,
+    KINDS,
+    OBJECT,
+    PLAIN,
+    LocalTensor,
+    SpecCache,
+    TensorLayout,
+    layout_of,
+    local_tensor,
+)
+from dcp.planners.layout.placements import Box
+from dcp.storage.destinations import Destinations
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import Int64, starts
+
+__all__ = ["DTYPE_CODES", "LocalTensors", "collect_tensors"]
+
+DTYPE_CODES: Mapping[torch.dtype, int] = {
+    getattr(torch, name): dtype.code for name, dtype in dtypes.BY_NAME.items() if hasattr(torch, name)
+}
+"""Stable code of `dcp.storage.formats.dtypes` by torch dtype."""
+
+_COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
+_MAX_LISTED = 20
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTensors:
+    """All tensors of one rank, columns as in `dcp.planners.wire.columns.SaveColumns`.
+
+    ``item_sources`` indexes ``sources`` (plain local tensors; they may require grad, so copy under no_grad).
+    ``item_replicated`` is 1 where another rank may hold the same box. ``requires_grad`` is asked for saves
+    only, and 0 else. ``objects`` are the values that are no tensors.
+
+    By source: ``pointers``, its address; ``is_dense``, whether its memory has the elements in C order,
+    neither conjugated nor negated; its shape (``source_shape_start``, ``source_shape_values``).
+    """
+
+    fqns: tuple[str, ...]
+    dtype_codes: npt.NDArray[np.uint8]
+    requires_grad: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+    item_tensors: Int64
+    item_offsets: Int64
+    item_sizes: Int64
+    item_local_offsets: Int64
+    item_sources: Int64
+    item_sharded: npt.NDArray[np.uint8]
+    item_replicated: npt.NDArray[np.uint8]
+    sources: list[torch.Tensor]
+    source_dtype_codes: npt.NDArray[np.uint8]
+    source_shape_start: Int64
+    source_shape_values: Int64
+    pointers: Int64
+    is_dense: npt.NDArray[np.bool_]
+    objects: dict[str, Any]
+    stride_orders: dict[int, tuple[int, ...]]
+
+    @cached_property
+    def box_start(self) -> Int64:
+        """Positions of the items' boxes."""
+        return starts(np.diff(self.shape_start)[self.item_tensors])
+
+    def destinations(self) -> Destinations:
+        """The sources, to load into."""
+        is_cpu = np.array([source.is_cpu for source in self.sources], np.bool_)
+        return Destinations(
+            self.sources,
+            self.is_dense & is_cpu,
+            self.pointers,
+            self.source_dtype_codes,
+            self.source_shape_start,
+            self.source_shape_values,
+        )
+
+
+class _Form(NamedTuple):
+    """What tensors have in common that differ in name, dtype and memory only.
+
+    ``source_shapes`` are those of a tensor's plain local tensors, ``box_sources`` says which of these has
+    each of its boxes.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    box_sources: tuple[int, ...]
+    source_shapes: tuple[tuple[int, ...], ...]
+    sharded: bool
+    replicated: bool
+
+
+class _Forms:
+    """Numbers of forms, and their rows in a table."""
+
+    def __init__(self) -> None:
+        self.forms: list[_Form] = []
+        self._numbers: dict[_Form, int] = {}
+        self._by_layout: dict[int, int] = {}
+
+    def number(self, form: _Form) -> int:
+        number = self._numbers.setdefault(form, len(self.forms))
+        if number == len(self.forms):
+            self.forms.append(form)
+        return number
+
+    def of_layout(self, layout: TensorLayout, shape: tuple[int, ...]) -> int:
+        """The form of DTensors of a layout with one box; a layout is of one shape."""
+        number = self._by_layout.get(id(layout))
+        if number is None:
+            form = _Form(tuple(shape), layout.boxes, (0,), (layout.local_shape,), True, layout.replicated)
+            number = self._by_layout[id(layout)] = self.number(form)
+        return number
+
+    def column(self, values: Iterable[Iterable[int]]) -> _Ragged:
+        """Values of the forms, each in one row."""
+        rows = [tuple(row) for row in values]
+        flat = np.fromiter(chain.from_iterable(rows), np.int64)
+        return _Ragged(starts([len(row) for row in rows]), flat)
+
+
+class _PlainForms(dict[tuple[int, ...], int]):
+    """Forms of plain tensors by shape."""
+
+    def __init__(self, forms: _Forms) -> None:
+        super().__init__()
+        self._forms = forms
+
+    def __missing__(self, shape: tuple[int, ...]) -> int:
+        zeros, whole = (0,) * len(shape), tuple(shape)
+        form = _Form(whole, (Box(zeros, whole, zeros),), (0,), (whole,), False, True)
+        number = self[shape] = self._forms.number(form)
+        return number
+
+
+class _Ragged(NamedTuple):
+    start: Int64
+    values: Int64
+
+    def counts(self, rows: Int64) -> Int64:
+        return np.diff(self.start)[rows]
+
+    def take(self, rows: Int64) -> Int64:
+        return gather_rows(self.values, self.start, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _SourceFacts:
+    """What torch alone can tell of the sources. `ask` raises RuntimeError for tensors without memory."""
+
+    codes: npt.NDArray[np.uint8]
+    pointers: Int64
+    is_contiguous: npt.NDArray[np.bool_]
+    is_lazy: npt.NDArray[np.bool_]
+
+    @classmethod
+    def ask(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
+        count, tensor = len(sources), torch.Tensor
+        codes = np.array([DTYPE_CODES.get(source.dtype, 0) for source in sources], np.uint8)
+        is_lazy = np.fromiter(map(tensor.is_neg, sources), np.bool_, count)
+        for number in np.flatnonzero(np.isin(codes, _COMPLEX)).tolist():
+            is_lazy[number] |= sources[number].is_conj()
+        pointers = np.fromiter(map(tensor.data_ptr, sources), np.int64, count)
+        return cls(codes, pointers, np.fromiter(map(tensor.is_contiguous, sources), np.bool_, count), is_lazy)
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Takes tensors one by one; ``rows`` says whose the sources are, ``problems`` begin with where they were
+    met."""
+
+    loading: bool
+    forms: _Forms = field(default_factory=_Forms)
+    fqns: list[str] = field(default_factory=list)
+    form_numbers: list[int] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    sourceless: dict[int, int] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    problems: list[tuple[int, str]] = field(default_factory=list)
+
+    def add_all(self, state_dict: Mapping[str, Any]) -> None:
+        kinds, plain_forms, cache = KINDS, _PlainForms(self.forms), SpecCache()
+        fqns, numbers, sources, requires_grad = self.fqns, self.form_numbers, self.sources, self.requires_grad
+        saving = not self.loading
+        for fqn, value in state_dict.items():
+            kind = kinds[type(value)]
+            try:
+                if kind == PLAIN:
+                    # nothing here that 20,000 tensors would notice
+                    numbers.append(plain_forms[value.shape])
+                    fqns.append(fqn)
+                    sources.append(value)
+                    requires_grad.append(saving and value.requires_grad)
+                elif kind == OBJECT:
+                    self.objects[fqn] = value
+                elif kind != DTENSOR or not self.add_dtensor(fqn, value, cache):
+                    self.add(fqn, local_tensor(fqn, value, cache))
+            except PlanError as error:
+                self.note(str(error))
+            except RuntimeError as error:
+                self.note(_no_memory(fqn, value, error))
+
+    def add_dtensor(self, fqn: str, tensor: DTensor, cache: SpecCache) -> bool:
+        """The usual DTensor, one box of a plain local tensor; whether it is one."""
+        source = tensor._local_tensor
+        if KINDS[type(source)] != PLAIN:
+            return False
+        layout = layout_of(fqn, tensor._spec, tensor.shape, cache)
+        if layout is None or len(layout.boxes) != 1 or source.shape != layout.local_shape:
+            return False
+        self.form_numbers.append(self.forms.of_layout(layout, tensor.shape))
+        self.fqns.append(fqn)
+        self.sources.append(source)
+        self.requires_grad.append(not self.loading and tensor.requires_grad)
+        return True
+
+    def add(self, fqn: str, local: LocalTensor | None) -> None:
+        if local is None:
+            return
+        code = DTYPE_CODES.get(local.dtype, 0)
+        if not local.pieces:
+            self.sourceless[len(self.fqns)] = code
+            if not code:
+                self.note(f"{fqn!r}: dtype {local.dtype} cannot be stored")
+        sources: list[torch.Tensor] = []
+        box_sources = []
+        for source, _ in local.pieces:
+            if not sources or source is not sources[-1]:
+                self.check_source(fqn, source, local.dtype)
+                sources.append(source)
+            box_sources.append(len(sources) - 1)
+        form = _Form(
+            tuple(local.shape),
+            tuple(box for _, box in local.pieces),
+            tuple(box_sources),
+            tuple(tuple(source.shape) for source in sources),
+            local.sharded,
+            local.replicated,
+        )
+        self.form_numbers.append(self.forms.number(form))
+        self.fqns.append(fqn)
+        self.sources.extend(sources)
+        self.requires_grad.append(not self.loading and local.requires_grad)
+
+    def check_source(self, fqn: str, source: torch.Tensor, dtype: torch.dtype) -> None:
+        if KINDS[type(source)] != PLAIN:
+            self.note(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
+        elif source.dtype != dtype:
+            self.note(f"{fqn!r}: its local part is {source.dtype}, the tensor {dtype}")
+
+    def note(self, problem: str) -> None:
+        self.problems.append((len(self.fqns), problem))
+
+    def finish(self) -> LocalTensors:
+        """The columns; PlanError if anything cannot be stored."""
+        forms, numbers = self.forms.forms, np.array(self.form_numbers, np.int64)
+        source_counts = np.array([len(form.source_shapes) for form in forms], np.int64)[numbers]
+        source_rows = np.repeat(np.arange(len(numbers), dtype=np.int64), source_counts)
+        facts = self._ask_sources(source_rows)
+        shapes = self.forms.column(form.shape for form in forms)
+        source_ndims = self.forms.column([len(shape) for shape in form.source_shapes] for form in forms)
+        source_shapes = self.forms.column(chain.from_iterable(form.source_shapes) for form in forms)
+        return LocalTensors(
+            fqns=tuple(self.fqns),
+            dtype_codes=self._row_codes(source_counts, facts),
+            requires_grad=np.array(self.requires_grad, np.uint8),
+            shape_start=starts(shapes.counts(numbers)),
+            shape_values=shapes.take(numbers),
+            **self._items(numbers, starts(source_counts)),
+            sources=self.sources,
+            source_dtype_codes=facts.codes,
+            source_shape_start=starts(source_ndims.take(numbers)),
+            source_shape_values=source_shapes.take(numbers),
+            pointers=facts.pointers,
+            is_dense=facts.is_contiguous & ~facts.is_lazy,
+            objects=self.objects,
+            stride_orders=self._stride_orders(source_rows, facts),
+        )
+
+    def _items(self, numbers: Int64, source_start: Int64) -> dict[str, Any]:
+        """The columns of the boxes, which follow from the forms."""
+        forms = self.forms.forms
+        box_sources = self.forms.column(form.box_sources for form in forms)
+        counts = box_sources.counts(numbers)
+        item_tensors = np.repeat(np.arange(len(numbers), dtype=np.int64), counts)
+        boxes = [
+            self.forms.column(chain.from_iterable(box[part] for box in form.boxes) for form in forms)
+            for part in range(3)
+        ]
+        values = expand_ranges(boxes[0].start[numbers], boxes[0].counts(numbers))
+        sharded, replicated = (
+            np.array([form[part] for form in forms], np.uint8)[numbers[item_tensors]] for part in (4, 5)
+        )
+        return {
+            "item_tensors": item_tensors,
+            "item_offsets": boxes[0].values[values],
+            "item_sizes": boxes[1].values[values],
+            "item_local_offsets": boxes[2].values[values],
+            "item_sources": source_start[item_tensors] + box_sources.take(numbers),
+            "item_sharded": sharded,
+            "item_replicated": replicated,
+        }
+
+    def _row_codes(self, source_counts: Int64, facts: _SourceFacts) -> npt.NDArray[np.uint8]:
+        """All sources of a tensor have its dtype."""
+        codes = np.zeros(len(source_counts), np.uint8)
+        filled = source_counts > 0
+        codes[filled] = facts.codes[starts(source_counts)[:-1][filled]]
+        for row, code in self.sourceless.items():
+            codes[row] = code
+        return codes
+
+    def _stride_orders(self, source_rows: Int64, facts: _SourceFacts) -> dict[int, tuple[int, ...]]:
+        """By tensor the order of dimensions in memory, where that is dense but not C-ordered."""
+        orders = {}
+        for number in np.flatnonzero(~facts.is_contiguous).tolist():
+            order = _dense_order(self.sources[number])
+            if order is not None:
+                orders[int(source_rows[number])] = order
+        return orders
+
+    # -- sources ---------------------------------------------------------------------------------------------
+
+    def _ask_sources(self, rows: Int64) -> _SourceFacts:
+        """The facts of all sources; PlanError for those that cannot be stored.
+
+        Lazily conjugated or negated views are saved by value. They are loaded into as they are, since copies
+        heed that.
+        """
+        facts: _SourceFacts | None = None
+        if not self.problems:
+            try:
+                facts = _SourceFacts.ask(self.sources)
+            except RuntimeError:
+                facts = None  # torch refuses the address of sparse, fake and functional tensors: see below
+        if facts is not None and facts.is_lazy.any() and not self.loading:
+            for number in np.flatnonzero(facts.is_lazy).tolist():
+                self.sources[number] = self.sources[number].detach().resolve_conj().resolve_neg()
+            facts = _SourceFacts.ask(self.sources)
+        if facts is None or not facts.codes.all() or not self._have_memory(facts.pointers):
+            self._raise_problems(rows)
+        return facts
+
+    def _have_memory(self, pointers: Int64) -> bool:
+        return not any(self.sources[number].numel() for number in np.flatnonzero(pointers == 0).tolist())
+
+    def _raise_problems(self, rows: Int64) -> NoReturn:
+        """One error for all tensors that cannot be stored, in the order of the state dict."""
+        problems = [*self.problems]
+        for row, source in zip(rows.tolist(), self.sources, strict=True):
+            if KINDS[type(source)] == PLAIN and (fault := _fault(self.fqns[row], source)) is not None:
+                problems.append((row, fault))
+        told = [text for _, text in sorted(problems, key=itemgetter(0))]
+        shown = told[:_MAX_LISTED]
+        more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
+        raise PlanError(
+            f"tensors that cannot be {'loaded into' if self.loading else 'saved'}: {'; '.join(shown)}{more}",
+            problems=shown,
+        )
+
+
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest of a tensor that is dense, but not C-ordered."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+    is_other = order != tuple(range(tensor.ndim))
+    return order if is_other and tensor.permute(order).is_contiguous() else None
+
+
+def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
+    """Why a plain local tensor cannot be stored, and what to do about it."""
+    try:
+        facts = _SourceFacts.ask([tensor])
+    except RuntimeError as error:
+        return _no_memory(fqn, tensor, error)
+    if not facts.codes[0]:
+        if tensor.is_quantized:
+            return (
+                f"{fqn!r}: {tensor.dtype} has a scale and a zero point, which a checkpoint has no place for "
+                "(stock torch loads the integers alone, as other values): store int_repr(), q_scale() and "
+                "q_zero_point(), or dequantize it first"
+            )
+        return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; convert it to a supported dtype first"
+    if facts.pointers[0] or not tensor.numel():
+        return None
+    if tensor.is_meta:
+        return f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"
+    return f"{fqn!r}: its memory was freed (resized storage); gather or reshard the parameters first"
+
+
+def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        return f"{fqn!r}: layout {value.layout} cannot be stored; call to_dense(), or store its parts"
+    return f"{fqn!r}: a {type(value).__name__} without memory of its own ({str(error).splitlines()[0]})"
+
+
+def collect_tensors(
+    state_dict: Mapping[str, Any], *, purpose: Literal["save", "load"] = "save"
+) -> LocalTensors:
+    """Columns of a flat state dict, in its order.
+
+    Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
+    and what to do about it.
+    """
+    builder = _Builder(loading=purpose == "load")
+    builder.add_all(state_dict)
+    return builder.finish()

@@ -1,0 +1,407 @@
+"""The load plan of one rank: which part of which stored chunk goes to which place of which local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.planners.layout.boxes import (
+    BoxSet,
+    expand_ranges,
+    gather_rows,
+    intersecting_pairs,
+    overlapping_pairs,
+)
+from dcp.planners.load.key_hints import hint_for_missing
+from dcp.planners.load.problems import MAX_LISTED, LoadProblems
+from dcp.planners.wire.columns import LoadColumns
+from dcp.storage.errors import PlanError, UnsafeObjectError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+
+__all__ = ["LoadFindings", "WantedColumns", "plan_load"]
+
+MAX_CUTS = 100_000
+"""Pieces that partly overlapping stored chunks may be cut into, a bound against absurd input."""
+
+
+@dataclass(frozen=True, eq=False)
+class WantedColumns:
+    """What one rank wants.
+
+    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes. Boxes (m rows): of tensor ``box_tensors``, at
+    ``box_offsets`` of extent ``box_sizes`` in the global tensor, going to ``box_local_offsets`` of the local
+    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors. ``stored_fqns`` and
+    ``stored_object_fqns`` are what the checkpoint calls them where that differs; several may have one name.
+    """
+
+    fqns: Sequence[str]
+    dtype_codes: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+    box_tensors: Int64
+    box_offsets: Int64
+    box_sizes: Int64
+    box_local_offsets: Int64
+    box_dests: Int64
+    object_fqns: Sequence[str] = ()
+    stored_fqns: Sequence[str] | None = None
+    stored_object_fqns: Sequence[str] | None = None
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        """What the checkpoint calls the tensors."""
+        return self.fqns if self.stored_fqns is None else self.stored_fqns
+
+    @property
+    def object_names(self) -> Sequence[str]:
+        """What the checkpoint calls the other values."""
+        return self.object_fqns if self.stored_object_fqns is None else self.stored_object_fqns
+
+    def told(self, row: int) -> str:
+        """The tensor's name for a message."""
+        return _told(self.fqns[row], self.tensor_names[row])
+
+    @cached_property
+    def ndims(self) -> Int64:
+        """Number of dimensions by tensor."""
+        return np.diff(self.shape_start)
+
+    @cached_property
+    def box_start(self) -> Int64:
+        """Positions of the boxes."""
+        return starts(self.ndims[self.box_tensors])
+
+
+@dataclass(frozen=True, eq=False)
+class LoadFindings:
+    """What a load plan noticed and was allowed to pass over (`LoadColumns.extra`).
+
+    ``missing``: wanted, not stored; ``unexpected``: stored, not wanted; ``cast``: stored in another dtype.
+    ``boxes`` is the row of the wanted box by row of the load plan.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    boxes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class _Pieces(NamedTuple):
+    """Intersections: wanted box, chunk, and the shared region ``[low, high)`` in the global tensor."""
+
+    boxes: Int64
+    chunks: Int64
+    low: Int64
+    high: Int64
+
+
+def plan_load(
+    index: CheckpointIndex,
+    wanted: WantedColumns,
+    *,
+    allow_missing: bool = False,
+    cast: bool = False,
+    is_per_rank: Callable[[str], bool] | None = None,
+) -> LoadColumns:
+    """Plan reading ``wanted`` from a checkpoint; `LoadColumns.extra` is a `LoadFindings`.
+
+    Every element of every wanted box is read exactly once, also where stored chunks overlap. Raises one error
+    with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError, DtypeMismatchError
+    (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and for elements that
+    are not stored; and UnsafeObjectError for entries that the index lists as refused. ``is_per_rank`` says
+    whether a name is of a `PerRank` value, about which the advice of the error is another.
+    """
+    problems = LoadProblems()
+    tensor_rows = _rows(index.position, wanted.tensor_names)
+    object_rows = _rows(index.objects.position, wanted.object_names)
+    _check_refused(index, wanted)
+    absent = _check_keys(index, wanted, tensor_rows, object_rows, problems)
+    missing = list(absent)
+    if not allow_missing:
+        problems.missing = absent
+        problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
+    usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
+    parts = _intersect(index, wanted, tensor_rows, usable, problems)
+    problems.raise_any(partial(_hint, index, wanted, tensor_rows, object_rows))
+    unexpected = _unexpected(index, tensor_rows, object_rows)
+    findings = LoadFindings(tuple(missing), unexpected, tuple(cast_fqns))
+    found = object_rows >= 0
+    names = wanted.object_fqns
+    object_fqns = list(names) if found.all() else [names[row] for row in np.flatnonzero(found).tolist()]
+    return _columns(index, wanted, parts, object_rows[found], object_fqns, findings)
+
+
+def _check_refused(index: CheckpointIndex, wanted: WantedColumns) -> None:
+    """Entries of a torch.save file that need what nobody runs are neither there nor missing."""
+    refused = index.provenance.get("refused_objects")
+    if not isinstance(refused, dict) or not refused:
+        return
+    found = [name for name in (*wanted.tensor_names, *wanted.object_names) if name in refused]
+    if found:
+        told = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:MAX_LISTED])
+        raise UnsafeObjectError(
+            f"{len(found)} entries need what is not read from files: {told}. Nothing was run. Leave them out "
+            "(exclude=...), or load the file with torch.load and save it again without them",
+            fqns=found[:MAX_LISTED],
+        )
+
+
+def _hint(index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64) -> str:
+    """What to say about the names that are not there."""
+    absent: list[str] = []
+    present: list[str] = []
+    for name in (*wanted.tensor_names, *wanted.object_names):
+        is_there = name in index.position or name in index.objects.position
+        (present if is_there else absent).append(name)
+    is_renamed = wanted.stored_fqns is not None or wanted.stored_object_fqns is not None
+    return hint_for_missing(absent, _unexpected(index, tensors, objects), present, is_renamed=is_renamed)
+
+
+def _told(fqn: str, name: str) -> str:
+    return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
+
+
+def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
+    if not len(wanted):
+        return np.zeros(0, np.int64)
+    lookup = position.get
+    return np.array([lookup(fqn, -1) for fqn in wanted], np.int64)
+
+
+def _check_keys(
+    index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects: Int64, problems: LoadProblems
+) -> dict[str, str]:
+    """Names that are not stored at all, and how to tell them; those stored as another kind are problems."""
+    missing = {}
+    for row in np.flatnonzero(tensors < 0).tolist():
+        fqn, told = wanted.fqns[row], wanted.told(row)
+        if wanted.tensor_names[row] in index.objects.position:
+            problems.others[fqn] = (
+                f"{told} is a tensor in the state dict, but another value in the checkpoint"
+            )
+        else:
+            missing[fqn] = told
+    for row in np.flatnonzero(objects < 0).tolist():
+        fqn, name = wanted.object_fqns[row], wanted.object_names[row]
+        told = _told(fqn, name)
+        if name in index.position:
+            problems.others[fqn] = f"{told} is a tensor in the checkpoint, but no tensor in the state dict"
+        else:
+            missing[fqn] = told
+    return missing
+
+
+def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple[str, ...]:
+    unwanted = np.ones(index.tensor_count, bool)
+    unwanted[tensors[tensors >= 0]] = False
+    names = [index.fqns[row] for row in np.flatnonzero(unwanted).tolist()]
+    unwanted = np.ones(len(index.objects), bool)
+    unwanted[objects[objects >= 0]] = False
+    return tuple(names + [index.objects.fqns[row] for row in np.flatnonzero(unwanted).tolist()])
+
+
+def _check_tensors(
+    index: CheckpointIndex, wanted: WantedColumns, rows: Int64, *, cast: bool, problems: LoadProblems
+) -> tuple[npt.NDArray[np.bool_], list[str]]:
+    """(wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
+    found = np.flatnonzero(rows >= 0)
+    stored = rows[found]
+    wrong = wanted.ndims[found] != index.ndims[stored]
+    alike = np.flatnonzero(~wrong & (wanted.ndims[found] > 0))
+    if len(alike):
+        mine = gather_rows(wanted.shape_values, wanted.shape_start, found[alike])
+        theirs = gather_rows(index.shape_values, index.shape_start, stored[alike])
+        begin = starts(wanted.ndims[found[alike]])[:-1]
+        wrong[alike] = np.logical_or.reduceat(mine != theirs, begin)
+    for place in np.flatnonzero(wrong).tolist():
+        row, fqn = int(found[place]), wanted.fqns[int(found[place])]
+        shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
+        stored_shape = index.shape(int(stored[place]))
+        problems.shapes[fqn] = (
+            f"Size mismatch between saved {stored_shape} and current: {shape} for {wanted.told(row)}"
+        )
+    differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
+    if not cast:
+        for row in differs:
+            mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
+            stored_name = index.dtype(int(rows[row])).name
+            problems.dtypes[wanted.fqns[row]] = f"{wanted.told(row)} is {mine_name}, stored is {stored_name}"
+    usable = np.zeros(len(rows), bool)
+    usable[found[~wrong]] = True
+    return usable, [wanted.fqns[row] for row in differs]
+
+
+def _intersect(
+    index: CheckpointIndex,
+    wanted: WantedColumns,
+    rows: Int64,
+    usable: npt.NDArray[np.bool_],
+    problems: LoadProblems,
+) -> list[_Pieces]:
+    box_tensors = wanted.box_tensors
+    boxes = np.flatnonzero(usable[box_tensors])
+    ndims = wanted.ndims[box_tensors[boxes]]
+    parts = []
+    for ndim in np.flatnonzero(np.bincount(ndims)).tolist():
+        chosen = boxes[ndims == ndim]
+        places = wanted.box_start[chosen][:, None] + np.arange(ndim, dtype=np.int64)
+        low, sizes = wanted.box_offsets[places], wanted.box_sizes[places]
+        full = (sizes > 0).all(axis=1)
+        if not full.all():
+            chosen, low, sizes = chosen[full], low[full], sizes[full]
+        pieces = _intersect_ndim(index, chosen, rows[box_tensors[chosen]], low, low + sizes)
+        pieces, gaps = _cover(pieces, chosen, low, low + sizes)
+        for place, volume in gaps:
+            fqn, box = wanted.fqns[int(box_tensors[chosen[place]])], sizes[place].tolist()
+            problems.others[fqn] = (
+                f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores {volume} "
+                f"of {int(np.prod(sizes[place]))} elements"
+            )
+        parts.append(pieces)
+    return parts
+
+
+def _intersect_ndim(index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64) -> _Pieces:
+    ndim = low.shape[1]
+    wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
+    counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
+    lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
+    if lone:
+        # one chunk and one box a tensor: nothing to search
+        chunks, pair_box = index.chunk_start[tensors], np.arange(len(boxes), dtype=np.int64)
+    else:
+        chunks = expand_ranges(index.chunk_start[wanted_tensors], counts)
+    places = index.box_start[chunks][:, None] + np.arange(ndim, dtype=np.int64)
+    chunk_low = index.chunk_offsets[places]
+    chunk_high = chunk_low + index.chunk_sizes[places]
+    if not lone:
+        stored = BoxSet(np.repeat(wanted_tensors, counts), chunk_low, chunk_high)
+        pair_box, pair_chunk = intersecting_pairs(BoxSet(tensors, low, high), stored)
+        chunks, chunk_low, chunk_high = chunks[pair_chunk], chunk_low[pair_chunk], chunk_high[pair_chunk]
+        low, high = low[pair_box], high[pair_box]
+    common_low, common_high = np.maximum(low, chunk_low), np.minimum(high, chunk_high)
+    met = (common_high > common_low).all(axis=1)
+    if not met.all():
+        pair_box, chunks, common_low, common_high = (
+            pair_box[met],
+            chunks[met],
+            common_low[met],
+            common_high[met],
+        )
+    return _Pieces(pair_box, chunks, common_low, common_high)
+
+
+def _cover(pieces: _Pieces, boxes: Int64, low: Int64, high: Int64) -> tuple[_Pieces, list[tuple[int, int]]]:
+    """(pieces without overlaps, (box position, elements there) of boxes that are not filled).
+
+    Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
+    volumes prove coverage and nothing is read twice.
+    """
+    i, j = overlapping_pairs(BoxSet(pieces.boxes, pieces.low, pieces.high))
+    if len(i):
+        pieces = _disjoint(pieces, i, j)
+    volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
+    filled = np.zeros(len(boxes), np.int64)
+    np.add.at(filled, pieces.boxes, volumes)
+    demanded = np.prod(high - low, axis=1, dtype=np.int64)
+    gaps = [(place, int(filled[place])) for place in np.flatnonzero(filled != demanded).tolist()]
+    return _Pieces(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
+
+
+def _disjoint(pieces: _Pieces, i: Int64, j: Int64) -> _Pieces:
+    """Cut later pieces by the earlier ones they overlap (i < j); equal ones, the usual case, just go."""
+    equal = (pieces.low[i] == pieces.low[j]).all(axis=1) & (pieces.high[i] == pieces.high[j]).all(axis=1)
+    dropped = np.zeros(len(pieces.boxes), bool)
+    dropped[j[equal]] = True
+    partial = ~dropped[i] & ~dropped[j]
+    cutters: dict[int, list[int]] = {}
+    for earlier, later in zip(i[partial].tolist(), j[partial].tolist(), strict=True):
+        cutters.setdefault(later, []).append(earlier)
+    rows: list[int] = []
+    lows: list[tuple[int, ...]] = []
+    highs: list[tuple[int, ...]] = []
+    for later, earlier_ones in cutters.items():
+        rest = [(tuple(pieces.low[later].tolist()), tuple(pieces.high[later].tolist()))]
+        for earlier in earlier_ones:
+            cut = (tuple(pieces.low[earlier].tolist()), tuple(pieces.high[earlier].tolist()))
+            rest = [part for box in rest for part in _subtract(box, cut)]
+        if len(rows) + len(rest) > MAX_CUTS:
+            raise PlanError(
+                "the stored chunks of a tensor overlap in too many ways; the checkpoint is not sound"
+            )
+        for low, high in rest:
+            rows.append(later)
+            lows.append(low)
+            highs.append(high)
+        dropped[later] = True
+    kept = np.flatnonzero(~dropped)
+    extra = np.array(rows, np.int64)
+    ndim = pieces.low.shape[1]
+    return _Pieces(
+        np.concatenate([pieces.boxes[kept], pieces.boxes[extra]]),
+        np.concatenate([pieces.chunks[kept], pieces.chunks[extra]]),
+        np.concatenate([pieces.low[kept], np.array(lows, np.int64).reshape(len(rows), ndim)]),
+        np.concatenate([pieces.high[kept], np.array(highs, np.int64).reshape(len(rows), ndim)]),
+    )
+
+
+_Corners = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _subtract(box: _Corners, cut: _Corners) -> list[_Corners]:
+    """What is left of ``box`` without ``cut``: at most two boxes a dimension, disjoint."""
+    low, high = list(box[0]), list(box[1])
+    if any(c_low >= h or c_high <= lo for lo, h, c_low, c_high in zip(low, high, *cut, strict=True)):
+        return [box]
+    rest: list[_Corners] = []
+    for dim, (c_low, c_high) in enumerate(zip(*cut, strict=True)):
+        if low[dim] < c_low:
+            rest.append((tuple(low), (*high[:dim], c_low, *high[dim + 1 :])))
+            low[dim] = c_low
+        if high[dim] > c_high:
+            rest.append(((*low[:dim], c_high, *low[dim + 1 :]), tuple(high)))
+            high[dim] = c_high
+    return rest
+
+
+def _columns(
+    index: CheckpointIndex,
+    wanted: WantedColumns,
+    parts: Sequence[_Pieces],
+    objects: Int64,
+    object_fqns: list[str],
+    findings: LoadFindings,
+) -> LoadColumns:
+    """Ragged columns, in the order of the wanted boxes."""
+    counts = [np.full(len(part.boxes), part.low.shape[1], np.int64) for part in parts]
+    boxes, chunks = _joined([p.boxes for p in parts]), _joined([p.chunks for p in parts])
+    ndims = _joined(counts)
+    low, high = _joined([p.low.ravel() for p in parts]), _joined([p.high.ravel() for p in parts])
+    start = starts(ndims)
+    order = np.argsort(boxes, kind="stable")
+    flat = expand_ranges(start[:-1][order], ndims[order])
+    boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
+    chunk_low = gather_rows(index.chunk_offsets, index.box_start, chunks)
+    box_low = gather_rows(wanted.box_offsets, wanted.box_start, boxes)
+    local = gather_rows(wanted.box_local_offsets, wanted.box_start, boxes)
+    return LoadColumns(
+        chunks=chunks,
+        dests=wanted.box_dests[boxes],
+        box_start=starts(ndims[order]),
+        storage_offsets=low - chunk_low,
+        dest_offsets=low - box_low + local,
+        lengths=high - low,
+        objects=objects,
+        object_fqns=object_fqns,
+        extra=replace(findings, boxes=boxes),
+    )
+
+
+def _joined(parts: Sequence[Int64]) -> Int64:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

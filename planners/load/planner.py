@@ -1,0 +1,489 @@
+"""The default load planner: columns for our own engine, torch's plan objects for everybody else's."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import filterfalse
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint import default_planner as torch_planner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+from dcp.planners.by_value import like
+from dcp.planners.flatten import flatten_state_dict as flatten
+from dcp.planners.flatten import replace_element
+from dcp.planners.garbage_collection import garbage_collection_paused
+from dcp.planners.layout.local import LocalTensors, collect_tensors
+from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN
+from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.layout.materialise import has_meta_tensor, materialise
+from dcp.planners.load.choice import LoadSelection, choose, per_rank_path
+from dcp.planners.load.objects import load_object
+from dcp.planners.load.plan import LoadFindings, WantedColumns, plan_load
+from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
+from dcp.planners.load.unexpected import Unexpected, names_within
+from dcp.planners.per_rank import rank_holder, rank_key, rank_number
+from dcp.planners.save.planner import _current_rank, flatten_sharded
+from dcp.planners.wire.columns import LoadColumns
+from dcp.planners.wire.torch_plans import index_from_metadata, read_items
+from dcp.storage.destinations import Destinations
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.near_names import listed
+
+__all__ = ["DefaultLoadPlanner", "PerRankLoad", "check_options", "uses_columns"]
+
+PerRankLoad = Literal["exact", "keep"]
+"""What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
+
+_MAX_LISTED = 10
+
+
+def check_options(
+    *,
+    only: Patterns | None,
+    exclude: Patterns | None,
+    rename: Rename | None,
+    per_rank: PerRankLoad | None,
+    unexpected: Unexpected | None,
+) -> None:
+    """Raise PlanError for options of `DefaultLoadPlanner` that cannot be meant."""
+    Selection.of(only, exclude)
+    renamer(rename)
+    if per_rank is not None and per_rank not in get_args(PerRankLoad):
+        raise PlanError(f'per_rank must be "exact" or "keep", not {per_rank!r}')
+    if unexpected is not None and unexpected not in get_args(Unexpected):
+        raise PlanError(f'unexpected must be "error" or "ignore", not {unexpected!r}')
+
+
+class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
+    """Plans as torch's planner of that name does, with dtypes checked and objects loaded safely.
+
+    The positional parameters are torch's. ``dtype="cast"`` lets stored values be converted to the dtype of
+    the state dict; "exact" raises DtypeMismatchError. ``weights_only=False`` lets stored objects run code
+    (pickle); give it only for checkpoints you trust. ``rank`` and ``world_size`` are of this process, for
+    `PerRank` values.
+
+    ``only`` and ``exclude`` are patterns of the entries to load (`dcp.planners.load.selection`); others are
+    left as they are. ``rename`` goes from the state dict's keys to the checkpoint's. ``per_rank="keep"``
+    leaves `PerRank` values as they are where another number of ranks saved, or the checkpoint has none of
+    them. ``unexpected="ignore"`` lets `dcp.load` leave entries of the checkpoint that lie below a key of the
+    state dict's top level, and have no place there.
+
+    After planning, ``missing_keys`` (only with ``allow_partial_load``), ``unexpected_keys``, ``cast_keys``,
+    ``renamed_keys`` (those of the checkpoint, by the state dict's) and ``kept_per_rank`` say what was passed
+    over or is called otherwise; ``lost_keys`` are those of the unexpected ones that are not to be ignored;
+    ``left_per_rank`` are values of which the checkpoint has those of ranks that this job has not.
+    """
+
+    mappings: dict[str, Path]
+    unasked: tuple[str, ...] = ()
+    """Keys of the top level whose entries the caller left out, because nothing of them can be selected."""
+
+    stores_later: bool = False
+    """Whether values wait for `store_values`, so that a load which fails changes none of them."""
+
+    made_keys: frozenset[str] = frozenset()
+    """Entries whose tensors were made for this load, so that nobody has them after one that failed."""
+
+    must_fill: frozenset[str] = frozenset()
+    """Entries that the load has to fill, because one that failed may have filled them."""
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        dtype: Literal["exact", "cast"] = "exact",
+        weights_only: bool = True,
+        only: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        per_rank: PerRankLoad = "exact",
+        unexpected: Unexpected = "error",
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        check_options(only=only, exclude=exclude, rename=rename, per_rank=per_rank, unexpected=unexpected)
+        self.dtype = dtype
+        self.weights_only = weights_only
+        self.only = only
+        self.exclude = exclude
+        self.rename = rename
+        self.per_rank: PerRankLoad = per_rank
+        self.unexpected: Unexpected = unexpected
+        self.rank: int | None = None
+        self.world_size: int | None = None
+        self.missing_keys: tuple[str, ...] = ()
+        self.unexpected_keys: tuple[str, ...] = ()
+        self.cast_keys: tuple[str, ...] = ()
+        self.renamed_keys: dict[str, str] = {}
+        self.kept_per_rank: tuple[str, ...] = ()
+        self.lost_keys: tuple[str, ...] = ()
+        self.left_per_rank: tuple[str, ...] = ()
+        self.materialised_keys: tuple[str, ...] = ()
+        self._choice: LoadSelection | None = None
+        self._planned: tuple[LoadSelection, set[str]] | None = None
+        self._touched: frozenset[str] = frozenset()
+        self._later: list[tuple[str, Any]] = []
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._lookup = BoxLookup()
+
+    def begin_load(self, rank: int, world_size: int) -> None:
+        """Forget the load before; this one is of rank ``rank`` of ``world_size``."""
+        self.rank, self.world_size = rank, world_size
+        self._choice = self._planned = None
+        self.unexpected_keys, self.lost_keys, self.left_per_rank = (), (), ()
+        self.made_keys, self.materialised_keys = frozenset(), ()
+        self._touched = self.must_fill
+        self._later, self._copies = [], []
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
+        self.original_state_dict = state_dict
+        with garbage_collection_paused():
+            self.state_dict = self._flattened(state_dict, legacy=False)
+        if self._materialise():
+            self.state_dict = self._flattened(state_dict, legacy=False)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self._lookup = BoxLookup()
+
+    def _materialise(self) -> bool:
+        """Give memory to tensors that are to be loaded and have none; whether there were any."""
+        selection, chosen = Selection.of(self.only, self.exclude), self.state_dict
+        if selection is not None:
+            chosen = {fqn: value for fqn, value in chosen.items() if selection.selects(fqn)}
+        if not has_meta_tensor(chosen.values()):
+            return False
+        names = []
+        for fqn, value in list(chosen.items()):
+            # One that may be kept must not become whatever is in new memory.
+            if self.per_rank == "keep" and self._per_rank_name(fqn) is not None:
+                continue
+            real = materialise(value)
+            if real is not value:
+                self._put(fqn, real)
+                names.append(fqn)
+        self.materialised_keys = tuple(names)
+        return True
+
+    def _flattened(self, state_dict: dict[str, Any], *, legacy: bool) -> dict[str, Any]:
+        flat = state_dict
+        if self.flatten_state_dict:
+            flat, self.mappings = flatten(state_dict, rank=self._own_rank(), legacy=legacy)
+        return flatten_sharded(flat) if self.flatten_sharded_tensors else flat
+
+    # -- columns ---------------------------------------------------------------------------------------------
+
+    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, Destinations]:
+        """(what to read, local tensors by destination number).
+
+        The tensors are the state dict's own and may require grad. Raises one error with everything that does
+        not fit (see `dcp.planners.load.plan.plan_load`).
+        """
+        with garbage_collection_paused():
+            columns, _, local = self._plan(index)
+            return columns, local.destinations()
+
+    def store_object(self, fqn: str, value: Any) -> None:
+        """Put a loaded value where the state dict has the flat key ``fqn``."""
+        if self.stores_later:
+            self._later.append((fqn, value))
+        else:
+            self._put(fqn, value)
+
+    def store_objects(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
+        """`store_object` of many."""
+        pairs = zip(fqns, values, strict=True)
+        if self.stores_later:
+            self._later.extend(pairs)
+        else:
+            self._put_all(pairs)
+
+    def store_values(self) -> None:
+        """Put what has waited for the whole load to succeed."""
+        values, self._later = self._later, []
+        self._put_all(values)
+        copies, self._copies = self._copies, []
+        with torch.no_grad():
+            for _, tensor, loaded in copies:
+                tensor.copy_(loaded)
+
+    def _put_all(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """`_put` of many, most of which are of the top level where there are very many."""
+        root = self.original_state_dict
+        paths = self.mappings if self.flatten_state_dict and type(root) is dict else {}
+        current = self.state_dict
+        for fqn, value in pairs:
+            path = paths.get(fqn, ())
+            if len(path) == 1 and path[0] in root:
+                root[path[0]] = like(current.get(fqn), value)
+            else:
+                self._put(fqn, value)
+
+    def _put(self, fqn: str, value: Any) -> None:
+        value = like(self.state_dict.get(fqn), value)
+        if self.flatten_state_dict:
+            replace_element(self.original_state_dict, self.mappings[fqn], value)
+            return
+        self.state_dict[fqn] = value
+        if self.original_state_dict is not self.state_dict:
+            self.original_state_dict[fqn] = value
+
+    def store_blob(self, fqn: str, blob: bytes | io.BytesIO) -> None:
+        """As `store_object`, from the value's torch.save bytes."""
+        self.store_object(fqn, load_object(fqn, blob, weights_only=self.weights_only))
+
+    # -- what is loaded from where ---------------------------------------------------------------------------
+
+    def choose(self, index: CheckpointIndex) -> Matches | None:
+        """Decide what is loaded from where; how the patterns fared (see `check_matches`), if there are any.
+
+        Planning does it, too. Done before, ranks can agree on the patterns before anything is read.
+        """
+        return self._choose(index).matches
+
+    def _choose(self, index: CheckpointIndex) -> LoadSelection:
+        selection, renamed = Selection.of(self.only, self.exclude), renamer(self.rename)
+        self._use_legacy_keys(index, selection, renamed)
+        self._choice = choice = choose(
+            self.state_dict,
+            index,
+            selection=selection,
+            renamed=renamed,
+            keep=self._per_rank_name if self.per_rank == "keep" else None,
+            world_size=self.world_size if self.world_size is not None else _current_world_size(),
+            unasked=self.unasked,
+        )
+        return choice
+
+    @property
+    def untouched_keys(self) -> frozenset[str]:
+        """Keys of the top level of which nothing was loaded, though they have entries."""
+        if self._choice is None or self._choice.values is self.state_dict:
+            return frozenset()
+        tops = self.mappings if self.flatten_state_dict else {}
+        touched, every = (
+            {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
+            for fqns in (self._choice.values, self.state_dict)
+        )
+        return frozenset(every - touched)
+
+    @property
+    def touched_keys(self) -> frozenset[str]:
+        """Entries that the load, be it done or failed, may have changed, and those of ``must_fill``."""
+        if self._planned is None:
+            return self._touched
+        choice, untouched = self._planned
+        return self._touched | (choice.values.keys() - untouched - self.made_keys)
+
+    def tell_autograd(self) -> None:
+        """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
+        what changes their local tensors does not change the versions of their own."""
+        kinds = {KINDS[cls] for cls in set(map(type, self.state_dict.values()))} if self._planned else set()
+        if kinds <= {PLAIN, OBJECT}:
+            return  # the reader has told of plain tensors
+        values = (self.state_dict.get(fqn) for fqn in self.touched_keys)
+        increment_version([value for value in values if isinstance(value, torch.Tensor)])
+
+    def check_chosen(self) -> None:
+        """Raise PlanError where a subclass has planned without heeding which entries to load."""
+        options = {"only": self.only, "exclude": self.exclude, "rename": self.rename}
+        given = [name for name, value in options.items() if value is not None]
+        given += ["per_rank"] if self.per_rank != "exact" else []
+        if given and self._choice is None:
+            raise PlanError(
+                f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
+                "DefaultLoadPlanner.create_local_plan"
+            )
+
+    def _per_rank_name(self, fqn: str) -> str | None:
+        """The name of the `PerRank` value that ``fqn`` is an entry of; None for all others."""
+        path = self.mappings.get(fqn, ()) if self.flatten_state_dict else ()
+        if rank_key(self._own_rank()) not in path:
+            return None
+        holder = per_rank_path(self.original_state_dict, path)
+        return ".".join(map(str, holder)) if holder is not None else None
+
+    def _own_rank(self) -> int:
+        return self.rank if self.rank is not None else _current_rank()
+
+    def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalTensors]:
+        choice = self._choose(index)
+        local = collect_tensors(self._destinations(choice), purpose="load")
+        object_fqns = tuple(local.objects)
+        wanted = WantedColumns(
+            fqns=local.fqns,
+            dtype_codes=local.dtype_codes,
+            shape_start=local.shape_start,
+            shape_values=local.shape_values,
+            box_tensors=local.item_tensors,
+            box_offsets=local.item_offsets,
+            box_sizes=local.item_sizes,
+            box_local_offsets=local.item_local_offsets,
+            box_dests=local.item_sources,
+            object_fqns=object_fqns,
+            stored_fqns=choice.stored_names(local.fqns),
+            stored_object_fqns=choice.stored_names(object_fqns),
+        )
+        columns = plan_load(
+            index,
+            wanted,
+            allow_missing=self.allow_partial_load,
+            cast=self.dtype == "cast",
+            is_per_rank=lambda fqn: self._per_rank_name(fqn) is not None,
+        )
+        self._note(choice, columns.extra)
+        waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self.stores_later else []
+        self._planned = choice, {*self.missing_keys, *waiting}
+        return columns, wanted, local
+
+    def _destinations(self, choice: LoadSelection) -> Mapping[str, Any]:
+        """The chosen entries; in place of `PerRank` tensors new memory, if they may be kept.
+
+        The checkpoint that is loaded after this one turned out to be damaged may leave them as they are.
+        """
+        if not self.stores_later or self.per_rank != "keep":
+            return choice.values
+        values = dict(choice.values)
+        for fqn, value in choice.values.items():
+            if isinstance(value, torch.Tensor) and self._per_rank_name(fqn) is not None:
+                values[fqn] = torch.empty_like(value.detach())
+                self._copies.append((fqn, value, values[fqn]))
+        return values
+
+    def _note(self, choice: LoadSelection, findings: LoadFindings) -> None:
+        """What there is to tell about the plan. Raises PlanError unless it fills ``must_fill``."""
+        self.missing_keys, self.cast_keys = findings.missing, findings.cast
+        self.unexpected_keys = self._of_no_other_rank(choice.unexpected(findings.unexpected), choice)
+        self.kept_per_rank = choice.kept
+        if self.unexpected == "error" and self.flatten_state_dict and self.unexpected_keys:
+            self.lost_keys = names_within(
+                self.unexpected_keys, self.original_state_dict, self.mappings, renamer(self.rename)
+            )
+        missing, names = set(findings.missing), choice.names or {}
+        self.renamed_keys = {
+            fqn: names[fqn]
+            for fqn in (choice.values if names else ())
+            if names[fqn] != fqn and fqn not in missing
+        }
+        stale = sorted(self.must_fill - (choice.values.keys() - missing))
+        if stale:
+            raise PlanError(
+                f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
+                "another checkpoint, and this one has nothing to put there, so the state would be of two "
+                "checkpoints; build it anew and load this one alone",
+                fqns=stale[:_MAX_LISTED],
+            )
+
+    def _of_no_other_rank(self, unexpected: tuple[str, ...], choice: LoadSelection) -> tuple[str, ...]:
+        """Without what other ranks have of the `PerRank` values here, be they loaded or kept."""
+        found = {name: holder for name in unexpected if (holder := rank_holder(name)) is not None}
+        if not found:
+            return unexpected
+        stored = choice.names or {}
+        own = (stored.get(fqn, fqn) for fqn in self.state_dict if self._per_rank_name(fqn) is not None)
+        holders = {rank_holder(name) for name in own} - {None}
+        of_ranks = {name: holder for name, holder in found.items() if holder in holders}
+        here = self.world_size if self.world_size is not None else _current_world_size()
+        absent = {holder for name, holder in of_ranks.items() if rank_number(name) >= here}
+        self.left_per_rank = tuple(sorted(absent))
+        return tuple(name for name in unexpected if name not in of_ranks)
+
+    def _use_legacy_keys(
+        self,
+        index: CheckpointIndex,
+        selection: Selection | None,
+        renamed: Callable[[str], str] | None,
+    ) -> None:
+        """Take the keys of torch before 2.4 where the checkpoint has those instead of today's."""
+
+        def chosen(flat: Mapping[str, Any]) -> tuple[Collection[str], Collection[str]]:
+            fqns = flat.keys() if selection is None else [fqn for fqn in flat if selection.selects(fqn)]
+            return fqns, fqns if renamed is None else [renamed(fqn) for fqn in fqns]
+
+        tensors, objects = index.position, index.objects.position
+        others = filterfalse(tensors.__contains__, chosen(self.state_dict)[1])
+        if not self.flatten_state_dict or all(name in objects for name in others):
+            return
+        current, mappings = self.state_dict, self.mappings
+        legacy = self._flattened(self.original_state_dict, legacy=True)
+        if any(
+            fqn not in current and (name in tensors or name in objects)
+            for fqn, name in zip(*chosen(legacy), strict=True)
+        ):
+            self.state_dict = legacy
+        else:
+            self.mappings = mappings
+
+    # -- torch's interface -----------------------------------------------------------------------------------
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads, as torch's plan."""
+        if self.metadata is None:
+            raise PlanError("the load planner was set up without the checkpoint's metadata")
+        index = index_from_metadata(self.metadata)
+        columns, wanted, _ = self._plan(index)
+        choice = self._choice
+        matches = choice.matches if choice is not None else None
+        return LoadPlan(read_items(columns, wanted, index), planner_data=matches)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add. Raises PlanError for patterns that match nothing on any rank."""
+        check_matches([plan.planner_data for plan in global_plan if isinstance(plan.planner_data, Matches)])
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take the stored bytes of an object."""
+        self.store_blob(read_item.dest_index.fqn, value)
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """A fresh buffer: objects are replaced, not filled."""
+        return io.BytesIO()
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The view of the wanted box that ``index`` names."""
+        tensor: torch.Tensor = self._lookup.find(self.state_dict, index)
+        return tensor
+
+
+_COLUMNAR_STEPS = (
+    "create_load_columns",
+    "store_object",
+    "store_objects",
+    "store_blob",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "load_bytes",
+    "resolve_bytes",
+    "resolve_tensor",
+    "commit_tensor",
+    "lookup_tensor",
+    "transform_tensor",
+)
+
+
+def _current_world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def uses_columns(planner: LoadPlanner) -> bool:
+    """Whether `dcp.load` may plan with columns: ours, with none of the steps overridden that these leave
+    out."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), step) is getattr(DefaultLoadPlanner, step) and step not in vars(planner)
+        for step in _COLUMNAR_STEPS
+    )

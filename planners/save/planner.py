@@ -1,0 +1,287 @@
+"""The default save planner: columns for our own engine, torch's plan objects for everybody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner as torch_planner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from dcp.planners.by_value import by_value, encode_by_value
+from dcp.planners.cache.known_state import KnownState, LocalPart
+from dcp.planners.flatten import Flat, flatten
+from dcp.planners.layout.item_views import item_views
+from dcp.planners.layout.local import collect_tensors
+from dcp.planners.layout.local_tensor import has_sharded_tensor
+from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.layout.shared_storage import item_ties
+from dcp.planners.save.digest import ReplicaCheck, digest_bytes, digest_tensors
+from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
+from dcp.planners.wire.columns import SaveColumns, SaveObjects
+from dcp.planners.wire.torch_plans import (
+    NotedPlan,
+    columns_from_plan,
+    metadata_from_plans,
+    plan_from_writes,
+    write_items,
+)
+from dcp.storage.formats.index import Path
+from dcp.storage.formats.native.container_notes import Note
+
+__all__ = ["DefaultSavePlanner", "item_digests", "uses_columns"]
+
+OPAQUE_OBJECT_BYTES = 4 << 10
+"""What an object that is no plain data is taken to need, for balancing."""
+
+
+def _current_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat state dict with nested ShardedTensors (FSDP1 over tensor parallelism) made flat, as torch
+    does."""
+    if not has_sharded_tensor(flat.values()):
+        return flat
+    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+
+    flattened: dict[str, Any] = _flatten_sharded_tensors(flat)
+    return flattened
+
+
+class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
+    """Plans as torch's planner of that name does, with replicas compared and balanced, and strided shards
+    right.
+
+    The positional parameters are torch's. ``enable_plan_caching`` is kept for the engine (`dcp.save` caches
+    by digest, in the object that saves); torch's caches, which all planners of a process share, are never
+    touched. ``replica_check`` says how replicas are compared between ranks: by samples, in full, or not at
+    all. ``split_bytes``: a replicated box above it is written by several ranks, a part each; None: never
+    split. ``rank`` is this process's number in the save, the default process group's if not set before.
+    ``known`` is lent by who saves again and again: what an unchanged state dict is then not asked for again.
+    """
+
+    mappings: dict[str, Path]
+    plan: SavePlan
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        replica_check: ReplicaCheck = "sampled",
+        split_bytes: int | None = SPLIT_BYTES,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
+        )
+        self.enable_plan_caching = enable_plan_caching
+        self.replica_check = replica_check
+        self.split_bytes = split_bytes
+        self.rank: int | None = None
+        self.known: KnownState | None = None
+        self.foreign_keys: dict[str, str] = {}
+        self.structure: Mapping[str, Any] = {}
+        self._shape: object | None = None
+        self._notes: Sequence[Note] = ()
+        self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._lookup = BoxLookup()
+        self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict of this rank."""
+        flat, self._shape, self._notes, self.foreign_keys = state_dict, None, (), {}
+        self.structure = {}
+        if self.flatten_state_dict:
+            rank = self.rank if self.rank is not None else _current_rank()
+            known = self._known_state()
+            made: Flat
+            if known is None:
+                made = flatten(state_dict, rank=rank)
+            else:
+                made, self._shape = known.flatten(state_dict, rank)
+            flat, self.mappings, self._notes, self.foreign_keys = made
+        if self.flatten_sharded_tensors and self._shape is None:
+            flat = flatten_sharded(flat)
+        self.state_dict = flat
+        self.is_coordinator = is_coordinator
+        self._lookup = BoxLookup()
+        self._box_sizes = {}
+
+    # -- columns ---------------------------------------------------------------------------------------------
+
+    def create_local_columns(
+        self, *, digests: bool = True
+    ) -> tuple[SaveColumns, list[torch.Tensor], list[Any]]:
+        """(columns, local tensors by source number, object values by object row).
+
+        The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
+        out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
+        """
+        check: ReplicaCheck = self.replica_check if digests else "off"
+        part = self._local_part()
+        self.item_replicated = part.replicated
+        columns = part.columns
+        if digests:
+            columns = replace(
+                columns,
+                item_digests=item_digests(columns, part.replicated, part.sources, check),
+                objects=_objects(columns.objects.fqns, part.objects, check),
+            )
+        return columns, part.sources, part.objects
+
+    def _local_part(self) -> LocalPart:
+        known, shape = self._known_state(), self._shape
+        self._shape = None  # of the state dict as it was taken; it may be changed after this
+        if known is not None:
+            part = known.recall(self.state_dict, shape, with_paths=self.flatten_state_dict)
+            if part is not None:
+                return part
+        local = collect_tensors(self.state_dict)
+        columns = SaveColumns(
+            fqns=local.fqns,
+            dtype_codes=local.dtype_codes,
+            requires_grad=local.requires_grad,
+            shape_start=local.shape_start,
+            shape_values=local.shape_values,
+            item_tensors=local.item_tensors,
+            item_offsets=local.item_offsets,
+            item_sizes=local.item_sizes,
+            item_local_offsets=local.item_local_offsets,
+            item_sources=local.item_sources,
+            item_sharded=local.item_sharded,
+            item_digests=np.zeros(len(local.item_tensors), np.uint64),
+            item_ties=item_ties(local, local.sources, local.pointers),
+            objects=_objects(tuple(local.objects), list(local.objects.values()), "off"),
+            planner_data=self.mappings if self.flatten_state_dict else None,
+            notes=self._notes,
+            stride_orders=local.stride_orders,
+        )
+        if known is not None:
+            return known.remember(self.state_dict, shape, local, columns)
+        return LocalPart.of(local, columns)
+
+    def _known_state(self) -> KnownState | None:
+        """`known`, unless a subclass may have changed what `set_up_planner` took from the state dict."""
+        overridden = type(
+            self
+        ).set_up_planner is not DefaultSavePlanner.set_up_planner or "set_up_planner" in vars(self)
+        return None if overridden else self.known
+
+    # -- torch's interface -----------------------------------------------------------------------------------
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's boxes and objects as torch's plan."""
+        together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        columns, _, _ = self.create_local_columns(digests=together)
+        items = write_items(columns, list(self.state_dict))
+        paths = self.mappings if self.flatten_state_dict else None
+        self.plan = NotedPlan(items, planner_data=paths, notes=self._notes)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Who writes what, and torch's metadata of it; plans may have been changed by whoever made them.
+
+        ``planner_data`` of the metadata is merged from plans that carry paths, and None otherwise.
+        """
+        converted = [columns_from_plan(plan) for plan in all_plans]
+        planned = plan_save(
+            [columns for columns, _, _ in converted],
+            dedup_to_lowest_rank=self.dedup_save_to_lowest_rank,
+            split_bytes=self.split_bytes,
+            check_replicas=self.replica_check != "off",
+        )
+        self.global_plan = [
+            plan_from_writes(plan, writes, planned.index, tensor_items, object_items)
+            for plan, writes, (_, tensor_items, object_items) in zip(
+                all_plans, planned.writes, converted, strict=True
+            )
+        ]
+        self.metadata = metadata_from_plans(planned.index, all_plans)
+        self.structure = planned.index.provenance
+        return self.global_plan, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take what this rank has to write."""
+        self.plan = new_plan
+        self._box_sizes = {
+            item.index: tuple(item.tensor_data.chunk.sizes) for item in new_plan.items if item.tensor_data
+        }
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The tensor (a view of local memory) or BytesIO of an item."""
+        if write_item.tensor_data is not None:
+            # for planners whose finish_plan did not pass the plan on
+            self._box_sizes.setdefault(write_item.index, tuple(write_item.tensor_data.chunk.sizes))
+        return self.transform_object(write_item, self.lookup_object(write_item.index))
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The tensor, or the bytes of a value: of what is equal to plain data that data."""
+        is_value = write_item.type is WriteItemType.BYTE_IO
+        return super().transform_object(write_item, by_value(object) if is_value else object)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value, or the view of the box, that ``index`` names; PlanError where this rank has none."""
+        return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
+
+
+_COLUMNAR_STEPS = (
+    "create_local_columns",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+    "lookup_object",
+    "transform_object",
+)
+
+
+def uses_columns(planner: SavePlanner) -> bool:
+    """Whether `dcp.save` may plan with columns: ours, with none of the steps overridden that these leave
+    out."""
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), step) is getattr(DefaultSavePlanner, step) and step not in vars(planner)
+        for step in _COLUMNAR_STEPS
+    )
+
+
+def item_digests(
+    columns: SaveColumns,
+    replicated: npt.NDArray[np.uint8],
+    sources: Sequence[torch.Tensor],
+    check: ReplicaCheck,
+) -> npt.NDArray[np.uint64]:
+    """Digests of the boxes that other ranks may hold as well (``replicated`` by item); 0 for all others."""
+    digests = np.zeros(len(columns.item_tensors), np.uint64)
+    rows = np.flatnonzero(replicated) if check != "off" else np.zeros(0, np.int64)
+    if len(rows):
+        digests[rows] = digest_tensors(item_views(columns, sources, rows), check)
+    return digests
+
+
+def _objects(fqns: Sequence[str], values: Sequence[Any], check: ReplicaCheck) -> SaveObjects:
+    digests, sizes = np.zeros(len(values), np.uint64), np.zeros(len(values), np.int64)
+    if check != "off":
+        for row, value in enumerate(values):
+            encoded = encode_by_value(value)
+            if encoded is None:
+                sizes[row] = len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
+            else:
+                digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
+    return SaveObjects(tuple(fqns), digests, sizes)

@@ -1,0 +1,170 @@
+"""What is wrong with a global plan: all of it, in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.planners.layout.boxes import BoxSet, by_ndim, overlapping_pairs
+from dcp.planners.save.merge import MergedObjects, MergedTensors, describe_sides, rank_list
+from dcp.storage.errors import PlanError, ReplicaMismatchError
+from dcp.storage.formats.index import Int64, starts
+
+if TYPE_CHECKING:
+    from dcp.planners.save.global_plan import Boxes, Items
+
+__all__ = [
+    "check_bounds",
+    "check_boxes",
+    "check_kinds",
+    "check_replica_digests",
+    "check_volumes",
+    "raise_problems",
+]
+
+MAX_LISTED = 20
+"""Problems told in one message; the rest is counted."""
+
+MAX_VOLUME_LOG2 = 60
+"""Elements of one tensor; positions of elements are sort keys of 63 bits."""
+
+
+def raise_problems(problems: Sequence[str], mismatches: Sequence[tuple[str, str]] = ()) -> None:
+    """Raise one error for everything found; nothing if there is nothing.
+
+    ``mismatches`` are (fqn, description) of replicas that differ.
+    """
+    if not problems and not mismatches:
+        return
+    told = [*problems, *(text for _, text in mismatches)]
+    shown = told[:MAX_LISTED]
+    more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
+    plural = "s" if len(told) > 1 else ""
+    message = f"Failed to validate global plan: {len(told)} problem{plural}: {'; '.join(shown)}{more}"
+    if mismatches:
+        message += (
+            ". Only one of the differing values would be stored: synchronise them, "
+            "or wrap state that is meant to differ by rank in dcp.PerRank"
+        )
+    fqns = sorted({fqn for fqn, _ in mismatches})[:MAX_LISTED]
+    if problems:
+        raise PlanError(message, problems=shown, fqns=fqns)
+    raise ReplicaMismatchError(message, problems=shown, fqns=fqns)
+
+
+def check_volumes(tensors: MergedTensors) -> list[str]:
+    """Tensors of more elements than can be counted, which no memory holds."""
+    logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
+    sums = np.concatenate([[0.0], np.cumsum(logs)])
+    sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
+    problems = [
+        f"{tensors.fqns[row]!r} of shape {tensors.shape(row)} has too many elements"
+        for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
+    ]
+    if not problems and len(sizes) and float(np.exp2(sizes).sum()) > 2.0**62:
+        problems.append("the tensors have too many elements together")
+    return problems
+
+
+def check_kinds(tensors: MergedTensors, objects: MergedObjects) -> list[str]:
+    """Names that are a tensor on one rank and another value on another."""
+    both = set(tensors.fqns) & set(objects.fqns)
+    problems = []
+    for row, fqn in enumerate(tensors.fqns):
+        if fqn not in both:
+            continue
+        holders = [rank for rank, rows in enumerate(tensors.rows) if (rows == row).any()]
+        others = objects.holders(objects.fqns.index(fqn))
+        problems.append(
+            f"{fqn!r} is a tensor on {rank_list(holders)}, but another value on {rank_list(others)}"
+        )
+    return problems
+
+
+def _box_text(items: Items, item: int) -> str:
+    begin, end = items.start[item], items.start[item + 1]
+    pairs = zip(items.offsets[begin:end].tolist(), items.sizes[begin:end].tolist(), strict=True)
+    return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
+
+
+def check_bounds(items: Items, tensors: MergedTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
+    """(items inside of their tensors, what is wrong with the others)."""
+    counts = np.diff(items.start)
+    inside = np.ones(len(items.tensors), bool)
+    filled = np.flatnonzero(counts > 0)
+    if not len(filled):
+        return inside, []
+    first = np.repeat(tensors.shape_start[items.tensors] - items.start[:-1], counts)
+    limits = tensors.shape_values[first + np.arange(len(items.offsets), dtype=np.int64)]
+    bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
+    if bad.any():
+        inside[filled] = ~np.logical_or.reduceat(bad, items.start[:-1][filled])
+    problems = [
+        f"rank {items.ranks[item]}: box {_box_text(items, item)} of "
+        f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "
+        f"{tensors.shape(int(items.tensors[item]))}"
+        for item in np.flatnonzero(~inside).tolist()
+    ]
+    return inside, problems
+
+
+def check_boxes(
+    items: Items, first: Int64, tensors: MergedTensors, volumes: Int64, *, complete: bool
+) -> list[str]:
+    """Overlaps between distinct boxes (one item each: ``first``), and, if ``complete``, parts nobody has."""
+    box_tensors = items.tensors[first]
+    by_tensor = np.bincount(box_tensors, minlength=len(tensors.fqns))
+    several = first[by_tensor[box_tensors] > 1]
+    problems, overlapped = [], set()
+    for group in by_ndim(several, items.start, items.offsets, items.sizes):
+        boxes = BoxSet(items.tensors[group.rows], group.offsets, group.offsets + group.sizes)
+        for i, j in zip(*(side.tolist() for side in overlapping_pairs(boxes)), strict=True):
+            one, other = int(group.rows[i]), int(group.rows[j])
+            overlapped.add(int(items.tensors[one]))
+            problems.append(
+                f"{tensors.fqns[int(items.tensors[one])]!r}: box {_box_text(items, one)} of rank "
+                f"{items.ranks[one]} and {_box_text(items, other)} of rank {items.ranks[other]} overlap"
+            )
+    if complete:
+        problems += _gaps(items.volumes[first], box_tensors, tensors, volumes, overlapped)
+    return problems
+
+
+def _gaps(
+    box_volumes: Int64, box_tensors: Int64, tensors: MergedTensors, volumes: Int64, overlapped: set[int]
+) -> list[str]:
+    sums = np.zeros(len(tensors.fqns) + 1, np.int64)
+    running = starts(box_volumes)
+    edges = np.searchsorted(box_tensors, np.arange(len(tensors.fqns) + 1))
+    sums = running[edges[1:]] - running[edges[:-1]]
+    return [
+        f"{tensors.fqns[row]!r} of shape {tensors.shape(row)}: the ranks hold {sums[row]} of its "
+        f"{volumes[row]} elements; all ranks that have a part must take part"
+        for row in np.flatnonzero(sums != volumes).tolist()
+        if row not in overlapped
+    ]
+
+
+def check_replica_digests(items: Items, boxes: Boxes, tensors: MergedTensors) -> list[tuple[str, str]]:
+    """(fqn, description) of boxes whose known digests differ between ranks."""
+    holders = np.diff(boxes.start)
+    if not len(holders) or (holders == 1).all():
+        return []
+    digests = items.digests[boxes.members]
+    highest = np.maximum.reduceat(digests, boxes.start[:-1])
+    known = np.where(digests == 0, np.uint64(2**64 - 1), digests)
+    lowest = np.minimum.reduceat(known, boxes.start[:-1])
+    mismatches = []
+    for box in np.flatnonzero((highest != 0) & (highest != lowest)).tolist():
+        members = boxes.members[boxes.start[box] : boxes.start[box + 1]]
+        sides: dict[int, list[int]] = {}
+        for item in members.tolist():
+            if items.digests[item]:
+                sides.setdefault(int(items.digests[item]), []).append(int(items.ranks[item]))
+        fqn = tensors.fqns[int(items.tensors[members[0]])]
+        where = f"tensor {fqn!r}, box {_box_text(items, int(members[0]))}, differs between replicas"
+        mismatches.append((fqn, f"{where}: {describe_sides(list(sides.values()))}"))
+    return mismatches

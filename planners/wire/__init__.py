@@ -1,0 +1,1 @@
+"""Plans as columns, as bytes between ranks, and as torch's objects."""

@@ -1,0 +1,139 @@
+"""Plans as columns: what travels between ranks and what the writer and reader execute.
+
+One numpy array per attribute instead of one object per item. Ragged columns follow
+`dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
+by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns` comes back; `LoadColumns` stays
+local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.formats.index import Int64, Path, starts
+from dcp.storage.formats.native.container_notes import Note
+
+__all__ = ["LoadColumns", "SaveColumns", "SaveObjects", "WriteColumns"]
+
+
+@dataclass(frozen=True, eq=False)
+class SaveObjects:
+    """One rank's non-tensor values: names, and a digest of the value where it is plain data.
+
+    ``digests`` is uint64, 0 for "not comparable" (a value that is not plain data).
+    ``sizes`` is the bytes each will take, about (for balancing).
+    """
+
+    fqns: Sequence[str] = ()
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    sizes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class SaveColumns:
+    """One rank's local save plan.
+
+    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``),
+    ``requires_grad``.
+    Items (m rows): a box of tensor ``item_tensors`` that this rank could write.
+    ``item_offsets``/``item_sizes`` are in the global tensor; ``item_local_offsets`` says where the box begins
+    in the local source tensor number ``item_sources`` (an index into a list that never leaves the rank).
+    ``item_sharded`` is 0 for plain tensors (every rank has the whole), 1 for boxes of DTensor and
+    ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
+    ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
+    place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
+    nested state dict (or is None), ``notes`` are of its containers
+    (`dcp.storage.formats.native.container_notes`).
+    """
+
+    fqns: Sequence[str]
+    dtype_codes: npt.NDArray[np.uint8]
+    requires_grad: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+    item_tensors: Int64
+    item_offsets: Int64
+    item_sizes: Int64
+    item_local_offsets: Int64
+    item_sources: Int64
+    item_sharded: npt.NDArray[np.uint8]
+    item_digests: npt.NDArray[np.uint64]
+    item_ties: Int64
+    objects: SaveObjects = field(default_factory=SaveObjects)
+    planner_data: Mapping[str, Path] | None = None
+    notes: Sequence[Note] = ()
+    stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def ndims(self) -> Int64:
+        """Number of dimensions by tensor."""
+        return np.diff(self.shape_start)
+
+    @cached_property
+    def box_start(self) -> Int64:
+        """Positions of the items' boxes."""
+        return starts(self.ndims[self.item_tensors])
+
+
+@dataclass(frozen=True, eq=False)
+class WriteColumns:
+    """What one rank has to write, in the order of its file.
+
+    ``items`` is the row in the rank's own `SaveColumns` (whose source tensor has the bytes), the box
+    ``offsets``/``sizes`` is global, ``local_offsets`` is its place in that source tensor: the same box as
+    planned or a part of it (a large replicated tensor split over its replicas). ``chunks`` is the chunk's row
+    in the checkpoint's index. ``shares`` is the row (in these columns) whose payload this one shares, -1 for
+    an own one. ``objects`` are rows of the rank's `SaveObjects` to write, ``object_rows`` their rows in the
+    index.
+    """
+
+    items: Int64
+    box_start: Int64
+    offsets: Int64
+    sizes: Int64
+    local_offsets: Int64
+    chunks: Int64
+    shares: Int64
+    objects: Int64
+    object_rows: Int64
+
+    @cached_property
+    def size_rows(self) -> list[tuple[int, ...]]:
+        """``sizes`` by row; kept, since a plan may serve many saves."""
+        return self._rows(self.sizes)
+
+    @cached_property
+    def local_offset_rows(self) -> list[tuple[int, ...]]:
+        """``local_offsets`` by row."""
+        return self._rows(self.local_offsets)
+
+    def _rows(self, values: Int64) -> list[tuple[int, ...]]:
+        flat = values.tolist()
+        return [tuple(flat[begin:end]) for begin, end in pairwise(self.box_start.tolist())]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadColumns:
+    """What one rank has to read.
+
+    Row i copies the box at ``storage_offsets`` of extent ``lengths`` within chunk ``chunks[i]`` (a row of the
+    `CheckpointIndex`) to ``dest_offsets`` of the local tensor number ``dests[i]`` (a list that stays local).
+    ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to.
+    """
+
+    chunks: Int64
+    dests: Int64
+    box_start: Int64
+    storage_offsets: Int64
+    dest_offsets: Int64
+    lengths: Int64
+    objects: Int64
+    object_fqns: Sequence[str]
+    extra: Any = None

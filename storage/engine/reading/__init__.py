@@ -1,0 +1,1 @@
+"""Reading many ranges of many files into many places: requests, joined, checked and scattered by workers."""

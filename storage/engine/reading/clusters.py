@@ -1,0 +1,122 @@
+"""Small runs that lie closely in a file: read as one, checked and handed out one after the other.
+
+A checkpoint may have many thousands of them, so they are found with arrays, and nothing is made for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.engine.memory import copy_small
+from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.index import Int64
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.reading.engine import ReadEngine
+    from dcp.storage.engine.reading.worker import ReadWorker
+
+__all__ = ["Cluster", "PlacedRuns", "split_off_clusters"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedRuns:
+    """Runs and where their bytes are in the files, in that order."""
+
+    files: Int64
+    offsets: Int64
+    runs: Runs
+
+    @classmethod
+    def of(cls, engine: ReadEngine, runs: Runs) -> PlacedRuns:
+        """Runs of chunks whose payloads are resolved; without those that have no bytes."""
+        files = engine.index.chunk_files[runs.chunks]
+        offsets = engine.payloads.offsets[runs.chunks] + runs.payload_positions
+        order = np.lexsort((runs.sizes_bytes, offsets, files))
+        return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
+
+    def take(self, rows: npt.NDArray[np.generic] | slice) -> PlacedRuns:
+        """Those at ``rows``."""
+        return PlacedRuns(self.files[rows], self.offsets[rows], self.runs.take(rows))
+
+    def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """(file, offset, size, chunk, payload position, address) of each."""
+        runs = self.runs
+        columns = (runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
+        places = (self.files, self.offsets, *columns)
+        return zip(*(column.tolist() for column in places), strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Runs that lie in bytes ``begin`` to ``end`` of a file, each in one block of its payload."""
+
+    file: int
+    begin: int
+    end: int
+    members: PlacedRuns
+
+    def hand_out(self, worker: ReadWorker, data: memoryview, address: int) -> None:
+        """Copy and check the runs; ``data`` is the bytes of the cluster, and lies at ``address``."""
+        if worker.engine.verify == "none":
+            self.copy_out(address)
+        else:
+            worker.engine.check_runs(worker.stats, self.members.runs, self.copy_out(address, data))
+
+    def copy_out(self, address: int, data: memoryview | None = None) -> list[int]:
+        """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
+        runs = self.members.runs
+        begins = (self.members.offsets - self.begin).tolist()
+        crcs = []
+        for begin, size, target in zip(
+            begins, runs.sizes_bytes.tolist(), runs.addresses.tolist(), strict=True
+        ):
+            if data is not None:
+                crcs.append(crc32(data[begin : begin + size]))
+            copy_small(target, address + begin, size)
+        return crcs
+
+
+def split_off_clusters(
+    placed: PlacedRuns,
+    is_small: npt.NDArray[np.bool_],
+    *,
+    small_bytes: int,
+    gap_bytes: int,
+    limit_bytes: int,
+) -> tuple[list[Cluster], PlacedRuns]:
+    """(clusters of at most ``limit_bytes``, the other runs).
+
+    Only runs that ``is_small`` names, of at most ``small_bytes`` and in one block of their payload, get into
+    clusters. Gaps up to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their
+    neighbours stay alone.
+    """
+    offsets, runs = placed.offsets, placed.runs
+    ends = offsets + runs.sizes_bytes
+    gaps = offsets[1:] - ends[:-1]
+    same_file = placed.files[1:] == placed.files[:-1]
+    shares = same_file & (gaps < 0)
+    positions, last = runs.payload_positions, runs.payload_positions + runs.sizes_bytes - 1
+    usable = is_small & (positions // BLOCK_BYTES == last // BLOCK_BYTES)
+    usable[1:] &= ~shares
+    usable[:-1] &= ~shares
+    is_first = np.ones(len(offsets), np.bool_)
+    is_first[1:] = ~(usable[1:] & usable[:-1] & same_file & (gaps <= gap_bytes))
+    stretches = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    # a long stretch is divided; the last run that begins in a part may reach beyond that
+    parts = (offsets - offsets[stretches]) // max(1, limit_bytes - small_bytes)
+    is_first[1:] |= parts[1:] != parts[:-1]
+    first = np.flatnonzero(is_first)
+    counts = np.diff(np.append(first, len(offsets)))
+    several = counts > 1
+    clusters = []
+    for begin, count in zip(first[several].tolist(), counts[several].tolist(), strict=True):
+        members = placed.take(slice(begin, begin + count))
+        end = int(ends[begin + count - 1])
+        clusters.append(Cluster(int(members.files[0]), int(members.offsets[0]), end, members))
+    return clusters, placed.take(~np.repeat(several, counts))

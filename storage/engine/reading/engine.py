@@ -1,0 +1,346 @@
+"""Reading ranges of a checkpoint into memory: sorted, coalesced, split for threads, verified on the way.
+
+Two kinds of work. A *run* is contiguous in the file and in memory: large ones are read straight into their
+destination, small neighbours are read together and handed out. A *region* is a box of a chunk whose rows
+lie apart in the file or in memory: the blocks it spans are read once into scratch, checked whole, and the
+wanted stride is copied out. Torch-free: destinations are addresses.
+
+Where a request is dear (`ReadProfile.scatter`) all of it is joined into large requests instead, see
+`dcp.storage.engine.reading.scatter`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import get_args
+
+import numpy as np
+
+from dcp.storage.engine.memory import item_view
+from dcp.storage.engine.payloads import Payloads
+from dcp.storage.engine.reading import scatter
+from dcp.storage.engine.reading.fragments import Fragments
+from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, join
+from dcp.storage.engine.reading.requests import Box, ReadStats, Region, Runs, Verify
+from dcp.storage.engine.reading.units import Unit, region_units, run_units
+from dcp.storage.engine.reading.worker import ReadWorker
+from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
+from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
+from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.threads import WorkerThreads
+
+__all__ = ["ReadEngine"]
+
+
+class ReadEngine:
+    """Reads from one checkpoint. Use as a context manager: files stay open, as many as the process can
+    afford, and are closed at the end."""
+
+    def __init__(
+        self, store: Store, index: CheckpointIndex, *, verify: Verify = "blocks", threads: int = 2
+    ) -> None:
+        self.store = store
+        self.index = index
+        if verify not in get_args(Verify):
+            raise PlanError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
+        self.verify = verify
+        self.threads = max(1, threads)
+        self.profile = store.read_profile
+        self.joins = self.profile.scatter
+        self.stats = ReadStats()
+        self.on_bytes: Callable[[int], None] | None = None
+        # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
+        self.payload_lengths = item_view(index.payload_lengths)
+        self.payloads = Payloads(index, self.handle, self._fetch if self.joins else None)
+        self._itemsizes = item_view(index.itemsizes)
+        self._chunk_tensors = item_view(index.chunk_tensors)
+        self._crc_start = item_view(index.crc_start)
+        self._crcs = item_view(index.crcs)
+        self._fragments = Fragments()
+        self._handles: dict[int, ReadHandle] = {}
+        self._gates: dict[int, threading.Lock] = {}
+        self._max_handles = _max_open_files()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ReadEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def resolve(self, chunks: Sequence[int] | Int64) -> None:
+        """Find the payloads of ``chunks`` where the index does not say where they are."""
+        rows = np.asarray(chunks, np.int64)
+        with self._missing_is_damage():
+            if self.joins:
+                self._open_all(np.unique(self.index.chunk_files[rows]))
+            self.payloads.resolve(rows)
+
+    def run(
+        self, runs: Runs, regions: Sequence[Region], extra: Sequence[Unit] = (), boxes: Sequence[Box] = ()
+    ) -> ReadStats:
+        """Carry out all of it; raises the first failure after the other threads have stopped.
+
+        No memory is written to any more when it returns or raises. ``extra`` are reads on terms of their own;
+        ``boxes`` need a store whose profile scatters.
+        """
+        if boxes and not self.joins:
+            raise PlanError(f"{self.store.url} is read by units, not by boxes")
+        wanted: list[Region | Box] = [*regions, *boxes]
+        with self._missing_is_damage():
+            boxed = np.array([box.chunk for box in wanted], np.int64)
+            self.resolve(np.concatenate([runs.chunks, boxed]))
+            needed = int(runs.sizes_bytes.sum())
+            needed += sum(math.prod(box.lengths) * self.itemsize(box.chunk) for box in wanted)
+            self.stats.bytes_needed += needed
+            copies: list[Copy] = []
+            if self.joins:
+                all_boxes = [*(scatter.box_of(self, region) for region in regions), *boxes]
+                requests, copies = scatter.plan(self, runs, all_boxes, needed)
+                units: list[Unit] = [partial(scatter.carry_out, request) for request in requests]
+            else:
+                units = [*run_units(self, runs), *region_units(self, regions)]
+            self._execute([*units, *extra], self.on_bytes)
+        for copy in copies:
+            ctypes.memmove(copy.target, copy.source, copy.size_bytes)
+        if self.verify != "none":
+            uncompared = self.payloads.verify_whole()
+            self.stats.blocks_verified -= uncompared
+            self.stats.blocks_unverified += uncompared + self._fragments.take_incomplete()
+        return self.stats
+
+    def read_blobs(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
+        """The stored bytes of objects, each at (file, offset, length): neighbours are read together."""
+        if not self.joins:
+            return [self.read_blob(*place) for place in places]
+        with self._missing_is_damage():
+            for file, offset, length in places:
+                self._check_end(self.handle(file), offset + length)
+            found = {place: np.empty(place[2], np.uint8) for place in places}
+            pieces = [
+                RequestPiece(file, offset, length, NO_CHUNK, 0, found[file, offset, length].ctypes.data, None)
+                for file, offset, length in sorted(found)
+            ]
+            self._fetch(pieces)
+        return [found[place].tobytes() for place in places]
+
+    def _fetch(self, pieces: Sequence[RequestPiece]) -> None:
+        """Read ``pieces``, which are sorted and of which no two are alike."""
+        requests, _ = join(pieces, self.profile, self.profile.request_bytes)
+        self._execute([partial(scatter.carry_out, request) for request in requests], None)
+
+    def _open_all(self, files: Int64) -> None:
+        """Open those of ``files`` at once that take a request, because the index does not know their size."""
+        unsized = files[self.index.file_sizes[files] == UNKNOWN]
+        unknown = [file for file in unsized.tolist() if file not in self._handles]
+        if len(unknown) > 1:
+            self._execute([partial(_open_unit, file) for file in unknown], None)
+
+    def read_blob(self, file: int, offset: int, length: int) -> bytes:
+        """An object's stored bytes."""
+        with self._missing_is_damage():
+            handle = self.handle(file)
+            self._check_end(handle, offset + length)
+            data = handle.pread(length, offset)
+        self.stats.bytes_read += length
+        return data
+
+    def _check_end(self, handle: ReadHandle, end: int) -> None:
+        """Whether a file can have an object at its place, before memory for that is taken."""
+        if end > handle.size_bytes:
+            raise CorruptCheckpointError(
+                f"{self.store.url}: an object ends at byte {end} of {handle.name}, which has "
+                f"{handle.size_bytes}; the file was truncated, or the metadata is damaged",
+                path=f"{self.store.url}/{handle.name}",
+            )
+
+    # -- what workers need -----------------------------------------------------------------------------------
+
+    def handle(self, file: int) -> ReadHandle:
+        """The open data file number ``file``; its size must be the committed one.
+
+        Files are opened beside each other, because that may take a request; one file by one thread.
+        """
+        handle = self._handles.get(file)
+        if handle is not None:
+            return handle
+        with self._lock:
+            gate = self._gates.setdefault(file, threading.Lock())
+        with gate:
+            handle = self._handles.get(file)
+            if handle is None:
+                handle = self._open(file)
+                with self._lock:
+                    if len(self._handles) >= self._max_handles:
+                        # Dropped, not closed: another thread may be reading it; the last to let go closes.
+                        del self._handles[next(iter(self._handles))]
+                    self._handles[file] = handle
+        return handle
+
+    def _open(self, file: int) -> ReadHandle:
+        name, expected = self.index.files[file], int(self.index.file_sizes[file])
+        with self._missing_is_damage():
+            handle = self.store.open_read(name, expected_bytes=None if expected == UNKNOWN else expected)
+        if expected not in (UNKNOWN, handle.size_bytes):
+            size = handle.size_bytes
+            handle.close()
+            raise CorruptCheckpointError(
+                f"{self.store.url}: data file {name} has {size} bytes, {expected} were committed; "
+                "it was truncated, replaced or extended",
+                path=f"{self.store.url}/{name}",
+            )
+        return handle
+
+    @contextmanager
+    def _missing_is_damage(self) -> Iterator[None]:
+        """The checkpoint is there: where a file of it is not, it is damaged. That may show only when it is
+        read."""
+        try:
+            yield
+        except CheckpointNotFoundError as error:
+            path = str(error.facts.get("path", self.store.url))
+            raise CorruptCheckpointError(
+                f"{self.store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
+                "refers to it; restore the file or resume from another checkpoint",
+                path=path,
+            ) from error
+
+    def locate(self, chunk: int) -> tuple[ReadHandle, int]:
+        """The file of a chunk and the absolute offset of its payload."""
+        return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
+
+    def itemsize(self, chunk: int) -> int:
+        """Bytes per element of a chunk."""
+        return self._itemsizes[self._chunk_tensors[chunk]]
+
+    def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
+        """Compare a block's checksum with the recorded one, or keep it for the whole payload's."""
+        start = self._crc_start[chunk]
+        if start == self._crc_start[chunk + 1]:
+            if self.payloads.note_block(chunk, block, crc):
+                stats.blocks_verified += 1
+            else:
+                stats.blocks_unverified += 1
+            return
+        stats.blocks_verified += 1
+        if self._crcs[start + block] != crc:
+            raise self.corruption(chunk, block, self._crcs[start + block], crc)
+
+    def check_runs(self, stats: ReadStats, runs: Runs, crcs: Sequence[int]) -> None:
+        """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
+        one block, and of the others as `check_part`."""
+        index, chunks = self.index, runs.chunks
+        first, got = index.crc_start[chunks], np.array(crcs, np.uint32)
+        is_whole = (runs.sizes_bytes == index.payload_lengths[chunks]) & (index.crc_start[chunks + 1] > first)
+        expected = got.copy()
+        expected[is_whole] = index.crcs[first[is_whole]]
+        for row in np.flatnonzero(expected != got).tolist():
+            raise self.corruption(int(chunks[row]), 0, int(expected[row]), crcs[row])
+        stats.blocks_verified += int(np.count_nonzero(is_whole))
+        others = np.flatnonzero(~is_whole)
+        columns = (chunks, runs.payload_positions, runs.sizes_bytes, got)
+        for chunk, position, size, crc in zip(*(c[others].tolist() for c in columns), strict=True):
+            self.check_part(stats, chunk, position, size, crc)
+
+    def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
+        """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
+        block, begin = divmod(position, BLOCK_BYTES)
+        block_bytes = min(BLOCK_BYTES, self.payload_lengths[chunk] - block * BLOCK_BYTES)
+        whole: int | None = crc
+        if size != block_bytes:
+            whole = self._fragments.add(chunk, block, begin, begin + size, crc, block_bytes)
+        if whole is not None:
+            self.check_block(stats, chunk, block, whole)
+
+    def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
+        """The error for bytes that are not those committed."""
+        fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
+        name = self.index.files[int(self.index.chunk_files[chunk])]
+        offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
+        return CorruptCheckpointError(
+            f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has "
+            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint, or pass "
+            "verify='none' to load the bytes as they are.",
+            path=f"{self.store.url}/{name}",
+            fqn=fqn,
+            offset=offset,
+        )
+
+    # -- threads ---------------------------------------------------------------------------------------------
+
+    def _execute(self, units: Sequence[Unit], on_bytes: Callable[[int], None] | None) -> None:
+        pending = iter(units)
+        lock, stop = threading.Lock(), threading.Event()
+
+        def work() -> None:
+            worker = ReadWorker(self)
+            try:
+                while not stop.is_set():
+                    with lock:
+                        unit = next(pending, None)
+                    if unit is None:
+                        return
+                    before = worker.stats.bytes_read
+                    unit(worker)
+                    if on_bytes is not None:
+                        on_bytes(worker.stats.bytes_read - before)
+            except BaseException:
+                stop.set()
+                raise
+            finally:
+                with lock:
+                    self.stats.add(worker.stats)
+                worker.release()
+
+        threads = min(self.threads, len(units))
+        if threads <= 1:
+            work()
+            return
+        futures: list[Future[None]] = []
+        with WorkerThreads(threads - 1, "dcp-read") as pool:
+            try:
+                futures += [pool.submit(work) for _ in range(threads - 1)]
+                work()
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    pool.call_off()
+                raise
+            finally:
+                _wait_to_the_end(futures, stop, pool)
+            for future in futures:
+                future.result()
+
+
+def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event, pool: WorkerThreads) -> None:
+    """Until no thread reads any more, whatever interrupts that: they write to the caller's memory."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as error:  # noqa: BLE001 - raised below
+            stop.set()
+            pool.call_off()
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _max_open_files() -> int:
+    """A quarter of what the process may open: a checkpoint of many ranks has more files than that."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
+
+
+def _open_unit(file: int, worker: ReadWorker) -> None:
+    worker.engine.handle(file)

@@ -1,0 +1,187 @@
+"""Reading from stores where a request is dear: what is wanted becomes pieces of files, joined into requests.
+
+One request is one `preadv`: large pieces straight into their destination, the rest through scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.engine.boxes import BoxPart, box_parts, reaches
+from dcp.storage.engine.memory import view
+from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.joining import (
+    CHEAP_GAP_BYTES,
+    COPIED_BELOW_BYTES,
+    NO_CHUNK,
+    Copy,
+    JoinedRequest,
+    RequestPiece,
+    join,
+)
+from dcp.storage.engine.reading.requests import Box, PutBox, Region, Runs
+from dcp.storage.engine.reading.streaming_read import StreamingRead
+from dcp.storage.formats.checksums import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.reading.engine import ReadEngine
+    from dcp.storage.engine.reading.worker import ReadWorker
+
+__all__ = ["box_of", "carry_out", "plan"]
+
+_LEAST_REQUEST_BYTES = 4 << 20
+
+_CLUSTERS_PER_REQUEST = 8
+"""Clusters are not divided between requests, so that a request may be short of full by one."""
+
+_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+def plan(
+    engine: ReadEngine, runs: Runs, boxes: Iterable[Box], needed_bytes: int
+) -> tuple[list[JoinedRequest], list[Copy]]:
+    """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
+    busy."""
+    profile = engine.profile
+    share = -(-needed_bytes // engine.threads)
+    request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
+    # not much less than a block, or checksums would have to be combined from many parts
+    copied_bytes = min(request_bytes, max(_LEAST_REQUEST_BYTES, profile.join_below_bytes))
+    clusters, others = _clusters(engine, runs, copied_bytes)
+    pieces = [RequestPiece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
+    pieces += _run_pieces(engine, others)
+    for box in boxes:
+        pieces += _box_pieces(engine, box, copied_bytes)
+    pieces.sort(key=itemgetter(0, 1, 2))
+    return join(pieces, profile, request_bytes)
+
+
+# -- pieces --------------------------------------------------------------------------------------------------
+
+
+def _clusters(engine: ReadEngine, runs: Runs, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
+    """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
+    placed, profile = PlacedRuns.of(engine, runs), engine.profile
+    small_bytes = min(COPIED_BELOW_BYTES, profile.join_below_bytes) - 1
+    is_small = placed.runs.sizes_bytes <= small_bytes
+    if engine.verify == "full":
+        is_small &= placed.runs.sizes_bytes == engine.index.payload_lengths[placed.runs.chunks]
+    return split_off_clusters(
+        placed,
+        is_small,
+        small_bytes=small_bytes,
+        gap_bytes=min(CHEAP_GAP_BYTES, profile.gap_bytes),
+        limit_bytes=copied_bytes // _CLUSTERS_PER_REQUEST,
+    )
+
+
+def _run_pieces(engine: ReadEngine, placed: PlacedRuns) -> list[RequestPiece]:
+    lengths = engine.payload_lengths
+    pieces = [RequestPiece(*place, None) for place in placed.tuples()]
+    if engine.verify != "full":
+        return pieces
+    whole: list[RequestPiece] = []
+    for piece in pieces:
+        whole += _with_whole_blocks(piece, lengths[piece.chunk])
+    return whole
+
+
+def _with_whole_blocks(piece: RequestPiece, payload_bytes: int) -> Iterator[RequestPiece]:
+    """``piece``, and the rest of the blocks that it has only a part of."""
+    if piece.size_bytes == payload_bytes:
+        yield piece
+        return
+    origin = piece.offset - piece.position
+    begin, end = piece.position, piece.position + piece.size_bytes
+    while begin < end:
+        block = begin // BLOCK_BYTES * BLOCK_BYTES
+        block_end = min(block + BLOCK_BYTES, payload_bytes)
+        address = piece.address + begin - piece.position
+        if begin == block and end >= block_end:
+            stop = end if end == payload_bytes else end // BLOCK_BYTES * BLOCK_BYTES
+            yield RequestPiece(piece.file, origin + begin, stop - begin, piece.chunk, begin, address, None)
+        else:
+            stop = min(end, block_end)
+            put = partial(_put_part, address, begin - block, stop - block)
+            yield RequestPiece(piece.file, origin + block, block_end - block, piece.chunk, block, 0, put)
+        begin = stop
+
+
+def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
+    view(address, end - begin)[:] = data[begin:end]
+
+
+def box_of(engine: ReadEngine, region: Region) -> Box:
+    """A region as a box whose elements are copied to where they belong."""
+    dtype = np.dtype(_UINTS[engine.itemsize(region.chunk)])
+
+    def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
+        address = region.address + sum(i * s for i, s in zip(offsets, region.strides, strict=True))
+        extent = dtype.itemsize + sum(
+            (n - 1) * s for n, s in zip(elements.shape, region.strides, strict=True)
+        )
+        np.copyto(np.ndarray(elements.shape, dtype, view(address, extent), 0, region.strides), elements)
+
+    return Box(region.chunk, region.offsets, region.lengths, put)
+
+
+def _box_pieces(engine: ReadEngine, box: Box, limit_bytes: int) -> Iterator[RequestPiece]:
+    chunk, gap_bytes = box.chunk, engine.profile.gap_bytes
+    itemsize = engine.itemsize(chunk)
+    order, strides = engine.payloads.layout(chunk)
+    offsets, lengths, put = box.offsets, box.lengths, box.put
+    if order != tuple(range(len(order))):
+        offsets, lengths = tuple(offsets[d] for d in order), tuple(lengths[d] for d in order)
+        put = partial(_put_permuted, box.put, tuple(np.argsort(order).tolist()))
+    begin = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    parts = [*box_parts(begin, lengths, strides, itemsize, limit_bytes=limit_bytes, gap_bytes=gap_bytes)]
+    file, origin = int(engine.index.chunk_files[chunk]), engine.payloads.offset(chunk)
+    overlap = any(after.begin < part.end for part, after in pairwise(parts))
+    if engine.verify == "none" or overlap:
+        reached: Iterable[tuple[int, int]] = ((part.begin, part.end) for part in parts)
+    else:
+        payload_bytes = engine.payload_lengths[chunk]
+        reached = reaches(parts, payload_bytes, gap_bytes=gap_bytes, whole_blocks=engine.verify == "full")
+    dtype = np.dtype(_UINTS[itemsize])
+    for part, (first, end) in zip(parts, reached, strict=True):
+        take = partial(_put_elements, put, part, dtype, part.begin - first, strides)
+        yield RequestPiece(file, origin + first, end - first, chunk, first, 0, take)
+
+
+def _put_elements(
+    put: PutBox,
+    part: BoxPart,
+    dtype: np.dtype[np.generic],
+    at: int,
+    strides: tuple[int, ...],
+    data: memoryview,
+) -> None:
+    put(part.offsets, np.ndarray(part.lengths, dtype, data, at, strides))
+
+
+def _put_permuted(
+    put: PutBox, dimensions: tuple[int, ...], offsets: tuple[int, ...], elements: npt.NDArray[np.generic]
+) -> None:
+    put(tuple(offsets[d] for d in dimensions), elements.transpose(dimensions))
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def carry_out(request: JoinedRequest, worker: ReadWorker) -> None:
+    """Read, check, and hand out."""
+    engine = worker.engine
+    passage = StreamingRead(request, worker)
+    if passage.follows:
+        engine.handle(request.file).receive(passage, request.begin)
+    else:
+        passage.read_whole(engine.handle(request.file))
+    worker.stats.bytes_read += request.end - request.begin
+    passage.check()

@@ -1,0 +1,133 @@
+"""One request on its way: bytes are hashed and handed out as they come, while a cache still has them."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from dcp.storage.engine.memory import view
+from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.joining import NO_CHUNK, JoinedRequest, RequestPiece
+from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.reading.worker import ReadWorker
+    from dcp.storage.stores.base import ReadHandle
+
+__all__ = ["StreamingRead"]
+
+_STEP_BYTES = 1 << 20
+"""Bytes that are received before they are hashed, and that are received for nothing at a time."""
+
+
+class StreamingRead:
+    """The `Inflow` of a request. Large pieces go where they belong, the others through scratch memory.
+
+    Nothing is compared before `check`: what was fetched by an attempt that failed does not count.
+    """
+
+    def __init__(self, request: JoinedRequest, worker: ReadWorker) -> None:
+        self.size_bytes = request.end - request.begin
+        self._request = request
+        self._worker = worker
+        self._verify = worker.engine.verify != "none"
+        self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
+        self._findings: list[Callable[[], None]] = []
+        self._clusters: list[tuple[Runs, list[int]]] = []
+
+    @property
+    def follows(self) -> bool:
+        """Whether no piece has bytes of another one, so that each is done with once it has come."""
+        return all(a.offset + a.size_bytes <= b.offset for a, b in pairwise(self._pieces))
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Memory for one attempt."""
+        self._findings, self._clusters = [], []
+        direct, worker = set(map(id, self._request.direct)), self._worker
+        copied = max((piece.size_bytes for piece in self._request.copied), default=0)
+        position = self._request.begin
+        for piece in self._pieces:
+            yield from self._passed_over(piece.offset - position)
+            if id(piece) in direct:
+                yield from self._filled(piece)
+            else:
+                data = worker.room(copied)[: piece.size_bytes]
+                yield data
+                self._hand_out(piece, data, worker.scratch_address)
+            position = piece.offset + piece.size_bytes
+
+    def read_whole(self, handle: ReadHandle) -> None:
+        """Read all of it before anything is handed out."""
+        self._findings, self._clusters = [], []
+        data = self._worker.room(self.size_bytes)[: self.size_bytes]
+        handle.preadv([data], self._request.begin)
+        for piece in self._pieces:
+            at = piece.offset - self._request.begin
+            self._hand_out(piece, data[at : at + piece.size_bytes], self._worker.scratch_address + at)
+
+    def check(self) -> None:
+        """Compare the checksums of what has come. Raises CorruptCheckpointError."""
+        for compare in self._findings:
+            compare()
+        if self._clusters:  # together, for there may be hundreds of them
+            runs, crcs = zip(*self._clusters, strict=True)
+            self._worker.engine.check_runs(
+                self._worker.stats, Runs.joined(runs), [*chain.from_iterable(crcs)]
+            )
+
+    def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
+        while size_bytes > 0:
+            step = min(size_bytes, _STEP_BYTES)
+            yield self._worker.room(step)[:step]
+            size_bytes -= step
+
+    def _filled(self, piece: RequestPiece) -> Iterator[memoryview]:
+        """A piece in place, block by block."""
+        memory = view(piece.address, piece.size_bytes)
+        if not self._verify or piece.chunk == NO_CHUNK:
+            yield memory
+            return
+        begin = 0
+        while begin < len(memory):
+            end = min(len(memory), _block_end(piece.position + begin) - piece.position)
+            crc = 0
+            for at in range(begin, end, _STEP_BYTES):
+                step = memory[at : min(at + _STEP_BYTES, end)]
+                yield step
+                crc = crc32(step, crc)
+            self._note(piece.chunk, piece.position + begin, end - begin, crc)
+            begin = end
+
+    def _hand_out(self, piece: RequestPiece, data: memoryview, address: int) -> None:
+        put = piece.put
+        if isinstance(put, Cluster):
+            crcs = put.copy_out(address, data if self._verify else None)
+            if self._verify:
+                self._clusters.append((put.members.runs, crcs))
+            return
+        if self._verify and piece.chunk != NO_CHUNK:
+            begin = 0
+            while begin < len(data):
+                end = min(len(data), _block_end(piece.position + begin) - piece.position)
+                self._note(piece.chunk, piece.position + begin, end - begin, crc32(data[begin:end]))
+                begin = end
+        if put is None:
+            ctypes.memmove(piece.address, address, piece.size_bytes)
+        else:
+            put(data)
+
+    def _note(self, chunk: int, position: int, size_bytes: int, crc: int) -> None:
+        worker = self._worker
+        self._findings.append(
+            partial(worker.engine.check_part, worker.stats, chunk, position, size_bytes, crc)
+        )
+
+
+def _block_end(position: int) -> int:
+    return (position // BLOCK_BYTES + 1) * BLOCK_BYTES

@@ -1,0 +1,120 @@
+"""What a thread does in one go, where a read is cheap: runs and regions as units of about 16 MiB."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.requests import Region, Runs
+from dcp.storage.engine.reading.worker import MAX_CLUSTER_BYTES, ReadWorker
+from dcp.storage.formats.checksums import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.reading.engine import ReadEngine
+
+__all__ = ["Unit", "region_units", "run_units"]
+
+_UNIT_BYTES = 16 << 20
+
+Unit = Callable[[ReadWorker], None]
+
+
+def run_units(engine: ReadEngine, runs: Runs) -> Iterator[Unit]:
+    """Runs: small ones that lie closely by one read, large ones where they belong, block by block."""
+    placed, profile = PlacedRuns.of(engine, runs), engine.profile
+    small_bytes = min(profile.join_below_bytes, BLOCK_BYTES)
+    is_small = placed.runs.sizes_bytes <= small_bytes
+    if engine.verify == "full":
+        is_small &= placed.runs.sizes_bytes == engine.index.payload_lengths[placed.runs.chunks]
+    clusters, others = split_off_clusters(
+        placed,
+        is_small,
+        small_bytes=small_bytes,
+        gap_bytes=profile.gap_bytes,
+        limit_bytes=min(profile.request_bytes, MAX_CLUSTER_BYTES),
+    )
+    yield from (partial(_cluster_unit, cluster) for cluster in clusters)
+    batch: list[tuple[int, int, int, int]] = []
+    batch_bytes = 0
+    for _, _, size, chunk, position, address in others.tuples():
+        for part in _split(chunk, position, size, address):
+            batch.append(part)
+            batch_bytes += part[2]
+            if batch_bytes >= _UNIT_BYTES:
+                yield _direct_unit(batch)
+                batch, batch_bytes = [], 0
+    if batch:
+        yield _direct_unit(batch)
+
+
+def region_units(engine: ReadEngine, regions: Sequence[Region]) -> Iterator[Unit]:
+    """Regions, some of them at a time; a large one is divided."""
+    batch: list[Region] = []
+    batch_bytes = 0
+    for region in regions:
+        for part in _split_region(engine, region):
+            batch.append(part)
+            batch_bytes += math.prod(part.lengths) * engine.itemsize(part.chunk)
+            if batch_bytes >= _UNIT_BYTES:
+                yield _region_unit(batch)
+                batch, batch_bytes = [], 0
+    if batch:
+        yield _region_unit(batch)
+
+
+def _split_region(engine: ReadEngine, region: Region) -> Iterator[Region]:
+    """Parts of about a unit's size along the dimension that is slowest in the file, so that threads can
+    share one large box."""
+    size = math.prod(region.lengths) * engine.itemsize(region.chunk)
+    if size <= 2 * _UNIT_BYTES:
+        yield region
+        return
+    order, _ = engine.payloads.layout(region.chunk)
+    slowest = next((d for d in order if region.lengths[d] > 1), 0)
+    length = region.lengths[slowest]
+    rows = max(1, length * _UNIT_BYTES // size)
+    for first in range(0, length, rows):
+        yield Region(
+            region.chunk,
+            _replaced(region.offsets, slowest, region.offsets[slowest] + first),
+            _replaced(region.lengths, slowest, min(rows, length - first)),
+            region.address + first * region.strides[slowest],
+            region.strides,
+        )
+
+
+def _replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    return (*values[:position], value, *values[position + 1 :])
+
+
+def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple[int, int, int, int]]:
+    """Parts of a run that end at block boundaries, about a quarter of a unit each."""
+    end = position + size
+    while position < end:
+        stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield chunk, position, stop - position, address
+        address += stop - position
+        position = stop
+
+
+def _cluster_unit(cluster: Cluster, worker: ReadWorker) -> None:
+    worker.read_cluster(cluster)
+
+
+def _direct_unit(parts: list[tuple[int, int, int, int]]) -> Unit:
+    def unit(worker: ReadWorker) -> None:
+        for chunk, position, size, address in parts:
+            worker.read_direct(chunk, position, size, address)
+
+    return unit
+
+
+def _region_unit(regions: list[Region]) -> Unit:
+    def unit(worker: ReadWorker) -> None:
+        for region in regions:
+            worker.read_region(region)
+
+    return unit

@@ -1,0 +1,285 @@
+"""One reading thread: from file ranges into destinations, through scratch memory where they lie apart."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dcp.storage.engine.boxes import box_parts
+from dcp.storage.engine.memory import view
+from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.requests import ReadStats, Region
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.stores.base import ReadHandle
+
+if TYPE_CHECKING:
+    from dcp.storage.engine.reading.engine import ReadEngine
+
+__all__ = ["MAX_CLUSTER_BYTES", "ReadWorker"]
+
+_STEP_BYTES = 1 << 20
+"""Bytes read before they are checksummed, so that the checksum finds them in the cache."""
+
+_SCRATCH_BYTES = 2 * BLOCK_BYTES
+MAX_CLUSTER_BYTES = _SCRATCH_BYTES
+"""What `ReadWorker.read_cluster` can take."""
+
+_KEPT_BUFFERS = 8
+_ROW_BYTES = 2 << 20
+"""Rows up to this are read through a window; longer ones are split along the next dimension."""
+
+_SPARSE_GAP_BYTES = 512 << 10
+"""Between runs farther apart than this, skipping is cheaper than reading on."""
+
+_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+@dataclass
+class _Scratch:
+    """Scratch buffers of the process, reused: fresh memory costs more to touch than a checkpoint to read.
+
+    Without a lock, which a forked child could find held by a thread that it does not have.
+    """
+
+    free: list[memoryview] = field(default_factory=list)
+
+    def get(self) -> memoryview:
+        try:
+            return self.free.pop()
+        except IndexError:
+            return _fresh(_SCRATCH_BYTES)
+
+    def put(self, buffer: memoryview) -> None:
+        if len(buffer) == _SCRATCH_BYTES and len(self.free) < _KEPT_BUFFERS:
+            self.free.append(buffer)
+
+
+def _fresh(size_bytes: int) -> memoryview:
+    """New memory that is not zeroed: to touch it all beforehand takes as long as to fill it."""
+    return np.empty(size_bytes, np.uint8).data
+
+
+_SCRATCH = _Scratch()
+
+
+class ReadWorker:
+    """One thread's tools: scratch memory that is reused, and its own figures."""
+
+    def __init__(self, engine: ReadEngine) -> None:
+        self.engine = engine
+        self._use(memoryview(bytearray(1)) if engine.joins else _SCRATCH.get())
+        self.stats = ReadStats()
+
+    def _use(self, scratch: memoryview) -> None:
+        self.scratch = scratch
+        self.scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(scratch))
+
+    def release(self) -> None:
+        """Give the scratch memory back; the worker is of no use any more."""
+        _SCRATCH.put(self.scratch)
+
+    def room(self, size_bytes: int) -> memoryview:
+        """Scratch memory of at least ``size_bytes``; what was in it is gone."""
+        if size_bytes > len(self.scratch):
+            self._use(_SCRATCH.get() if size_bytes <= _SCRATCH_BYTES else _fresh(size_bytes))
+        return self.scratch
+
+    # -- runs ------------------------------------------------------------------------------------------------
+
+    def read_cluster(self, cluster: Cluster) -> None:
+        """Small runs by one read."""
+        data = self.scratch[: cluster.end - cluster.begin]
+        self.engine.handle(cluster.file).preadv([data], cluster.begin)
+        self.stats.bytes_read += len(data)
+        cluster.hand_out(self, data, self.scratch_address)
+
+    def read_direct(self, chunk: int, position: int, size: int, address: int) -> None:
+        """A run straight into its destination, block by block."""
+        engine = self.engine
+        handle, origin = engine.locate(chunk)
+        if engine.verify == "none":
+            handle.preadv([view(address, size)], origin + position)
+            self.stats.bytes_read += size
+            return
+        payload_bytes = int(engine.index.payload_lengths[chunk])
+        end = position + size
+        while position < end:
+            block = position // BLOCK_BYTES
+            block_begin = block * BLOCK_BYTES
+            block_end = min(block_begin + BLOCK_BYTES, payload_bytes)
+            stop = min(end, block_end)
+            whole = position == block_begin and stop == block_end
+            if not whole and engine.verify == "full":
+                self._read_block_part(handle, origin, chunk, block, position, stop, address)
+            else:
+                crc = self.read_steps(handle, origin + position, view(address, stop - position))
+                engine.check_part(self.stats, chunk, position, stop - position, crc)
+            address += stop - position
+            position = stop
+
+    def read_steps(self, handle: ReadHandle, offset: int, target: memoryview) -> int:
+        """Fill ``target`` from file offset ``offset``; returns its CRC-32."""
+        crc = done = 0
+        size = len(target)
+        while done < size:
+            step = target[done : done + _STEP_BYTES]
+            handle.preadv([step], offset + done)
+            crc = crc32(step, crc)
+            done += len(step)
+        self.stats.bytes_read += size
+        return crc
+
+    def _read_block_part(
+        self, handle: ReadHandle, origin: int, chunk: int, block: int, begin: int, end: int, address: int
+    ) -> None:
+        block_begin = block * BLOCK_BYTES
+        block_bytes = min(BLOCK_BYTES, int(self.engine.index.payload_lengths[chunk]) - block_begin)
+        crc = self.read_steps(handle, origin + block_begin, self.scratch[:block_bytes])
+        self.engine.check_block(self.stats, chunk, block, crc)
+        ctypes.memmove(address, self.scratch_address + begin - block_begin, end - begin)
+
+    # -- regions ---------------------------------------------------------------------------------------------
+
+    def read_region(self, region: Region) -> None:
+        """A box whose rows lie apart, in the file or in memory."""
+        if math.prod(region.lengths) == 0:
+            return
+        order, strides = self.engine.payloads.layout(region.chunk)
+        region = Region(
+            region.chunk,
+            tuple(region.offsets[d] for d in order),
+            tuple(region.lengths[d] for d in order),
+            region.address,
+            tuple(region.strides[d] for d in order),
+        )
+        if region.chunk in self.engine.index.payload_strides:
+            self._read_parts(region, strides)
+            return
+        itemsize = self.engine.itemsize(region.chunk)
+        split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(strides) - 1)
+        if not strides:
+            self._read_rows(region.chunk, 0, 1, itemsize, (), (), region.address, 0, ())
+            return
+        for outer in itertools.product(*(range(n) for n in region.lengths[:split])):
+            position = sum((o + i) * s for o, i, s in zip(region.offsets, outer, strides, strict=False))
+            position += sum(o * s for o, s in zip(region.offsets[split:], strides[split:], strict=True))
+            address = region.address + sum(i * s for i, s in zip(outer, region.strides, strict=False))
+            self._read_rows(
+                region.chunk,
+                position,
+                region.lengths[split],
+                strides[split],
+                region.lengths[split + 1 :],
+                strides[split + 1 :],
+                address,
+                region.strides[split],
+                region.strides[split + 1 :],
+            )
+
+    def _read_parts(self, region: Region, strides: tuple[int, ...]) -> None:
+        """A box of a payload that may have gaps, or elements that stand for several."""
+        engine, chunk = self.engine, region.chunk
+        itemsize = engine.itemsize(chunk)
+        dtype = np.dtype(_UINTS[itemsize])
+        # Without a checksum to compare there is no use in completing blocks.
+        window = _Window(
+            self, chunk, verify=engine.verify != "none" and engine.index.payload_crc(chunk) is not None
+        )
+        begin = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
+        for part in box_parts(
+            begin, region.lengths, strides, itemsize, limit_bytes=BLOCK_BYTES, gap_bytes=_SPARSE_GAP_BYTES
+        ):
+            at = window.load(part.begin, part.end)
+            source = np.ndarray(part.lengths, dtype, self.scratch, at, strides)
+            address = region.address + sum(o * s for o, s in zip(part.offsets, region.strides, strict=True))
+            np.copyto(_array_at(address, dtype, part.lengths, region.strides), source)
+
+    def _read_rows(
+        self,
+        chunk: int,
+        position: int,
+        rows: int,
+        row_stride: int,
+        inner: tuple[int, ...],
+        inner_strides: tuple[int, ...],
+        address: int,
+        dest_row_stride: int,
+        dest_strides: tuple[int, ...],
+    ) -> None:
+        itemsize = self.engine.itemsize(chunk)
+        extent = itemsize + sum((n - 1) * s for n, s in zip(inner, inner_strides, strict=True))
+        sparse = row_stride - extent > _SPARSE_GAP_BYTES and self.engine.verify != "full"
+        window = _Window(self, chunk, verify=self.engine.verify != "none" and not sparse)
+        row = 0
+        while row < rows:
+            first = position + row * row_stride
+            count = 1 if sparse else min(rows - row, window.rows_that_fit(first, row_stride, extent))
+            at = window.load(first, first + (count - 1) * row_stride + extent)
+            dtype = np.dtype(_UINTS[itemsize])
+            source = np.ndarray((count, *inner), dtype, self.scratch, at, (row_stride, *inner_strides))
+            target = _array_at(
+                address + row * dest_row_stride, dtype, (count, *inner), (dest_row_stride, *dest_strides)
+            )
+            np.copyto(target, source)
+            row += count
+
+
+class _Window:
+    """Scratch that slides over a chunk's payload in whole blocks, so that each block is read and checked
+    once."""
+
+    def __init__(self, worker: ReadWorker, chunk: int, *, verify: bool) -> None:
+        self._worker = worker
+        self._chunk = chunk
+        self._verify = verify
+        self._handle, self._origin = worker.engine.locate(chunk)
+        self._payload_bytes = int(worker.engine.index.payload_lengths[chunk])
+        self._begin = self._end = 0
+
+    def rows_that_fit(self, first: int, row_stride: int, extent: int) -> int:
+        """How many rows from payload position ``first`` on lie whole in one window."""
+        begin = first // BLOCK_BYTES * BLOCK_BYTES if self._verify else first
+        return (begin + _SCRATCH_BYTES - first - extent) // row_stride + 1
+
+    def load(self, begin: int, end: int) -> int:
+        """Have payload bytes ``begin`` to ``end`` in scratch; returns where ``begin`` is."""
+        worker = self._worker
+        if self._verify:
+            window_begin = begin // BLOCK_BYTES * BLOCK_BYTES
+            window_end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self._payload_bytes)
+        else:
+            window_begin, window_end = begin, end
+        kept = 0
+        if self._begin <= window_begin < self._end:
+            kept = min(self._end, window_end) - window_begin
+            source = window_begin - self._begin
+            if source:
+                ctypes.memmove(worker.scratch_address, worker.scratch_address + source, kept)
+        self._begin, self._end = window_begin, window_end
+        position = window_begin + kept
+        while position < window_end:
+            stop = (
+                min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, window_end) if self._verify else window_end
+            )
+            target = worker.scratch[position - window_begin : stop - window_begin]
+            if self._verify:
+                crc = worker.read_steps(self._handle, self._origin + position, target)
+                worker.engine.check_block(worker.stats, self._chunk, position // BLOCK_BYTES, crc)
+            else:
+                self._handle.preadv([target], self._origin + position)
+                worker.stats.bytes_read += len(target)
+                worker.stats.blocks_unverified += self._worker.engine.verify != "none"
+            position = stop
+        return begin - window_begin
+
+
+def _array_at(
+    address: int, dtype: np.dtype[np.generic], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    extent = dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return np.ndarray(shape, dtype, view(address, extent), 0, strides)

@@ -1,0 +1,261 @@
+"""Notes on the containers of a nested state dict: what names and paths of its entries do not tell.
+
+A path has the string of each key, and a container without entries has no path at all. A note is plain data,
+``{"path": [...], "kind": "dict", ...}``, with one of
+
+    "int_keys": True   all keys are ints, in the order of the entries' paths
+    "keys": [...]      all keys in order, where some are no strings, or have no entry below them
+
+They are part of ``provenance["structure"]``: see `dcp.storage.formats.torch.structure`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats.index import Path
+from dcp.storage.formats.plain import decode_plain, encode_plain
+
+__all__ = [
+    "NO_PLAIN_KEY",
+    "STRUCTURE_VERSION",
+    "Note",
+    "Noted",
+    "decode_notes",
+    "empty_dicts",
+    "encode_notes",
+    "merge_notes",
+    "note_of",
+    "notes_by_path",
+    "original_keys",
+    "plain_key",
+    "structure_of_notes",
+    "with_original_keys",
+]
+
+Note = Mapping[str, Any]
+"""What is noted of one container."""
+
+STRUCTURE_VERSION: Final = 1
+"""Of ``provenance["structure"]`` as a whole."""
+
+_MAX_NOTES_BYTES: Final = 32 << 20
+_MAX_ENCODED_BYTES: Final = 1 << 30
+_MAX_INT_BITS: Final = 4096
+_KEY_TYPES: Final = frozenset((type(None), bool, int, float, str, bytes))
+
+NO_PLAIN_KEY: Final = object()
+
+logger = logging.getLogger(__name__)
+
+
+class _Position(int):
+    """A path's number where another part has a dict."""
+
+
+class Noted(NamedTuple):
+    """One part's notes, with the paths that they are about."""
+
+    notes: Sequence[Note]
+    paths: Mapping[str, Path]
+
+
+def plain_key(key: Any) -> Any:
+    """``key`` as it can be noted: an equal value of a plain type with the same string, or NO_PLAIN_KEY."""
+    if _is_plain(key):
+        return key
+    if isinstance(key, np.generic):
+        value = key.item()
+    elif isinstance(key, str):
+        value = str.__str__(key)
+    elif isinstance(key, int):
+        value = int(key)
+    else:
+        return NO_PLAIN_KEY
+    return value if _is_plain(value) and value == key and str(value) == str(key) else NO_PLAIN_KEY
+
+
+def _is_plain(key: Any) -> bool:
+    if type(key) is int and key.bit_length() > _MAX_INT_BITS:
+        return False  # Python makes no string of it
+    return type(key) in _KEY_TYPES or (type(key) is tuple and all(map(_is_plain, key)))
+
+
+def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[str, Any]:
+    """The note of a dict; ``keys`` are plain."""
+    keys = list(keys)
+    note: dict[str, Any] = {"path": list(path), "kind": "dict"}
+    if keys and all_have_entries and {int}.issuperset(map(type, keys)):
+        note["int_keys"] = True
+    elif keys:
+        note["keys"] = keys
+    return note
+
+
+def structure_of_notes(notes: Sequence[Note]) -> dict[str, Any]:
+    """What goes into the provenance: ``{"structure": ...}``, or nothing where there are no notes.
+
+    More notes than a manifest should have are left out, with a warning.
+    """
+    if not notes:
+        return {}
+    structure = {"version": STRUCTURE_VERSION, "containers": [dict(note) for note in notes], "values": {}}
+    if encode_plain(structure, limit_bytes=_MAX_NOTES_BYTES) is None:
+        logger.warning(
+            "the state dict has so many keys that are no strings that their types are not stored: they are "
+            "found again in a state dict that has them, and are strings in any other"
+        )
+        return {}
+    return {"structure": structure}
+
+
+def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
+    """The notes of ``provenance["structure"]``, or of None; CheckpointFormatError for malformed ones, since
+    they may come from a stranger's manifest."""
+    containers = structure.get("containers") if isinstance(structure, dict) else []
+    notes: dict[Path, dict[str, Any]] = {}
+    for note in containers if isinstance(containers, list) else [None]:
+        path = note.get("path") if isinstance(note, dict) else None
+        if (
+            note is None
+            or not isinstance(path, list)
+            or not all(type(part) in (str, int) for part in path)
+            or not isinstance(note.get("keys", []), list)
+            or not all(map(_is_plain, note.get("keys", ())))
+            or not isinstance(note.get("metadata", {}), dict)
+        ):
+            raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
+        notes[tuple(path)] = note
+    return notes
+
+
+def original_keys(note: Note, names: Iterable[str | int]) -> dict[str | int, Any]:
+    """The keys that gave paths the parts ``names`` below the noted container, in the order noted.
+
+    What the note does not tell of comes last, as it is called.
+    """
+    if note.get("int_keys") is True:
+        return {name: _as_int(name) for name in names}
+    if "keys" not in note:
+        return {name: name for name in names}
+    left = dict.fromkeys(names)
+    listed = {str(key): key for key in note["keys"]}
+    keys = {name: key for name, key in listed.items() if name in left}
+    return keys | {name: name for name in left if name not in keys}
+
+
+def empty_dicts(notes: Mapping[Path, Note], paths: Iterable[Path]) -> list[Path]:
+    """The paths of dicts that are noted to be empty, unless one of the entries ``paths`` lies below."""
+    parents = {path[:depth] for path in paths for depth in range(len(path))}
+    return [
+        path
+        for path, note in notes.items()
+        if path
+        and path not in parents
+        and note.get("kind", "dict") not in ("list", "tuple")
+        and not (note.get("keys") or note.get("int_keys"))
+    ]
+
+
+def with_original_keys(nested: Any, notes: Mapping[Path, Note], path: Path = ()) -> Any:
+    """``nested``, which has what is at ``path``, with dicts' keys as they are noted."""
+    if isinstance(nested, list):
+        return [with_original_keys(item, notes, (*path, place)) for place, item in enumerate(nested)]
+    if type(nested) is not dict:
+        return nested
+    keys = original_keys(notes.get(path, {}), nested)
+    return {key: with_original_keys(nested[name], notes, (*path, name)) for name, key in keys.items()}
+
+
+def _as_int(name: str | int) -> str | int:
+    try:
+        number = int(name)
+    except ValueError:  # of a stranger's; also for more digits than Python reads
+        return name
+    return number if str(number) == name else name
+
+
+def merge_notes(parts: Sequence[Noted]) -> tuple[Sequence[Note], list[str]]:
+    """(all parts' notes, the first part's where they differ; a line for each difference).
+
+    Parts differ where one string stands for keys of two types.
+    """
+    distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
+    if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
+        return (distinct[0].notes if distinct else ()), []
+    merger = _Merger([tuple(note["path"]) for part in distinct for note in part.notes])
+    for part in distinct:
+        merger.add(part)
+    return merger.notes(), merger.problems
+
+
+def _are_equal(notes: Sequence[Note], others: Sequence[Note]) -> bool:
+    # True == 1, but their strings differ
+    return notes is others or encode_notes(notes) == encode_notes(others)
+
+
+def encode_notes(notes: Sequence[Note]) -> bytes:
+    """Notes as bytes, equal for equal ones; for `decode_notes`."""
+    return encode_plain(list(notes), limit_bytes=_MAX_ENCODED_BYTES) or b""
+
+
+def decode_notes(data: bytes) -> list[Note]:
+    """What `encode_notes` was given; CheckpointFormatError for other bytes."""
+    notes = decode_plain(data, limit_bytes=_MAX_ENCODED_BYTES)
+    return list(notes_by_path({"containers": notes}).values())
+
+
+class _Merger:
+    def __init__(self, noted: Iterable[Path]) -> None:
+        self._keys: dict[Path, dict[str, Any]] = {path: {} for path in noted}
+        self._full: dict[Path, bool] = dict.fromkeys(self._keys, True)
+        self.problems: list[str] = []
+
+    def add(self, part: Noted) -> None:
+        names = self._names(part)
+        notes = {tuple(note["path"]): note for note in part.notes}
+        for path in self._keys:
+            note, below = notes.get(path), names.get(path, ())
+            if note is None:
+                found = {str(name): _Position(name) if type(name) is int else name for name in below}
+            else:
+                self._full[path] &= "keys" not in note
+                found = {str(name): key for name, key in original_keys(note, _listed(note) or below).items()}
+            self._join(path, found)
+
+    def _join(self, path: Path, found: Mapping[str, Any]) -> None:
+        keys = self._keys[path]
+        for name, key in found.items():
+            known = keys.setdefault(name, key)
+            if type(known) is not type(key):
+                where = f"below {'.'.join(map(str, path))!r}" if path else "at the top"
+                self.problems.append(
+                    f"{name!r} {where} is a key of type {type(known).__name__.lstrip('_')} on one rank and "
+                    f"{type(key).__name__.lstrip('_')} on another, and a checkpoint has one name for both"
+                )
+
+    def _names(self, part: Noted) -> dict[Path, dict[str | int, None]]:
+        """The children of the noted containers, by their names in paths."""
+        names: dict[Path, dict[str | int, None]] = {}
+        for path in part.paths.values():
+            for depth in range(len(path)):
+                if path[:depth] in self._keys:
+                    names.setdefault(path[:depth], {})[path[depth]] = None
+        return names
+
+    def notes(self) -> list[Note]:
+        """Those of all parts together."""
+        return [
+            note_of(path, keys.values(), all_have_entries=self._full[path])
+            for path, keys in self._keys.items()
+            if _Position not in set(map(type, keys.values()))
+        ]
+
+
+def _listed(note: Note) -> list[str]:
+    return [str(key) for key in note.get("keys", ())]

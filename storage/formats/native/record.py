@@ -1,0 +1,282 @@
+"""Records: the minimal zip that `torch.save` would write for one tensor, with a raw payload inside.
+
+A record is a stored (uncompressed) zip of three entries: ``r/data.pkl`` (how to rebuild the tensor),
+``r/version`` and ``r/data/0`` (the bytes). Everything before the payload is known before the payload is: its
+CRC-32 stands behind it, in a data descriptor and in the central directory (PKWARE APPNOTE.TXT 6.3.10, general
+purpose bit 3). So a writer streams prefix, payload and suffix, and touches the payload once.
+
+Prefix and suffix depend on dtype, shape and the file offset modulo 64 alone, and are cached by these.
+The module imports neither torch nor zipfile; `docs/format.md` specifies what it writes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import lru_cache
+from typing import Final
+
+from dcp.storage.errors import UnsupportedFormatError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import MAX_DIMENSIONS
+from dcp.storage.formats.native.record_reader import StoredTensor, locate_payload
+
+__all__ = [
+    "ALIGNED_PAYLOAD_BYTES",
+    "ALIGNMENT_BYTES",
+    "OpenRecord",
+    "StoredTensor",
+    "begin_record",
+    "locate_payload",
+    "object_record",
+]
+
+ALIGNMENT_BYTES: Final = 64
+"""File offset of a payload is a multiple of this, so that mapped tensors are aligned for vector code."""
+
+ALIGNED_PAYLOAD_BYTES: Final = 4096
+"""Payloads below this are not padded: for them the padding would be a visible part of the file."""
+
+_MAX_CACHED_TEMPLATES: Final = 16384
+
+_ZIP64_BYTES: Final = 0xFFFFFFFF - 0xFFFF
+"""Entries from here on are written with zip64 fields; the margin leaves room for the directory's offset."""
+
+_UNSET_32: Final = 0xFFFFFFFF
+_DESCRIPTOR_FLAG: Final = 1 << 3
+_DOS_EPOCH: Final = 0x0021 << 16
+"""1980-01-01 00:00 as DOS date and time: equal tensors give equal bytes whenever they are saved."""
+
+_PADDING_FIELD: Final = 0x4246
+"""Extra field id which torch.save pads with, too ("FB")."""
+
+_ZIP64_FIELD: Final = 0x0001
+_LOCAL: Final = struct.Struct("<4sHHHIIIIHH")
+_CENTRAL: Final = struct.Struct("<4sHHHHIIIIHHHHHII")
+_END: Final = struct.Struct("<4sHHHHIIH")
+_END64: Final = struct.Struct("<4sQHHIIQQQQ")
+_END64_LOCATOR: Final = struct.Struct("<4sIQI")
+
+_LOCAL_CRC_AT: Final = 14
+_CENTRAL_CRC_AT: Final = 16
+
+_PICKLE_NAME: Final = b"r/data.pkl"
+_VERSION_NAME: Final = b"r/version"
+_PAYLOAD_NAME: Final = b"r/data/0"
+_VERSION: Final = b"3\n"
+
+
+class OpenRecord:
+    """A tensor record whose payload is yet to be written: ``prefix``, the payload, ``suffix(crc32)``.
+
+    ``record_bytes`` is the length of the whole record. Instances are immutable and shared between records of
+    equal dtype, shape and alignment.
+    """
+
+    __slots__ = ("_after_crc", "_after_descriptor", "_before_crc", "payload_bytes", "prefix", "record_bytes")
+
+    def __init__(
+        self, prefix: bytes, payload_bytes: int, before: bytes, between: bytes, after: bytes
+    ) -> None:
+        self.prefix = prefix
+        self.payload_bytes = payload_bytes
+        self._before_crc = before
+        self._after_descriptor = between
+        self._after_crc = after
+        suffix_bytes = len(before) + len(between) + len(after) + 8
+        self.record_bytes = len(prefix) + payload_bytes + suffix_bytes
+
+    @property
+    def crc_positions(self) -> tuple[int, int]:
+        """Where the four bytes of the CRC-32 stand, twice, in what `suffix` returns."""
+        first = len(self._before_crc)
+        return first, first + 4 + len(self._after_descriptor)
+
+    def suffix(self, crc32: int) -> bytes:
+        """Everything after the payload, whose CRC-32 is ``crc32``."""
+        crc = crc32.to_bytes(4, "little")
+        return self._before_crc + crc + self._after_descriptor + crc + self._after_crc
+
+
+_templates: dict[tuple[int, tuple[int, ...], int], OpenRecord] = {}
+
+
+def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, file_offset: int) -> OpenRecord:
+    """The record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
+
+    ``payload_bytes`` is the length of the raw bytes. From ALIGNED_PAYLOAD_BYTES on, the payload's own
+    file offset, ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES.
+    """
+    phase = file_offset & (ALIGNMENT_BYTES - 1) if payload_bytes >= ALIGNED_PAYLOAD_BYTES else -1
+    key = (dtype_code, sizes, phase)
+    record = _templates.get(key)
+    if record is None or record.payload_bytes != payload_bytes:
+        record = _make_record(dtype_code, sizes, payload_bytes, phase)
+        if len(_templates) >= _MAX_CACHED_TEMPLATES:
+            _templates.clear()
+        _templates[key] = record
+    return record
+
+
+def object_record(pickle_bytes: bytes) -> bytes:
+    """The record of a value without tensors, for `torch.load`; ``pickle_bytes`` is its pickle, protocol 2."""
+    if len(pickle_bytes) >= _ZIP64_BYTES:
+        raise UnsupportedFormatError(
+            f"an object pickles to {len(pickle_bytes)} bytes, and a record holds less than 4 GiB of pickle: "
+            "store large data as tensors",
+            size_bytes=len(pickle_bytes),
+        )
+    head, before, between, after = _object_template(len(pickle_bytes))
+    crc = crc32(pickle_bytes).to_bytes(4, "little")
+    return b"".join((head, crc, before, pickle_bytes, between, crc, after))
+
+
+@lru_cache(maxsize=1024)
+def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """What stands around the CRC-32, the pickle of ``size_bytes``, and the CRC-32 again."""
+    entry = _local_entry(_PICKLE_NAME, b"", 0, size_bytes)
+    version_offset = len(entry) + size_bytes
+    directory = _directory_entry(_PICKLE_NAME, 0, size_bytes, 0)
+    rest = _directory_entry(_VERSION_NAME, _VERSION_CRC, len(_VERSION), version_offset)
+    end_at, directory_bytes = version_offset + len(_VERSION_ENTRY), len(directory) + len(rest)
+    rest += _END.pack(b"PK\5\6", 0, 0, 2, 2, directory_bytes, end_at, 0)
+    local, central = _LOCAL_CRC_AT, _CENTRAL_CRC_AT
+    return (
+        entry[:local],
+        entry[local + 4 :],
+        _VERSION_ENTRY + directory[:central],
+        directory[central + 4 :] + rest,
+    )
+
+
+def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, phase: int) -> OpenRecord:
+    dtype = dtypes.BY_CODE[dtype_code]
+    if len(sizes) > MAX_DIMENSIONS or payload_bytes != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"{payload_bytes} bytes are not a {dtype.name} tensor of sizes {sizes}")
+    pickled = _tensor_pickle(dtype, sizes)
+    pickle_crc = crc32(pickled)
+    head = _local_entry(_PICKLE_NAME, pickled, pickle_crc)
+    version_offset = len(head)
+    head += _VERSION_ENTRY
+    payload_offset = len(head)
+    zip64 = payload_bytes >= _ZIP64_BYTES
+    head += _payload_header(zip64, payload_offset, phase)
+    before, between = _descriptor_and_directory_head(zip64, payload_bytes)
+    directory_rest = _payload_directory_rest(zip64, payload_bytes, payload_offset)
+    directory_rest += _directory_entry(_PICKLE_NAME, pickle_crc, len(pickled), 0)
+    directory_rest += _directory_entry(_VERSION_NAME, _VERSION_CRC, len(_VERSION), version_offset)
+    descriptor_bytes = 24 if zip64 else 16
+    directory_bytes = _DIRECTORY_HEAD_BYTES + 4 + len(directory_rest)
+    directory_offset = len(head) + payload_bytes + descriptor_bytes
+    end = _end_of_directory(zip64, 3, directory_bytes, directory_offset)
+    return OpenRecord(head, payload_bytes, before, between, directory_rest + end)
+
+
+def _local_entry(name: bytes, data: bytes, crc: int, size_bytes: int | None = None) -> bytes:
+    """``size_bytes`` where the data follow that it has."""
+    size = len(data) if size_bytes is None else size_bytes
+    header = _LOCAL.pack(b"PK\3\4", 20, 0, 0, _DOS_EPOCH, crc, size, size, len(name), 0)
+    return header + name + data
+
+
+def _directory_entry(name: bytes, crc: int, size: int, offset: int) -> bytes:
+    header = _CENTRAL.pack(
+        b"PK\1\2", 20, 20, 0, 0, _DOS_EPOCH, crc, size, size, len(name), 0, 0, 0, 0, 0, offset
+    )
+    return header + name
+
+
+_VERSION_CRC: Final = crc32(_VERSION)
+_VERSION_ENTRY: Final = _local_entry(_VERSION_NAME, _VERSION, _VERSION_CRC)
+_DIRECTORY_HEAD_BYTES: Final = 16
+
+
+def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
+    """Local header of the payload; sizes and CRC are left to the data descriptor."""
+    extra = struct.pack("<HHQQ", _ZIP64_FIELD, 16, 0, 0) if zip64 else b""
+    size = _UNSET_32 if zip64 else 0
+    if phase >= 0:
+        unpadded = phase + offset + _LOCAL.size + len(_PAYLOAD_NAME) + len(extra)
+        padding = -unpadded % ALIGNMENT_BYTES
+        if padding:
+            padding += ALIGNMENT_BYTES if padding < 4 else 0  # the extra field's own header takes 4
+            extra += struct.pack("<HH", _PADDING_FIELD, padding - 4).ljust(padding, b"\0")
+    version = 45 if zip64 else 20
+    header = _LOCAL.pack(
+        b"PK\3\4", version, _DESCRIPTOR_FLAG, 0, _DOS_EPOCH, 0, size, size, len(_PAYLOAD_NAME), len(extra)
+    )
+    return header + _PAYLOAD_NAME + extra
+
+
+def _descriptor_and_directory_head(zip64: bool, payload_bytes: int) -> tuple[bytes, bytes]:
+    """What stands before and after the first of the two CRCs."""
+    version = 45 if zip64 else 20
+    sizes = struct.pack("<QQ" if zip64 else "<II", payload_bytes, payload_bytes)
+    head = struct.pack("<4sHHHHI", b"PK\1\2", version, version, _DESCRIPTOR_FLAG, 0, _DOS_EPOCH)
+    return b"PK\7\10", sizes + head
+
+
+def _payload_directory_rest(zip64: bool, payload_bytes: int, offset: int) -> bytes:
+    extra = struct.pack("<HHQQ", _ZIP64_FIELD, 16, payload_bytes, payload_bytes) if zip64 else b""
+    size = _UNSET_32 if zip64 else payload_bytes
+    fields = struct.pack("<IIHHHHHII", size, size, len(_PAYLOAD_NAME), len(extra), 0, 0, 0, 0, offset)
+    return fields + _PAYLOAD_NAME + extra
+
+
+def _end_of_directory(zip64: bool, entries: int, directory_bytes: int, directory_offset: int) -> bytes:
+    if not zip64:
+        return _END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, directory_offset, 0)
+    end64 = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset)
+    locator = _END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
+    return end64 + locator + _END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, _UNSET_32, 0)
+
+
+def _tensor_pickle(dtype: dtypes.Dtype, sizes: tuple[int, ...]) -> bytes:
+    """Pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
+    elements = math.prod(sizes)
+    strides = _contiguous_strides(sizes)
+    geometry = b"K\0" + _pickled_ints(sizes) + _pickled_ints(strides)
+    if dtype.storage_class is None:
+        rebuild, storage, length = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
+        last = b"ctorch\n" + dtype.name.encode() + b"\n"
+    else:
+        rebuild, storage, length = (
+            b"_rebuild_tensor_v2",
+            b"ctorch\n" + dtype.storage_class.encode() + b"\n",
+            1,
+        )
+        last = b""
+    storage_id = b"(" + _STORAGE + storage + _KEY_AND_DEVICE + _pickled_int(elements * length) + b"tQ"
+    arguments = b"(" + storage_id + geometry + b"\x89" + _NO_HOOKS + last + b"t"
+    return b"\x80\2ctorch._utils\n" + rebuild + b"\n" + arguments + b"R."
+
+
+_STORAGE: Final = b"X\7\0\0\0storage"
+_KEY_AND_DEVICE: Final = b"X\1\0\0\x000X\3\0\0\0cpu"
+_NO_HOOKS: Final = b"ccollections\nOrderedDict\n)R"
+
+
+def _contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(sizes)
+    for dimension in range(len(sizes) - 2, -1, -1):
+        strides[dimension] = strides[dimension + 1] * max(sizes[dimension + 1], 1)
+    return tuple(strides)
+
+
+def _pickled_int(value: int) -> bytes:
+    if value < 1 << 8:
+        return b"K" + value.to_bytes(1)
+    if value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    length = value.bit_length() // 8 + 1  # one bit for the sign
+    return b"\x8a" + length.to_bytes(1) + value.to_bytes(length, "little")
+
+
+def _pickled_ints(values: tuple[int, ...]) -> bytes:
+    encoded = b"".join(map(_pickled_int, values))
+    if len(values) <= 3:
+        return encoded + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
+    return b"(" + encoded + b"t"

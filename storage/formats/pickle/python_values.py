@@ -1,0 +1,283 @@
+"""Python values of decoded pickles, and which values need no trust to be loaded. Torch-free.
+
+*Harmless* are plain data (`dcp.storage.formats.plain`), the containers of the standard library, numpy's
+arrays, scalars and dtypes of plain types, and values of `pickle_stdlib`. All are made by code of ours, or by
+constructors that were given checked arguments.
+
+A value of an index is its plain encoding or, for what only a torch.save file can have, HARMLESS_MARK and a
+pickle, which is decoded as any pickle here. No manifest has the latter.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
+import pickle
+import types
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
+from dcp.storage.formats.pickle.decoder import BuiltDict
+from dcp.storage.formats.pickle.numpy_classes import ArrayPickle, DtypePickle, is_plain_dtype
+from dcp.storage.formats.pickle.stdlib_classes import (
+    DEFAULT_DICT,
+    BytesIOPickle,
+    DefaultDictPickle,
+    DequePickle,
+    UuidPickle,
+)
+from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, NUMBER_HEADS, decode_plain, encode_plain
+from dcp.storage.formats.torch.pickle_reader import COUNTER, decode_torch_pickle
+
+__all__ = [
+    "HARMLESS_MARK",
+    "MAX_DEPTH",
+    "decode_value",
+    "decode_values",
+    "encode_value",
+    "harmless_pickle",
+    "is_harmless_leaf",
+    "leaf_bytes",
+    "python_value",
+    "value_text",
+]
+
+HARMLESS_MARK: Final = b"\xc1"
+"""A byte that msgpack never uses."""
+
+MAX_DEPTH: Final = 64
+
+_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+_FIXED: Final = (
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    decimal.Decimal,
+    fractions.Fraction,
+    range,
+    slice,
+    pathlib.PurePosixPath,
+    pathlib.PureWindowsPath,
+    type(pathlib.Path()),
+    types.EllipsisType,
+    types.NotImplementedType,
+)
+"""Types whose values the decoder has made as they are."""
+
+_KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
+"""Of these a pickle cannot make many that have one hash: the decoder sees to large integers."""
+
+_LEAVES: Final = frozenset((*_FIXED, uuid.UUID, bytearray, io.BytesIO))
+_FREE_BYTES: Final = 1 << 20
+_HEAD_BYTES: Final = 64
+"""About what names and shape of an array take."""
+
+
+def is_harmless_leaf(value: Any) -> bool:
+    """Whether a value that is neither plain data nor a container is loaded without trust."""
+    kind = type(value)
+    if kind in _LEAVES:
+        zone = getattr(value, "tzinfo", None)
+        return zone is None or type(zone) is datetime.timezone
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return kind.__module__ == "numpy" and is_plain_dtype(value.dtype)
+    return isinstance(value, np.dtype) and is_plain_dtype(value)
+
+
+def harmless_pickle(value: Any) -> bytes | None:
+    """The pickle of a harmless leaf, a frozenset, a deque or a defaultdict of harmless values in protocol 2,
+    without its first two bytes and its last: it can stand inside another pickle. None for any other value."""
+    if not (is_harmless_leaf(value) or _is_harmless_container(value, 0)):
+        return None
+    return pickle.dumps(value, protocol=2)[2:-1]
+
+
+def _is_harmless_container(value: Any, depth: int) -> bool:
+    if depth > MAX_DEPTH:
+        return False
+    kind = type(value)
+    if kind in (set, frozenset):
+        return all(map(_is_key, value))
+    if kind in (list, tuple, deque):
+        return all(_is_harmless(item, depth + 1) for item in value)
+    if kind in (dict, OrderedDict, Counter) or (
+        kind is defaultdict and getattr(value.default_factory, "__module__", "builtins") == "builtins"
+    ):
+        return all(map(_is_key, value)) and all(_is_harmless(item, depth + 1) for item in value.values())
+    return False
+
+
+def _is_key(value: Any) -> bool:
+    return type(value) in _KEYS or (type(value) is tuple and all(map(_is_key, value)))
+
+
+def _is_harmless(value: Any, depth: int) -> bool:
+    return type(value) in _ATOMS or is_harmless_leaf(value) or _is_harmless_container(value, depth)
+
+
+def value_text(value: Any) -> str:
+    """What is shown of a value: its repr, which of a buffer would be an address."""
+    return f"BytesIO({value.getvalue()!r})" if type(value) is io.BytesIO else repr(value)
+
+
+# -- values of an index --------------------------------------------------------------------------------------
+
+
+def encode_value(value: Any, *, limit_bytes: int = MAX_FOREIGN_PLAIN_BYTES) -> bytes | None:
+    """``value`` as an index of a torch.save file has it; None where it is not harmless, or too large."""
+    encoded = encode_plain(value, limit_bytes=limit_bytes)
+    if encoded is not None or not _is_harmless(value, 0):
+        return encoded
+    data = HARMLESS_MARK + pickle.dumps(value, protocol=4)
+    return data if len(data) <= limit_bytes else None
+
+
+def decode_value(data: bytes) -> Any:
+    """The value of `encode_value`; CheckpointFormatError for bytes that it does not write. Runs nothing."""
+    if data[:1] != HARMLESS_MARK:
+        return decode_plain(data, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
+    if len(data) > MAX_FOREIGN_PLAIN_BYTES:
+        raise CheckpointFormatError(f"a value of {len(data)} bytes is above the limit")
+    return python_value(decode_torch_pickle(data[1:]), len(data))
+
+
+def decode_values(encoded: Sequence[bytes]) -> list[Any]:
+    """`decode_value` of many; numbers, None and booleans without a call of ours for each."""
+    unpack, heads = msgpack.unpackb, NUMBER_HEADS
+    try:
+        return [unpack(data) if data and data[0] in heads else decode_value(data) for data in encoded]
+    except CheckpointFormatError:
+        raise
+    except ValueError as error:
+        raise CheckpointFormatError(f"malformed plain data: {error}") from error
+
+
+def leaf_bytes(decoded: Any) -> int | None:
+    """About how many bytes the encoding of a decoded value has that is neither plain nor a container that
+    may hold any value; None where it is not harmless."""
+    kind = type(decoded)
+    if kind is ArrayPickle:
+        return None if decoded.array is None else decoded.array.nbytes + _HEAD_BYTES
+    if kind in (set, frozenset, bytearray):
+        return _HEAD_BYTES + sum(_HEAD_BYTES + _length(item) for item in decoded)
+    if kind is DtypePickle:
+        return None if decoded.dtype is None else decoded.fields * _HEAD_BYTES
+    if kind is BytesIOPickle:
+        return None if decoded.data is None else _HEAD_BYTES + len(decoded.data)
+    if kind is UuidPickle or isinstance(decoded, np.generic):
+        return _HEAD_BYTES + getattr(decoded, "nbytes", 16)
+    return _HEAD_BYTES + sum(map(_length, getattr(decoded, "parts", ()))) if kind in _FIXED else None
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | tuple) else 1
+
+
+# -- what a pickle held --------------------------------------------------------------------------------------
+
+
+def python_value(
+    decoded: Any, pickle_bytes: int, special: Mapping[type, Callable[[Any], Any]] | None = None
+) -> Any:
+    """The value of what `decode_torch_pickle` made of ``pickle_bytes``; shared parts stay shared.
+
+    ``special`` makes values of what torch alone has, by the type of what stands for it.
+
+    Raises UnsafeObjectError, which names the class, for a value that is not harmless, CheckpointFormatError
+    for one that contains itself, is nested too deeply, or has many times the bytes of its pickle.
+    """
+    return _Values(pickle_bytes, special or {}).of(decoded, 0)
+
+
+_OPEN: Final = object()
+
+
+class _Values:
+    def __init__(self, pickle_bytes: int, special: Mapping[type, Callable[[Any], Any]]) -> None:
+        self._special = special
+        self._made: dict[int, Any] = {}
+        self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
+
+    def of(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        made = self._made.get(id(value), self)
+        if made is _OPEN:
+            raise CheckpointFormatError("the pickle has a container that contains itself")
+        if made is not self:
+            return made
+        if depth > MAX_DEPTH:
+            raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_DEPTH} levels")
+        self._made[id(value)] = _OPEN
+        self._made[id(value)] = result = self._make(value, kind, depth + 1)
+        return result
+
+    def _make(self, value: Any, kind: type, depth: int) -> Any:
+        if kind in self._special:
+            return self._special[kind](value)
+        if kind in (set, frozenset):
+            return kind([_checked_key(item) for item in value])
+        if kind in (list, tuple):
+            return kind([self.of(item, depth) for item in value])
+        if isinstance(value, dict):
+            return self._dict(value, depth)
+        if kind is DequePickle:
+            return deque([self.of(item, depth) for item in value], value.max_length)
+        if kind is ArrayPickle and value.array is not None:
+            return self._array(value.array)
+        if kind is DtypePickle and value.dtype is not None:
+            return value.dtype
+        if kind is UuidPickle and value.value is not None:
+            return value.value
+        if kind is BytesIOPickle and value.data is not None:
+            self._count(len(value.data))
+            return value.made()
+        if kind is bytearray or kind in _FIXED or isinstance(value, np.generic):
+            return value
+        need = getattr(value, "kind", None) or getattr(value, "name", None) or kind.__name__
+        raise UnsafeObjectError(f"needs {need}", global_name=str(need))
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> Any:
+        items = {_checked_key(key): self.of(item, depth) for key, item in value.items()}
+        if isinstance(value, DefaultDictPickle):
+            return defaultdict(value.factory, items)
+        if not isinstance(value, BuiltDict):
+            return items
+        if value.state is not None and value.kind != DEFAULT_DICT:
+            return self._with_state(OrderedDict(items), value.state, depth)
+        return Counter(items) if value.kind == COUNTER else OrderedDict(items)
+
+    def _with_state(self, result: OrderedDict[Any, Any], state: Any, depth: int) -> Any:
+        """A module's state dict has its ``_metadata``; other attributes are not a checkpoint's."""
+        metadata = state.get("_metadata") if isinstance(state, dict) else None
+        if metadata is not None:
+            result._metadata = self.of(metadata, depth)  # type: ignore[attr-defined]  # as torch.nn.Module does
+        return result
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        """Of its own bytes, so that it can be written to; one piece of a pickle may be named many times."""
+        self._count(array.nbytes)
+        return array.copy(order="K")
+
+    def _count(self, size_bytes: int) -> None:
+        self._bytes_left -= size_bytes
+        if self._bytes_left < 0:
+            raise CheckpointFormatError("the pickle repeats its arrays to many times its own length")
+
+
+def _checked_key(key: Any) -> Any:
+    if not _is_key(key):
+        raise UnsafeObjectError(f"needs a {type(key).__name__} as a key")
+    return key

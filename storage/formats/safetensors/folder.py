@@ -1,0 +1,341 @@
+"""safetensors files and Hugging Face folders as one `CheckpointIndex`; only headers are read.
+
+A folder has, and the first of these that is there counts:
+
+1. ``model.safetensors.index.json``, or the only ``*.safetensors.index.json``: every tensor must be in the
+file
+   that its ``weight_map`` names; other tensors of those files count, too
+2. ``model.safetensors``
+3. other ``*.safetensors`` files, all of them; of files numbered ``-00001-of-00003`` none may be missing
+4. ``pytorch_model.bin.index.json``, or the only ``*.bin.index.json``, with torch.save files
+5. ``pytorch_model.bin``
+
+A name that stands in two files is an error, unless they are shards of one tensor as
+`torch.distributed.checkpoint.HuggingFaceStorageWriter` notes them in ``DCP_SHARDING_INFO``. What else is in
+the folder is left alone. ``__metadata__`` of the files is the index's ``user``, as far as the files agree;
+the rest of it is in ``provenance["file_metadata"]`` by file. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, starts
+from dcp.storage.formats.native.merge import merge_rank_indexes
+from dcp.storage.formats.safetensors.file import SafetensorsHeader, parse_header, parse_json
+from dcp.storage.formats.torch.file import index_of_torch_file
+from dcp.storage.stores.base import Store, check_name
+from dcp.storage.threads import WorkerThreads
+
+__all__ = [
+    "MAX_WEIGHT_MAP_BYTES",
+    "SAFETENSORS_FORMAT",
+    "SAFETENSORS_SUFFIX",
+    "index_of_file",
+    "index_of_folder",
+    "index_of_safetensors_file",
+]
+
+SAFETENSORS_FORMAT: Final = "safetensors"
+SAFETENSORS_SUFFIX: Final = ".safetensors"
+
+MAX_WEIGHT_MAP_BYTES: Final = 32 << 20
+"""200,000 tensors take some 20 MB."""
+
+_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
+_HEAD_BYTES: Final = 64 << 10
+_THREADS: Final = 8
+_NUMBERED: Final = re.compile(r"(?P<stem>(?!shard-).*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_LISTED: Final = 5
+
+_ReadFile = Callable[[Callable[[int, int], bytes], int, str], CheckpointIndex]
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Which ``files`` of a folder have its tensors; ``mapped`` says where each has to be, if anything
+    does."""
+
+    files: tuple[str, ...]
+    mapped: Mapping[str, str] | None = None
+
+
+def index_of_folder(store: Store) -> CheckpointIndex | None:
+    """The index of the weights in a folder; None if it has none.
+
+    Raises CorruptCheckpointError where files or tensors are missing, CheckpointFormatError for names that
+    reach outside the folder, names that stand twice, and whatever the files' own formats forbid.
+    """
+    names = [info.name for info in store.list() if not info.name.startswith(".")]
+    weights = _choose(store, names)
+    if weights is None:
+        return None
+    missing = sorted(set(weights.files) - set(names))
+    if missing:
+        raise CorruptCheckpointError(
+            f"{store.url}: {len(missing)} of {len(weights.files)} weight files are missing: "
+            f"{', '.join(missing[:_LISTED])}; fetch or copy the folder again",
+            path=store.path_of(missing[0]),
+        )
+    threads = min(len(weights.files), store.read_profile.threads or _THREADS)
+    with WorkerThreads(max(1, threads)) as pool:
+        indexes = list(pool.map(partial(index_of_file, store), weights.files))
+    if weights.mapped is not None:
+        _check_map(store, weights.mapped, dict(zip(weights.files, indexes, strict=True)))
+    return _joined(store, indexes)
+
+
+def index_of_file(store: Store, name: str) -> CheckpointIndex:
+    """The index of one file of ``store``: safetensors by its suffix or how it begins, else of torch.save.
+
+    Raises CheckpointNotFoundError if it is absent.
+    """
+    with store.open_read(name) as handle:
+        begin = handle.pread(min(9, handle.size_bytes), 0)  # the length of a header, and its first byte
+        is_safetensors = name.endswith(SAFETENSORS_SUFFIX) or begin[7:] == b"\0{"
+        read_file: _ReadFile = index_of_safetensors_file if is_safetensors else index_of_torch_file
+        try:
+            return read_file(lambda at, count: handle.pread(count, at), handle.size_bytes, name)
+        except CheckpointFormatError as error:
+            path = store.path_of(name)
+            raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+
+
+def index_of_safetensors_file(
+    read: Callable[[int, int], bytes], size_bytes: int, name: str
+) -> CheckpointIndex:
+    """The index of one safetensors file, of which ``read(offset, length)`` reads exactly that.
+
+    The header is checked as the format's specification demands (see `dcp.storage.formats.safetensors.file`).
+    """
+    head = read(0, min(size_bytes, _HEAD_BYTES))
+
+    def read_header(at: int, count: int) -> bytes:
+        return head[at : at + count] if at + count <= len(head) else read(at, count)
+
+    header = parse_header(read_header, size_bytes)
+    entries = list(header.entries.values())
+    sizes = np.array([size for entry in entries for size in entry.sizes], dtype=np.int64)
+    offsets = _shard_offsets(header, name)
+    lengths = np.array([entry.end - entry.begin for entry in entries], dtype=np.int64)
+    places = np.array([entry.begin for entry in entries], dtype=np.int64) + header.data_offset
+    metadata = {key: value for key, value in header.metadata.items() if key != _SHARDING_KEY}
+    count = len(entries)
+    index = CheckpointIndex(
+        format=SAFETENSORS_FORMAT,
+        fqns=list(header.entries),
+        dtype_codes=np.array([entry.dtype_code for entry in entries], dtype=np.uint8),
+        shape_start=starts([len(entry.sizes) for entry in entries]),
+        shape_values=sizes + offsets,
+        requires_grad=np.zeros(count, dtype=np.uint8),
+        chunk_start=np.arange(count + 1, dtype=np.int64),
+        chunk_offsets=offsets,
+        chunk_sizes=sizes,
+        chunk_files=np.zeros(count, dtype=np.int64),
+        record_offsets=places,
+        record_lengths=lengths,
+        payload_offsets=places,
+        payload_lengths=lengths,
+        crc_start=np.zeros(count + 1, dtype=np.int64),
+        files=[name],
+        file_sizes=np.array([size_bytes], dtype=np.int64),
+        planner_data={fqn: (fqn,) for fqn in header.entries},
+        provenance={"sharded": True} if _SHARDING_KEY in header.metadata else {},
+        user=metadata,
+    )
+    index.check()
+    return index
+
+
+def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:
+    """Where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted something
+    else."""
+    total = sum(len(entry.sizes) for entry in header.entries.values())
+    text = header.metadata.get(_SHARDING_KEY)
+    if text is None:
+        return np.zeros(total, dtype=np.int64)
+    noted = parse_json(text.encode("utf-8", "surrogatepass"), f"{_SHARDING_KEY} of {name}")
+    offsets: list[int] = []
+    for fqn, entry in header.entries.items():
+        info = noted.get(fqn)
+        saved = [0] * len(entry.sizes) if info is None else None
+        if isinstance(info, dict):
+            saved = info.get("saved_offsets")
+        if (
+            not isinstance(saved, list)
+            or len(saved) != len(entry.sizes) <= MAX_DIMENSIONS
+            or not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in saved)
+        ):
+            raise CheckpointFormatError(
+                f"{name}: {_SHARDING_KEY} has no offsets for {fqn[:200]!r} that fit its shape", fqn=fqn
+            )
+        offsets += saved
+    return np.array(offsets, dtype=np.int64)
+
+
+# -- which files ---------------------------------------------------------------------------------------------
+
+
+def _choose(store: Store, names: Sequence[str]) -> _Weights | None:
+    for suffix, usual in ((SAFETENSORS_SUFFIX, "model.safetensors"), (".bin", "pytorch_model.bin")):
+        listing = _the_one(store, names, f"{suffix}.index.json", f"{usual}.index.json")
+        if listing is not None:
+            return _read_weight_map(store, listing, suffix)
+        if usual in names:
+            return _Weights((usual,))
+        files = tuple(name for name in names if name.endswith(suffix)) if suffix == SAFETENSORS_SUFFIX else ()
+        if files:
+            _check_numbers(store, files)
+            return _Weights(files)
+    return None
+
+
+def _the_one(store: Store, names: Sequence[str], suffix: str, usual: str) -> str | None:
+    found = [name for name in names if name.endswith(suffix)]
+    if usual in found or not found:
+        return usual if found else None
+    if len(found) > 1:
+        raise CheckpointFormatError(
+            f"{store.url} has weights of several models: {', '.join(found[:_LISTED])}; keep each in a "
+            "folder of its own",
+            path=store.url,
+        )
+    return found[0]
+
+
+def _read_weight_map(store: Store, name: str, suffix: str) -> _Weights:
+    path = store.path_of(name)
+    document = parse_json(store.read(name, limit_bytes=MAX_WEIGHT_MAP_BYTES), path)
+    mapped = document.get("weight_map")
+    if not isinstance(mapped, dict) or not mapped:
+        raise CheckpointFormatError(f"{path} has no weight_map", path=path)
+    for fqn, file in mapped.items():
+        if not isinstance(file, str) or not file.endswith(suffix):
+            raise CheckpointFormatError(
+                f"{path}: the weight_map has no *{suffix} file for {fqn[:200]!r}", path=path, fqn=fqn
+            )
+    return _Weights(tuple(sorted({check_name(file) for file in mapped.values()})), mapped)
+
+
+def _check_numbers(store: Store, files: Iterable[str]) -> None:
+    """Of ``model-00001-of-00003.safetensors`` all three must be there, since no list of them is."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for name in files:
+        match = _NUMBERED.fullmatch(name)
+        if match:
+            numbers.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    for (stem, count), found in numbers.items():
+        missing = count - len(found & set(range(1, count + 1)))
+        if missing:
+            raise CorruptCheckpointError(
+                f"{store.url}: {missing} of the {count} files {stem}-*-of-{count:05}.safetensors are "
+                "missing; fetch or copy the folder again",
+                path=store.url,
+            )
+
+
+# -- joining -------------------------------------------------------------------------------------------------
+
+
+def _check_map(store: Store, mapped: Mapping[str, str], indexes: Mapping[str, CheckpointIndex]) -> None:
+    for fqn, file in mapped.items():
+        index = indexes[file]
+        known = fqn in index.position or fqn in index.objects.position
+        if not known and fqn not in index.provenance.get("refused_objects", {}):
+            raise CorruptCheckpointError(
+                f"{store.url}: {fqn[:200]!r} is not in {file}, where the weight_map says it is; the files "
+                "are of different versions, fetch the folder again",
+                path=store.path_of(file),
+                fqn=fqn,
+            )
+
+
+def _joined(store: Store, indexes: list[CheckpointIndex]) -> CheckpointIndex:
+    owners: dict[str, list[int]] = {}
+    for number, index in enumerate(indexes):
+        for fqn in [*index.fqns, *index.objects.fqns]:
+            owners.setdefault(fqn, []).append(number)
+    for fqn, numbers in owners.items():
+        if len(numbers) > 1 and not all(indexes[number].provenance.get("sharded") for number in numbers):
+            files = ", ".join(indexes[number].files[0] for number in numbers[:_LISTED])
+            raise CheckpointFormatError(
+                f"{store.url}: {fqn[:200]!r} is in {len(numbers)} files ({files}), and nothing says which of "
+                "them counts",
+                path=store.url,
+                fqn=fqn,
+            )
+    shared = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
+    whole = _with_whole_shapes(indexes, shared) if shared else indexes
+    merged = merge_rank_indexes(dict(enumerate(whole)))
+    if any(index.provenance.get("sharded") for index in indexes):
+        _check_covered(store, merged)
+    user, by_file = _metadata(indexes)
+    provenance: dict[str, Any] = {"file_metadata": by_file} if by_file else {}
+    return replace(merged, provenance=provenance | _torch_notes(indexes), user=user)
+
+
+def _with_whole_shapes(
+    indexes: Sequence[CheckpointIndex], shared: Mapping[str, Sequence[int]]
+) -> list[CheckpointIndex]:
+    """Shards know where they begin; how far the tensor goes only all of them together tell."""
+    shapes = [index.shape_values.copy() for index in indexes]
+    for fqn, numbers in shared.items():
+        rows = [(number, indexes[number].position[fqn]) for number in numbers]
+        ends = [indexes[number].shape(row) for number, row in rows]
+        if len({len(end) for end in ends}) > 1:
+            raise CheckpointFormatError(f"the shards of {fqn[:200]!r} differ in their dimensions", fqn=fqn)
+        whole = [max(sizes) for sizes in zip(*ends, strict=True)]
+        for number, row in rows:
+            begin = int(indexes[number].shape_start[row])
+            shapes[number][begin : begin + len(whole)] = whole
+    return [replace(index, shape_values=shape) for index, shape in zip(indexes, shapes, strict=True)]
+
+
+def _check_covered(store: Store, merged: CheckpointIndex) -> None:
+    for row, fqn in enumerate(merged.fqns):
+        size_bytes = int(np.prod(merged.shape(row), dtype=np.float64)) * merged.dtype(row).itemsize
+        found = sum(int(merged.payload_lengths[chunk]) for chunk in merged.chunks(row))
+        if found != size_bytes:
+            raise CorruptCheckpointError(
+                f"{store.url}: the shards of {fqn[:200]!r} have {found} bytes together, and the tensor has "
+                f"{size_bytes}: files are missing, or of different saves",
+                path=store.url,
+                fqn=fqn,
+            )
+
+
+def _metadata(indexes: Sequence[CheckpointIndex]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(what all files agree about, what is left of each by file)."""
+    common = {
+        key: value
+        for key, value in indexes[0].user.items()
+        if all(index.user.get(key) == value for index in indexes)
+    }
+    rest = {
+        index.files[0]: {key: value for key, value in index.user.items() if key not in common}
+        for index in indexes
+    }
+    return common, {file: found for file, found in rest.items() if found}
+
+
+def _torch_notes(indexes: Sequence[CheckpointIndex]) -> dict[str, Any]:
+    """What torch.save files note, of all together; nested containers are noted by the first that has them."""
+    found: dict[str, Any] = {}
+    refused = {
+        fqn: kind for index in indexes for fqn, kind in index.provenance.get("refused_objects", {}).items()
+    }
+    structures = [index.provenance["structure"] for index in indexes if "structure" in index.provenance]
+    if refused:
+        found["refused_objects"] = refused
+    if structures:
+        containers = {tuple(note["path"]): note for one in reversed(structures) for note in one["containers"]}
+        values = {fqn: kind for one in structures for fqn, kind in one["values"].items()}
+        found["structure"] = {"version": 1, "containers": list(containers.values()), "values": values}
+    return found

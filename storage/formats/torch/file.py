@@ -1,0 +1,198 @@
+"""A torch.save file (zip format, torch 1.6 and later) as a `CheckpointIndex`, by a few ranged reads.
+
+The file may be of any size: its directory and pickle are read, no tensor. Names, and what a file without a
+dict at its root gives, are in `dcp.storage.formats.torch.structure`. Entries that need a class or function
+outside the allow-list, or are no dense tensors, are listed in ``provenance["refused_objects"]`` (name -> what
+is needed) and missing otherwise; nothing of the file is ever run. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
+from dcp.storage.formats.native.strided_columns import extent_elements
+from dcp.storage.formats.torch.archive import TorchArchive
+from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
+from dcp.storage.formats.torch.structure import FlatFile, flatten_torch
+from dcp.storage.formats.torch.tensor_pickle import TensorPickle
+from dcp.storage.formats.torch.zip_reader import ZipEntry, check_version
+
+__all__ = ["TORCH_FORMAT", "dense_order", "index_of_torch_file"]
+
+TORCH_FORMAT: Final = "torch_save"
+
+_EXPANDED_BYTES: Final = 16 << 30
+_EXPANSION: Final = 1024
+"""How much more than its own size a file's tensors may have: expanded masks and views of one buffer do."""
+
+
+def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name: str) -> CheckpointIndex:
+    """The index of the file ``name``, of which ``read(offset, length)`` reads exactly that.
+
+    A chunk is a whole tensor: its record is the storage's bytes, its payload those from the tensor's first
+    element to its last. Tied tensors and views share records; ``record_crcs`` has the checksums.
+
+    Raises UnsupportedFormatError for torch's older formats, TorchScript, big-endian files and a file that is
+    one object of another class, CheckpointFormatError for damaged and hostile ones, CorruptCheckpointError
+    where the pickle differs from its checksum.
+    """
+    archive = TorchArchive(read, size_bytes, name)
+    try:
+        check_version(archive.content(b"version", 16))
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{name}: {error}", **error.facts) from error
+    _check_byte_order(archive.content(b"byteorder", 16), name)
+    pickled = archive.content(b"data.pkl", MAX_FILE_PICKLE_BYTES)
+    try:
+        flat = flatten_torch(decode_torch_pickle(pickled), len(pickled))
+    except CheckpointFormatError as error:
+        raise type(error)(f"{name}: {error}", **error.facts) from error
+    if not flat.paths and flat.refused.keys() == {"value"}:
+        raise UnsafeObjectError(
+            f"{name} holds one object, which needs {flat.refused['value']}; nothing of it was run. Save a "
+            "state dict instead: torch.save(model.state_dict(), ...)",
+            global_name=flat.refused["value"],
+        )
+    _check_expansion(flat, size_bytes, name)
+    index = _index(flat, archive, size_bytes, name)
+    index.check()
+    return index
+
+
+def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
+    """Views that overlap and tensors that repeat their elements cost what they describe, wherever they are
+    read or converted: a kilobyte must not ask for a petabyte."""
+    views = {
+        (one.storage_key, one.storage_offset, one.sizes, one.dtype_code): one for one in flat.tensors.values()
+    }
+    described = sum(math.prod(one.sizes) * dtypes.BY_CODE[one.dtype_code].itemsize for one in views.values())
+    limit = _EXPANDED_BYTES + _EXPANSION * size_bytes
+    if described > limit:
+        raise CheckpointFormatError(
+            f"{name} has {size_bytes} bytes, and its tensors would have {described}, more than is taken "
+            f"({limit}): save clones of expanded tensors instead of the views",
+            path=name,
+        )
+
+
+def _check_byte_order(order: bytes, name: str) -> None:
+    if order == b"big":
+        raise UnsupportedFormatError(f"{name} was saved on a big-endian machine; convert it there first")
+    if order not in (b"", b"little"):
+        raise CheckpointFormatError(f"{name} names an unknown byte order {order!r}")
+
+
+def _storages(flat: FlatFile, archive: TorchArchive, name: str) -> dict[str, ZipEntry]:
+    """The entries of the zip that tensors refer to, by storage key."""
+    found: dict[str, ZipEntry] = {}
+    for fqn, tensor in flat.tensors.items():
+        entry = found.get(tensor.storage_key)
+        if entry is None:
+            entry = archive.entries.get(b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"))
+            if entry is None:
+                raise CheckpointFormatError(
+                    f"{name}: the zip has no storage {tensor.storage_key!r}, which {fqn[:200]!r} needs",
+                    fqn=fqn,
+                )
+            found[tensor.storage_key] = entry
+        if entry.size != tensor.storage_bytes:
+            raise CheckpointFormatError(
+                f"{name}: the storage of {fqn[:200]!r} has {entry.size} bytes, not {tensor.storage_bytes}",
+                fqn=fqn,
+            )
+    return found
+
+
+def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) -> CheckpointIndex:
+    storages = _storages(flat, archive, name)
+    places = archive.places(list(storages.values()))
+    tensors = list(flat.tensors.values())
+    entries = [storages[tensor.storage_key] for tensor in tensors]
+    records = np.array([places[entry.header_at] for entry in entries], dtype=np.int64)
+    sizes = [size for tensor in tensors for size in tensor.sizes]
+    itemsizes = [dtypes.BY_CODE[tensor.dtype_code].itemsize for tensor in tensors]
+    begins = [
+        tensor.storage_offset * itemsize if 0 not in tensor.sizes else 0
+        for tensor, itemsize in zip(tensors, itemsizes, strict=True)
+    ]
+    count = len(tensors)
+    return CheckpointIndex(
+        format=TORCH_FORMAT,
+        fqns=list(flat.tensors),
+        dtype_codes=np.array([tensor.dtype_code for tensor in tensors], dtype=np.uint8),
+        shape_start=starts([len(tensor.sizes) for tensor in tensors]),
+        shape_values=np.array(sizes, dtype=np.int64),
+        requires_grad=np.array([tensor.requires_grad for tensor in tensors], dtype=np.uint8),
+        chunk_start=np.arange(count + 1, dtype=np.int64),
+        chunk_offsets=np.zeros(len(sizes), dtype=np.int64),
+        chunk_sizes=np.array(sizes, dtype=np.int64),
+        chunk_files=np.zeros(count, dtype=np.int64),
+        record_offsets=records,
+        record_lengths=np.array([entry.size for entry in entries], dtype=np.int64),
+        payload_offsets=records + np.array(begins, dtype=np.int64),
+        payload_lengths=np.array(
+            [
+                extent_elements(tensor.sizes, tensor.strides) * itemsize
+                for tensor, itemsize in zip(tensors, itemsizes, strict=True)
+            ],
+            dtype=np.int64,
+        ),
+        crc_start=np.zeros(count + 1, dtype=np.int64),
+        files=[name],
+        file_sizes=np.array([size_bytes], dtype=np.int64),
+        objects=_objects(flat.values),
+        stride_orders=_stride_orders(tensors),
+        payload_strides={row: tensor.strides for row, tensor in enumerate(tensors) if not tensor.contiguous},
+        record_crcs={row: entry.crc32 for row, entry in enumerate(entries) if entry.crc32 and entry.size},
+        planner_data=flat.paths,
+        provenance=_provenance(flat),
+    )
+
+
+def _provenance(flat: FlatFile) -> dict[str, Any]:
+    found: dict[str, Any] = {"structure": flat.structure}
+    return found | {"refused_objects": flat.refused} if flat.refused else found
+
+
+def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
+    """Of the tensors that are dense, but not C-ordered (channels_last, a transpose)."""
+    orders = {}
+    for row, tensor in enumerate(tensors):
+        if not tensor.contiguous:
+            order = dense_order(tensor.sizes, tensor.strides)
+            if order is not None:
+                orders[row] = order
+    return orders
+
+
+def dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest if the elements are dense and do not overlap, else None."""
+    order = sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d))
+    step = 1
+    for dimension in reversed(order):
+        if sizes[dimension] != 1 and strides[dimension] != step:
+            return None
+        step *= sizes[dimension]
+    return tuple(order)
+
+
+def _objects(values: Mapping[str, bytes]) -> ObjectColumns:
+    count = len(values)
+    encoded: dict[bytes, int] = {}
+    plain = [encoded.setdefault(value, len(encoded)) for value in values.values()]
+    return ObjectColumns(
+        fqns=list(values),
+        files=np.full(count, UNKNOWN, dtype=np.int64),
+        offsets=np.zeros(count, dtype=np.int64),
+        lengths=np.zeros(count, dtype=np.int64),
+        crcs=np.full(count, UNKNOWN, dtype=np.int64),
+        plain=np.array(plain, dtype=np.int64),
+        values=list(encoded),
+    )

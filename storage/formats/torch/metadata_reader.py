@@ -1,0 +1,392 @@
+"""Stock torch's `.metadata` as a `CheckpointIndex`; torch-free, and nothing of the pickle is run.
+
+Reads what `torch.distributed.checkpoint` of torch 2.0 to 2.15 writes: whole checkpoints and the
+`__{rank}.metadata` of ranks which saved on their own.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.formats.pickle.decoder import Instance, Limits, decode_pickle
+from dcp.storage.formats.torch import metadata_classes as classes
+from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS, TensorPickle, decode_tensor_pickle
+
+__all__ = ["TensorPickle", "decode_tensor_pickle", "decode_torch_metadata"]
+
+MAX_METADATA_BYTES = 1 << 34
+"""Some 60 million chunks; who reads the file from a store sets the limit that matters."""
+
+MAX_PLAIN_DEPTH = 64
+MAX_TEXT_CHARACTERS = 1 << 14
+"""Of a fully qualified name, which goes into error messages, and of the ids in ``provenance``."""
+
+_Box = tuple[int, ...]
+
+
+def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
+    """The index of a checkpoint of stock torch, format ``torch_dcp``, checked.
+
+    Payload offsets, file sizes and checksums are UNKNOWN or absent: stock records none. Tensors and objects
+    keep the order of the file. ``provenance`` has what there is of ``save_id``, ``checkpoint_id`` and
+    ``torch_metadata_version``; if a custom planner left other than plain data, ``planner_data`` is None and
+    ``planner_data_dropped`` says why.
+
+    Raises UnsafeObjectError for a class that does not belong into such a file, UnsupportedFormatError for
+    what is recognised and cannot be read (stream transforms, sparse or quantised tensors, what a newer torch
+    has added), CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such
+    a file when a writer thread fails), CheckpointFormatError for the rest.
+    """
+    limits = Limits(data_bytes=MAX_METADATA_BYTES)
+    metadata = decode_pickle(data, find=classes.find_metadata_class, limits=limits)
+    state = _fields(metadata, classes.METADATA, "the file")
+    _check_version(state.get("version"))
+    entries = state.get("state_dict_metadata")
+    if type(entries) is not dict:
+        raise CheckpointFormatError("the metadata has no state_dict_metadata")
+    columns = _Columns(_locate(state.get("storage_data")), most_chunks=len(data) // 4)
+    for fqn, entry in entries.items():
+        columns.add(fqn, entry)
+    provenance = _provenance(state)
+    planner_data = state.get("planner_data")
+    problem = _Plain(len(data)).problem(planner_data)
+    if problem:
+        planner_data = None
+        provenance["planner_data_dropped"] = problem
+    return columns.index(planner_data, provenance)
+
+
+def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
+    """The attributes of an instance."""
+    if not isinstance(value, Instance) or value.kind != kind:
+        found = value.kind if isinstance(value, Instance) else type(value).__name__
+        raise CheckpointFormatError(f"{where} should hold a {kind}, and holds a {found}")
+    state = value.state
+    if state is None:
+        return {}
+    if type(state) is not dict:
+        raise CheckpointFormatError(f"{where}: the state of a {kind} is not a dict of its fields")
+    known = classes.FIELDS.get(kind)
+    if known is not None and not state.keys() <= known:
+        _check_new_fields(state, known, kind, where)
+    return state
+
+
+def _check_new_fields(state: Mapping[str, Any], known: frozenset[str], kind: str, where: str) -> None:
+    """A field that is not known may change what the others mean; one that is empty does not."""
+    for name in state.keys() - known:
+        if state[name]:
+            raise UnsupportedFormatError(
+                f"{where}: the field {str(name)[:80]!a} of a {kind} is not known here; a newer torch has "
+                "written it, or a package that extends torch: load the checkpoint with that"
+            )
+
+
+def _check_version(version: Any) -> None:
+    major = version.partition(".")[0] if type(version) is str else ""
+    if major.isdecimal() and len(major) < 10 and int(major) > 1:
+        raise UnsupportedFormatError(
+            f"the metadata has version {version[:40]}, and 1 is the newest known here: it was written by a "
+            "newer torch; load it with that",
+            version=version[:40],
+        )
+
+
+def _integers(value: Any, what: str, fqn: str) -> tuple[int, ...]:
+    """A shape or position, of exact ints only: it gets hashed, and a hostile tuple is costly to hash."""
+    short = type(value) in (tuple, list) and len(value) <= MAX_DIMENSIONS
+    if not short or not _INT_ONLY.issuperset(map(type, value)):
+        raise CheckpointFormatError(f"{what} of {fqn!a} is not a tuple of integers", fqn=fqn)
+    return tuple(value)
+
+
+_INT_ONLY = frozenset((int,))
+_Ranges = tuple["array[int]", "array[int]", "array[int]"]
+_Places = dict[str, dict[_Box | None, dict[str, Any]]]
+
+
+def _locate(storage_data: Any) -> _Places:
+    """Where each entry's bytes are: the storage info's fields by name and offset in the tensor."""
+    if type(storage_data) is not dict:
+        raise UnsupportedFormatError(
+            f"storage_data is a {type(storage_data).__name__}: the checkpoint was written by another storage "
+            "writer than torch's own; load it with that one"
+        )
+    places: _Places = {}
+    for key, info in storage_data.items():
+        fields = _fields(key, classes.INDEX, "a key of storage_data")
+        fqn, offset = fields.get("fqn"), fields.get("offset")
+        if type(fqn) is not str or len(fqn) > MAX_TEXT_CHARACTERS:
+            raise CheckpointFormatError("a key of storage_data has no name of reasonable length")
+        if offset is not None:
+            offset = _integers(offset, "an offset", fqn)
+        named = places.setdefault(fqn, {})
+        if offset in named:
+            raise CheckpointFormatError(f"storage_data has two entries for {fqn!a} at {offset}", fqn=fqn)
+        named[offset] = _info(info, fqn)
+    return places
+
+
+def _info(info: Any, fqn: str) -> dict[str, Any]:
+    kind = info.kind if isinstance(info, Instance) else ""
+    if kind not in (classes.INFO, classes.HF_INFO):
+        raise UnsupportedFormatError(
+            f"the place of {fqn!a} is not recorded as torch's file system writer does it; load the "
+            "checkpoint with the storage reader that belongs to its writer",
+            fqn=fqn,
+        )
+    fields = _fields(info, kind, f"the place of {fqn!a}")
+    if fields.get("transform_descriptors"):
+        raise UnsupportedFormatError(
+            f"{fqn!a} was stored through a stream transform (an extension that compresses or encrypts), and "
+            "dcp reads plain records only; load it with stock torch and that extension, and save it again",
+            fqn=fqn,
+        )
+    return fields
+
+
+class _Columns:
+    """The columns of an index, grown entry by entry. ``array`` refuses whatever is not an int64."""
+
+    def __init__(self, places: _Places, *, most_chunks: int) -> None:
+        self._places = places
+        self._chunks_left = most_chunks
+        self._files: dict[str, int] = {}
+        self._fqns: list[str] = []
+        self._objects: list[str] = []
+        self._dtypes = bytearray()
+        self._grads = bytearray()
+        self._ndims, self._shapes, self._counts = array("q"), array("q"), array("q")
+        self._offsets, self._sizes, self._payloads = array("q"), array("q"), array("q")
+        self._ranges = (array("q"), array("q"), array("q"))
+        self._object_ranges = (array("q"), array("q"), array("q"))
+
+    def add(self, fqn: Any, entry: Any) -> None:
+        """One entry of state_dict_metadata."""
+        if type(fqn) is not str or len(fqn) > MAX_TEXT_CHARACTERS:
+            raise CheckpointFormatError("a key of state_dict_metadata is not a name of reasonable length")
+        kind = entry.kind if isinstance(entry, Instance) else type(entry).__name__
+        try:
+            if kind == classes.TENSOR:
+                self._add_tensor(fqn, _fields(entry, kind, "an entry"))
+            elif kind == classes.BYTES:
+                self._add_object(fqn)
+            else:
+                raise CheckpointFormatError(f"the entry of {fqn!a} is a {kind}", fqn=fqn)
+        except (OverflowError, TypeError) as error:
+            raise CheckpointFormatError(
+                f"a number in the entry of {fqn!a} is not an int64", fqn=fqn
+            ) from error
+
+    def _add_object(self, fqn: str) -> None:
+        info = self._places.get(fqn, {}).get(None)
+        if info is None:
+            _missing(fqn, None)
+        self._objects.append(fqn)
+        self._add_range(self._object_ranges, info, fqn)
+
+    def _add_tensor(self, fqn: str, fields: Mapping[str, Any]) -> None:
+        dtype, requires_grad = _properties(fields.get("properties"), fqn)
+        shape = _integers(fields.get("size"), "the size", fqn)
+        chunks = fields.get("chunks")
+        self._chunks_left -= len(chunks) if type(chunks) is list else 0
+        if type(chunks) is not list or self._chunks_left < 0:
+            # more chunks than the file has room for: one list shared by many tensors
+            raise CheckpointFormatError(f"the chunks of {fqn!a} are not a list of its own", fqn=fqn)
+        boxes = _boxes(chunks, len(shape), fqn)
+        named = self._places.get(fqn, {})
+        for offsets, sizes in boxes:
+            info = named.get(offsets)
+            if info is None and len(boxes) == 1:
+                info = named.get(None)  # early writers gave whole tensors no offset
+            if info is None:
+                _missing(fqn, offsets)
+            self._offsets.extend(offsets)
+            self._sizes.extend(sizes)
+            self._payloads.append(math.prod(sizes) * dtype.itemsize)
+            self._add_range(self._ranges, info, fqn)
+        self._fqns.append(fqn)
+        self._dtypes.append(dtype.code)
+        self._grads.append(requires_grad)
+        self._ndims.append(len(shape))
+        self._shapes.extend(shape)
+        self._counts.append(len(boxes))
+
+    def _add_range(self, ranges: _Ranges, info: Mapping[str, Any], fqn: str) -> None:
+        name = info.get("relative_path")
+        if type(name) is not str or "offset" not in info or "length" not in info:
+            raise UnsupportedFormatError(
+                f"the place of {fqn!a} lacks a file, offset or length, as in folders of safetensors files; "
+                "open the folder as such",
+                fqn=fqn,
+            )
+        ranges[0].append(self._files.setdefault(name, len(self._files)))
+        ranges[1].append(info["offset"])
+        ranges[2].append(info["length"])
+
+    def index(self, planner_data: Any, provenance: dict[str, Any]) -> CheckpointIndex:
+        """The finished index, checked."""
+        chunks, objects = len(self._payloads), len(self._objects)
+        files, offsets, lengths = map(_column, self._object_ranges)
+        result = CheckpointIndex(
+            format="torch_dcp",
+            fqns=self._fqns,
+            dtype_codes=np.frombuffer(self._dtypes, dtype=np.uint8),
+            shape_start=starts(_column(self._ndims)),
+            shape_values=_column(self._shapes),
+            requires_grad=np.frombuffer(self._grads, dtype=np.uint8),
+            chunk_start=starts(_column(self._counts)),
+            chunk_offsets=_column(self._offsets),
+            chunk_sizes=_column(self._sizes),
+            chunk_files=_column(self._ranges[0]),
+            record_offsets=_column(self._ranges[1]),
+            record_lengths=_column(self._ranges[2]),
+            payload_offsets=np.full(chunks, UNKNOWN, dtype=np.int64),
+            payload_lengths=_column(self._payloads),
+            crc_start=np.zeros(chunks + 1, dtype=np.int64),
+            files=list(self._files),
+            file_sizes=np.full(len(self._files), UNKNOWN, dtype=np.int64),
+            objects=ObjectColumns(
+                fqns=self._objects,
+                files=files,
+                offsets=offsets,
+                lengths=lengths,
+                crcs=np.full(objects, UNKNOWN, dtype=np.int64),
+                plain=np.full(objects, -1, dtype=np.int64),
+            ),
+            planner_data=planner_data,
+            provenance=provenance,
+        )
+        result.check()
+        return result
+
+
+def _column(values: array[int]) -> Int64:
+    return np.frombuffer(values, dtype=np.int64) if values else np.zeros(0, dtype=np.int64)
+
+
+def _missing(fqn: str, offsets: _Box | None) -> NoReturn:
+    where = "" if offsets is None else f" at {offsets}"
+    raise CorruptCheckpointError(
+        f"the metadata lists {fqn!a}{where}, and names no file which holds it: the save did not complete. "
+        "Load an earlier checkpoint",
+        fqn=fqn,
+    )
+
+
+def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
+    """(dtype, requires_grad) from the state that TensorProperties pickles: its five fields in order.
+
+    torch 2.15 has added a sixth, the strides of the tensor that was saved; those of what was stored are in
+    its record.
+    """
+    where = f"the properties of {fqn!a}"
+    state = value.state if isinstance(value, Instance) and value.kind == classes.PROPERTIES else None
+    if type(state) is not tuple or len(state) < 5:
+        raise CheckpointFormatError(f"{where} are not those that torch writes", fqn=fqn)
+    if len(state) > 6:
+        raise UnsupportedFormatError(
+            f"{where} have {len(state)} fields, and 6 are known here: a newer torch has written them; load "
+            "the checkpoint with that",
+            fqn=fqn,
+        )
+    dtype, layout, requires_grad = state[:3]
+    if isinstance(dtype, classes.UnknownDtype) and dtype.name.startswith(("q", "quint")):
+        raise UnsupportedFormatError(
+            f"{fqn!a} is quantized (torch.{dtype.name}): its metadata lack scale and zero point, and stock "
+            "torch loads its integers alone, as other values. Load the checkpoint with "
+            "torch into tensors of the same scales, and save it without this one, or dequantized",
+            fqn=fqn,
+        )
+    if isinstance(dtype, classes.UnknownDtype):
+        raise UnsupportedFormatError(
+            f"{fqn!a} has the dtype torch.{dtype.name}, which this version of dcp cannot hold", fqn=fqn
+        )
+    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, classes.Layout):
+        raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)
+    if layout.name != "torch.strided":
+        raise UnsupportedFormatError(
+            f"{fqn!a} has the layout {layout.name!a}, and only dense is read", fqn=fqn
+        )
+    if type(requires_grad) is not bool:
+        raise CheckpointFormatError(f"{where}: requires_grad is not a bool", fqn=fqn)
+    return dtype, requires_grad
+
+
+def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
+    """(offsets, sizes) of the chunks, each offset once.
+
+    A record is found by its offset alone, so of two chunks at one offset one is a repetition (replicas that
+    were not deduplicated), or empty (the shard of a rank beyond the end).
+    """
+    boxes: dict[_Box, _Box] = {}
+    for chunk in chunks:
+        fields = _fields(chunk, classes.CHUNK, f"the list of chunks of {fqn!a}")
+        offsets = _integers(fields.get("offsets"), "a chunk's offsets", fqn)
+        sizes = _integers(fields.get("sizes"), "a chunk's sizes", fqn)
+        if len(offsets) != ndim or len(sizes) != ndim:
+            raise CheckpointFormatError(f"a chunk of {fqn!a} has not its tensor's {ndim} dimensions", fqn=fqn)
+        known = boxes.setdefault(offsets, sizes)
+        if known is not sizes and known != sizes:
+            if 0 not in known and 0 not in sizes:
+                raise CheckpointFormatError(f"two chunks of {fqn!a} begin at {offsets}", fqn=fqn)
+            boxes[offsets] = known if 0 in sizes else sizes
+    return list(boxes.items())
+
+
+def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
+    meta = state.get("storage_meta")
+    fields = {} if meta is None else _fields(meta, classes.META, "storage_meta")
+    found = {
+        "save_id": fields.get("save_id"),
+        "checkpoint_id": fields.get("checkpoint_id"),
+        "torch_metadata_version": state.get("version"),
+    }
+    return {
+        name: value
+        for name, value in found.items()
+        if type(value) is str and len(value) <= MAX_TEXT_CHARACTERS
+    }
+
+
+class _Plain:
+    """Whether planner data is plain, within a budget: shared parts make a small file that is long to walk."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self._left = 4 * data_bytes + 4096
+
+    def problem(self, value: Any, depth: int = 0) -> str | None:
+        """Why ``value`` is not plain data; None if it is."""
+        kind = type(value)
+        if value is None or kind in _SCALARS:
+            return None
+        if depth >= MAX_PLAIN_DEPTH:
+            return f"it is nested deeper than {MAX_PLAIN_DEPTH} levels"
+        if kind is dict:
+            return self._first_problem(value, depth) or self._first_problem(value.values(), depth)
+        if kind in (list, tuple):
+            return self._first_problem(value, depth)
+        return f"it holds a {value.kind if isinstance(value, Instance) else kind.__name__}"
+
+    def _first_problem(self, values: Any, depth: int) -> str | None:
+        self._left -= len(values)
+        if self._left < 0:
+            raise CheckpointFormatError("planner_data repeats its parts to many times the length of the file")
+        if _SCALARS.issuperset(map(type, values)):
+            return None
+        for value in values:
+            problem = self.problem(value, depth + 1)
+            if problem:
+                return problem
+        return None
+
+
+_SCALARS = frozenset((str, int, float, bool, bytes, type(None)))

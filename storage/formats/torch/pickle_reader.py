@@ -1,0 +1,257 @@
+"""The `data.pkl` of a torch.save file: nested containers of tensors and plain values; nothing of it is run.
+
+What `torch.load(weights_only=True)` knows is decoded: tensors to `TensorPickle`, an OrderedDict or Counter to
+`BuiltDict`, torch.Size to `SizePickle`, the rest to what it is; so is what `pickle_numpy` and `pickle_stdlib`
+know. Everything else (sparse and quantised
+tensors, tensor subclasses, any class or function outside the list) becomes an `Ignored` value, which spoils
+the entry that needs it and no other. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Limits, decode_pickle
+from dcp.storage.formats.pickle.numpy_classes import NUMPY_GLOBALS
+from dcp.storage.formats.pickle.stdlib_classes import STDLIB_GLOBALS
+from dcp.storage.formats.torch.tensor_pickle import (
+    MAX_DIMENSIONS,
+    TENSOR_GLOBALS,
+    TensorClass,
+    TensorPickle,
+    load_storage,
+)
+
+__all__ = [
+    "COUNTER",
+    "DEVICE",
+    "MAX_CONTAINERS",
+    "MAX_FILE_PICKLE_BYTES",
+    "ORDERED_DICT",
+    "SIZE",
+    "DevicePickle",
+    "SizePickle",
+    "decode_torch_pickle",
+]
+
+MAX_FILE_PICKLE_BYTES: Final = 64 << 20
+"""200,000 tensors take some 25 MB."""
+
+ORDERED_DICT: Final = "collections.OrderedDict"
+COUNTER: Final = "collections.Counter"
+SIZE: Final = "torch.Size"
+DEVICE: Final = "torch.device"
+
+_CONTAINERS_PER_BYTE: Final = 0.25
+"""A view with a name of one letter takes 50 bytes and needs seven."""
+
+MAX_CONTAINERS: Final = 1_500_000
+"""Enough for 200,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
+
+_MAX_FOREIGN_NAMES: Final = 1000
+_MAX_NAME_CHARACTERS: Final = 200
+
+_PYTHON2_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""torch.save writes protocol 2, in which modules have the names of Python 2."""
+
+
+class SizePickle(tuple[int, ...]):
+    """A torch.Size."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePickle:
+    """A torch.device."""
+
+    type: str
+    index: int | None
+    kind: ClassVar[str] = DEVICE
+
+
+def decode_torch_pickle(
+    data: bytes, *, limit_bytes: int = MAX_FILE_PICKLE_BYTES, max_containers: int = MAX_CONTAINERS
+) -> Any:
+    """The value of ``data``, in time and memory linear in its length; it may be deep, shared or
+    self-referring.
+
+    Raises UnsafeObjectError and UnsupportedFormatError for opcodes and persistent ids that no state dict
+    needs, CheckpointFormatError for what no pickler writes and for tensors that reach outside their storages.
+    """
+    per_byte = min(_CONTAINERS_PER_BYTE, max_containers / max(1, len(data)))
+    limits = Limits(data_bytes=limit_bytes, containers_per_byte=per_byte)
+    return decode_pickle(data, find=_Names().find, persistent_load=load_storage, limits=limits)
+
+
+class _Names:
+    """What the globals of one pickle stand for."""
+
+    def __init__(self) -> None:
+        self._foreign: dict[str, Constructor] = {}
+
+    def find(self, module: str, name: str) -> Any:
+        module = _PYTHON2_MODULES.get(module, module)
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        full = f"{module}.{name}"[:_MAX_NAME_CHARACTERS]
+        known = self._foreign.get(full)
+        if known is None:
+            if len(self._foreign) >= _MAX_FOREIGN_NAMES:
+                raise UnsafeObjectError(
+                    f"the pickle names more than {_MAX_FOREIGN_NAMES} classes and functions that a state "
+                    "dict does not need; nothing of it was run",
+                    global_name=full,
+                )
+            known = self._foreign[full] = _foreign(full)
+        return known
+
+
+def _foreign(name: str) -> Constructor:
+    is_tensor = name.startswith("torch._utils._rebuild_")
+
+    def ignore(_: tuple[Any, ...]) -> Ignored:
+        return Ignored(name, is_tensor=is_tensor)
+
+    return Constructor(name, reduce=ignore, new=ignore)
+
+
+def _foreign_in(args: tuple[Any, ...]) -> str | None:
+    """The name of the first argument that is nothing a dense tensor is made of."""
+    for value in args:
+        if isinstance(value, Ignored):
+            return value.kind
+        if type(value) is Constructor and value.name not in _OWN_NAMES:
+            return value.name
+    return None
+
+
+def _tensor(name: str, rebuild: Callable[[tuple[Any, ...]], Any]) -> Constructor:
+    """``rebuild``, with tensors that cannot be read ignored."""
+
+    def reduce(args: tuple[Any, ...]) -> Any:
+        foreign = _foreign_in(args)
+        if foreign is not None:
+            return Ignored(foreign, is_tensor=True)
+        try:
+            return rebuild(args)
+        except UnsupportedFormatError as error:
+            kind = error.facts.get("tensor_kind", "lazily conjugated or negated")
+            return Ignored(f"{kind} tensor", is_tensor=True)
+
+    return Constructor(name, reduce=reduce)
+
+
+def _from_type(args: tuple[Any, ...]) -> Any:
+    """A tensor with attributes, or of a subclass: only the tensor itself is a checkpoint's."""
+    if len(args) != 4:
+        raise CheckpointFormatError(f"a pickle calls _rebuild_from_type_v2 with {len(args)} arguments")
+    function, kind, inner, _ = args
+    foreign = _foreign_in((kind, function))
+    if foreign is not None:
+        return Ignored(foreign, is_tensor=True)
+    if type(inner) is not tuple or not isinstance(kind, TensorClass):
+        raise CheckpointFormatError("a pickled tensor's class is not a tensor class")
+    if type(function) is not Constructor or not function.name.startswith("torch._utils._rebuild_"):
+        raise CheckpointFormatError("a pickled tensor is not built as torch builds tensors")
+    result = function.reduce(inner) if function.reduce is not None else None
+    if not isinstance(result, (TensorPickle, Ignored)):
+        raise CheckpointFormatError("a pickled tensor is not built as torch builds tensors")
+    return result
+
+
+def _size(args: tuple[Any, ...]) -> Any:
+    sizes: Any = args[0] if len(args) == 1 else None
+    if (
+        type(sizes) not in (tuple, list)
+        or len(sizes) > MAX_DIMENSIONS
+        or any(type(n) is not int for n in sizes)
+    ):
+        raise CheckpointFormatError(f"a pickled torch.Size is not made of up to {MAX_DIMENSIONS} integers")
+    return SizePickle(sizes)
+
+
+def _device(args: tuple[Any, ...]) -> DevicePickle:
+    if not 1 <= len(args) <= 2 or type(args[0]) is not str or len(args[0]) > _MAX_NAME_CHARACTERS:
+        raise CheckpointFormatError("a pickled torch.device is not made of a type and a number")
+    index = args[1] if len(args) == 2 else None
+    if index is not None and (type(index) is not int or not 0 <= index < 1 << 15):
+        raise CheckpointFormatError("a pickled torch.device is not made of a type and a number")
+    return DevicePickle(args[0], index)
+
+
+def _mapping(kind: str) -> Constructor:
+    def build(args: tuple[Any, ...]) -> BuiltDict:
+        """From nothing, a dict, or pairs."""
+        result = BuiltDict(kind)
+        if args in ((), ([],)):
+            return result
+        if len(args) != 1 or not isinstance(args[0], (dict, list)) or isinstance(args[0], BuiltDict):
+            raise CheckpointFormatError(f"a pickled {kind} is not made of pairs")
+        pairs = args[0].items() if isinstance(args[0], dict) else args[0]
+        for pair in pairs:
+            if type(pair) not in (tuple, list) or len(pair) != 2 or not _is_cheap_key(pair[0]):
+                raise CheckpointFormatError(f"a pickled {kind} is not made of pairs of key and value")
+            result[pair[0]] = pair[1]
+        return result
+
+    return Constructor(kind, reduce=build)
+
+
+def _is_cheap_key(key: Any) -> bool:
+    """Integers beyond 60 bits can be chosen to have one hash."""
+    return type(key) is str or (type(key) is int and abs(key) < 1 << 60)
+
+
+def _bytes(args: tuple[Any, ...]) -> bytes:
+    if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
+        raise CheckpointFormatError("pickled bytes are not in the form that protocol 2 has")
+    try:
+        return args[0].encode("latin1")
+    except UnicodeEncodeError as error:
+        raise CheckpointFormatError("pickled bytes are not in the form that protocol 2 has") from error
+
+
+def _complex(args: tuple[Any, ...]) -> complex:
+    if len(args) != 2 or not all(type(part) in (int, float) for part in args):
+        raise CheckpointFormatError("a pickled complex number is not made of two numbers")
+    return complex(float(args[0]), float(args[1]))
+
+
+def _globals() -> dict[tuple[str, str], Any]:
+    allowed: dict[tuple[str, str], Any] = {}
+    for (module, name), value in TENSOR_GLOBALS.items():
+        if value is None:  # kinds of quantisation: as foreign as what has them
+            continue
+        rebuild = value.reduce if type(value) is Constructor else None
+        if module == "torch._utils" and rebuild is not None:
+            allowed[module, name] = _tensor(value.name, rebuild)
+        else:
+            allowed[module, name] = value
+    allowed["torch._tensor", "_rebuild_from_type_v2"] = Constructor(
+        "torch._tensor._rebuild_from_type_v2", reduce=_from_type
+    )
+    return (
+        allowed
+        | NUMPY_GLOBALS
+        | STDLIB_GLOBALS
+        | {
+            ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
+            ("collections", "Counter"): _mapping(COUNTER),
+            ("torch", "Size"): Constructor(SIZE, reduce=_size),
+            ("torch", "device"): Constructor(DEVICE, reduce=_device),
+            ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
+            ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
+        }
+    )
+
+
+_ALLOWED: Final = _globals()
+_OWN_NAMES: Final = frozenset(
+    value.name
+    for place, value in _ALLOWED.items()
+    if type(value) is Constructor and place not in NUMPY_GLOBALS and place not in STDLIB_GLOBALS
+)

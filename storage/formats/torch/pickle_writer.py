@@ -1,0 +1,232 @@
+"""The `data.pkl` of a torch.save file, written without torch: nested containers, plain values and tensors.
+
+Protocol 2 without memo, as `torch.load(weights_only=True)` reads it. A tensor is a `TensorRef`: its storage
+is an entry of the file's zip, named by a persistent id.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from dcp.storage.errors import PlanError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.pickle.python_values import harmless_pickle
+from dcp.storage.formats.torch.pickle_reader import DevicePickle
+
+__all__ = ["MAX_DEPTH", "SizeValue", "StoredTensor", "TensorRef", "encode_torch_pickle"]
+
+MAX_DEPTH: Final = 256
+"""Nesting above this is refused: torch's own pickler stops at Python's recursion limit."""
+
+_EMPTY_ORDERED: Final = b"ccollections\nOrderedDict\n)R"
+
+
+class SizeValue(tuple[int, ...]):
+    """A torch.Size."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A C-ordered tensor that fills a prefix of storage ``key`` of ``storage_elements``.
+
+    ``is_parameter`` makes it a torch.nn.Parameter.
+    """
+
+    dtype_code: int
+    key: str
+    storage_elements: int
+    sizes: tuple[int, ...]
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A C-ordered tensor with its bytes, which are a storage of its own; compared by identity."""
+
+    dtype_code: int
+    sizes: tuple[int, ...]
+    data: bytes
+    requires_grad: bool = False
+
+    def ref(self, key: str) -> TensorRef:
+        """The tensor, stored as ``key``."""
+        elements = len(self.data) // dtypes.BY_CODE[self.dtype_code].itemsize
+        return TensorRef(self.dtype_code, key, elements, self.sizes, requires_grad=self.requires_grad)
+
+
+def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> bytes:
+    """The pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
+    None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
+    devices as `Dtype` and `DevicePickle`, and what is harmless (`python_values`). ``keys`` names the
+    storages of every `StoredTensor` in it, and anew those of `TensorRef`s that it has. PlanError
+    for anything else."""
+    writer = _Writer(keys or {})
+    writer.write(value, 0)
+    return b"\x80\x02" + b"".join(writer.parts) + b"."
+
+
+class _Writer:
+    def __init__(self, keys: Mapping[Any, str]) -> None:
+        self.parts: list[bytes] = []
+        self._keys = keys
+
+    def write(self, value: Any, depth: int) -> None:
+        atom = _ATOMS.get(type(value))
+        if atom is not None:
+            self.parts.append(atom(value))
+        elif type(value) is TensorRef:
+            self.parts.append(_tensor(value, self._keys.get(value.key, value.key)))
+        elif type(value) is StoredTensor:
+            key = self._keys[value]
+            self.parts.append(_tensor(value.ref(key), key))
+        elif type(value) is dtypes.Dtype:
+            self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
+        elif type(value) is DevicePickle:
+            self.parts.append(_device(value))
+        else:
+            self._write_container(value, depth + 1)
+
+    def _write_container(self, value: Any, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise PlanError(f"the state dict is nested deeper than {MAX_DEPTH} levels")
+        put, kind = self.parts.append, type(value)
+        if kind is dict or kind is OrderedDict:
+            put(b"}(" if kind is dict else _EMPTY_ORDERED + b"(")
+            for key, item in value.items():
+                self.write(key, depth)
+                self.write(item, depth)
+            put(b"u")
+            if getattr(value, "_metadata", None) is not None:
+                self._write_metadata(value._metadata, depth)
+        elif kind is Counter:
+            put(b"ccollections\nCounter\n(")
+            self.write(dict(value), depth)
+            put(b"tR")
+        elif kind is list:
+            put(b"](")
+            self._write_all(value, depth)
+            put(b"e")
+        elif kind is tuple:
+            put(b"(")
+            self._write_all(value, depth)
+            put(b"t")
+        elif kind is SizeValue:
+            put(b"ctorch\nSize\n((")
+            self._write_all(value, depth)
+            put(b"ttR")
+        elif kind is set:
+            put(b"c__builtin__\nset\n(](")
+            self._write_all(value, depth)
+            put(b"etR")
+        elif (inner := harmless_pickle(value)) is not None:
+            put(inner)
+        else:
+            raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
+
+    def _write_metadata(self, metadata: Any, depth: int) -> None:
+        """The attribute that a module's state dict has: versions of modules."""
+        self.parts.append(b"}(" + _text("_metadata"))
+        self.write(metadata, depth)
+        self.parts.append(b"ub")
+
+    def _write_all(self, items: Any, depth: int) -> None:
+        for item in items:
+            self.write(item, depth)
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + value.to_bytes(1)
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    length = (value if value >= 0 else ~value).bit_length() // 8 + 1
+    data = value.to_bytes(length, "little", signed=True)
+    if length < 256:
+        return b"\x8a" + length.to_bytes(1) + data
+    return b"\x8b" + length.to_bytes(4, "little") + data
+
+
+def _text(value: str) -> bytes:
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def _binary(value: bytes) -> bytes:
+    """As Python's own pickler does it in protocol 2, which has no opcode for bytes."""
+    if not value:
+        return b"c_codecs\nencode\n(X\0\0\0\0X\6\0\0\0latin1tR"
+    return b"c_codecs\nencode\n(" + _text(value.decode("latin1")) + _text("latin1") + b"tR"
+
+
+def _complex(value: complex) -> bytes:
+    return b"c__builtin__\ncomplex\n(" + _double(value.real) + _double(value.imag) + b"tR"
+
+
+def _device(device: DevicePickle) -> bytes:
+    index = b"" if device.index is None else _integer(device.index)
+    return b"ctorch\ndevice\n(" + _text(device.type) + index + b"tR"
+
+
+def _double(value: float) -> bytes:
+    return b"G" + struct.pack(">d", value)
+
+
+_ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
+    type(None): lambda _: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: _integer,
+    float: _double,
+    complex: _complex,
+    str: _text,
+    bytes: _binary,
+}
+
+
+def _numbers(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_integer, values)) + b"t"
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(sizes)
+    for dimension in range(len(sizes) - 2, -1, -1):
+        strides[dimension] = strides[dimension + 1] * max(sizes[dimension + 1], 1)
+    return tuple(strides)
+
+
+def _tensor(tensor: TensorRef, key: str) -> bytes:
+    facts = tensor.dtype_code, tensor.storage_elements, tensor.sizes
+    before, after = _tensor_parts(*facts, tensor.requires_grad, tensor.is_parameter)
+    return before + _text(key) + after
+
+
+@lru_cache(maxsize=256)
+def _tensor_parts(
+    dtype_code: int, storage_elements: int, sizes: tuple[int, ...], requires_grad: bool, is_parameter: bool
+) -> tuple[bytes, bytes]:
+    """What stands before and after the key of a storage: a checkpoint has many tensors of few shapes."""
+    dtype = dtypes.BY_CODE[dtype_code]
+    if dtype.storage_class is None:
+        rebuild, storage, unit = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
+        last = b"ctorch\n" + dtype.name.encode() + b"\n"
+    else:
+        rebuild, unit, last = b"_rebuild_tensor_v2", 1, b""
+        storage = b"ctorch\n" + dtype.storage_class.encode() + b"\n"
+    before = b"ctorch._utils\n" + rebuild + b"\n((" + _text("storage") + storage
+    geometry = b"K\0" + _numbers(sizes) + _numbers(_strides(sizes))
+    grad = b"\x88" if requires_grad else b"\x89"
+    after = _text("cpu") + _integer(storage_elements * unit) + b"tQ" + geometry
+    after += (b"\x89" if is_parameter else grad) + _EMPTY_ORDERED + last + b"tR"
+    if is_parameter:
+        before = b"ctorch._utils\n_rebuild_parameter\n(" + before
+        after += grad + _EMPTY_ORDERED + b"tR"
+    return before, after

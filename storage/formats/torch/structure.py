@@ -1,0 +1,390 @@
+"""The nested value of a torch.save file as flat entries, and back.
+
+Names are those that flattening gives a state dict (`dcp.planners.flatten`): mappings are opened at every
+level, lists where they hold a tensor, a mapping or such a list. Tuples are opened like lists where a tensor
+or an OrderedDict is in them; saving through `dcp.save` would keep such a tuple as one pickled object. A file
+that holds a bare tensor has one entry named ``tensor``, one that holds another single value has one named
+``value``: a plain list, too.
+
+What names and paths do not tell is noted in ``provenance["structure"]``, which is plain data::
+
+    {"version": 1,
+     "containers": [{"path": [...], "kind": "OrderedDict", "keys": [...], "metadata": {...}}, ...],
+     "values": {fqn: "torch.Size"}}
+
+``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
+"Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", or at the root
+"tensor" or "value" (no container). ``keys`` are all keys in order, where one is no str or has no entry below
+it (an empty container); of a save also "int_keys", see `dcp.storage.formats.native.container_notes`.
+``metadata`` is the attribute ``_metadata`` that a module's state dict has, with plain dicts in it. Listed
+are containers that are not what their paths suggest: a dict, or a list under an int. ``values`` has the
+types of values that are stored as another: a torch.Size as a tuple. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
+from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.index import Path
+from dcp.storage.formats.native.container_notes import (
+    STRUCTURE_VERSION,
+    empty_dicts,
+    notes_by_path,
+    original_keys,
+)
+from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Instance
+from dcp.storage.formats.pickle.python_values import encode_value, leaf_bytes, python_value
+from dcp.storage.formats.pickle.stdlib_classes import DEFAULT_DICT, FACTORIES, DefaultDictPickle, DequePickle
+from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
+from dcp.storage.formats.torch.pickle_reader import COUNTER, ORDERED_DICT, SIZE, DevicePickle, SizePickle
+from dcp.storage.formats.torch.tensor_pickle import TensorPickle
+
+__all__ = ["MAX_ENTRIES", "MAX_NESTING", "FlatFile", "flatten_torch", "restore_structure"]
+
+MAX_NESTING: Final = 64
+"""Levels of containers; deeper ones are hostile, or contain themselves."""
+
+MAX_ENTRIES: Final = 400_000
+
+_KINDS: Final = {ORDERED_DICT: "OrderedDict", COUNTER: "Counter", DEFAULT_DICT: "defaultdict"}
+_ENTRIES_PER_BYTE: Final = 2
+_FREE_ENTRIES: Final = 4096
+_FREE_BYTES: Final = 1 << 20
+_PLAIN_ATOMS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
+_SEQUENCES: Final = (list, tuple, SizePickle)
+_NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
+
+
+@dataclass(slots=True)
+class FlatFile:
+    """Entries of a file in its order: ``tensors`` and ``paths`` by name, ``values`` by `encode_value`.
+
+    ``refused`` maps the names of entries that cannot be read to what they need.
+    """
+
+    tensors: dict[str, TensorPickle] = field(default_factory=dict)
+    values: dict[str, bytes] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    structure: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Of a container: ``opens`` in a list that has it, ``must_open`` even in a tuple, ``size_bytes`` at
+    least, ``refused``: the first thing in it that is not harmless, ``plain``: nothing but plain data."""
+
+    opens: bool
+    must_open: bool
+    refused: str | None
+    size_bytes: int
+    plain: bool = True
+
+
+def flatten_torch(root: Any, pickle_bytes: int) -> FlatFile:
+    """The entries of the decoded pickle ``root``, which had ``pickle_bytes``.
+
+    Raises CheckpointFormatError for a pickle that contains itself or is nested beyond MAX_NESTING levels, and
+    UnsupportedFormatError where two entries get one name. Work is linear in ``pickle_bytes``.
+    """
+    return _Flattener(pickle_bytes).run(root)
+
+
+class _Flattener:
+    def __init__(self, pickle_bytes: int) -> None:
+        self.result = FlatFile()
+        self._facts: dict[int, _Facts | None] = {}
+        self._containers: list[dict[str, Any]] = []
+        self._kinds: dict[str, str] = {}
+        self._empty: dict[int, bool] = {}
+        self._entries_left = min(_ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES, MAX_ENTRIES)
+        self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
+
+    def run(self, root: Any) -> FlatFile:
+        if isinstance(root, dict) or (type(root) in (list, tuple) and self.facts(root, 0).opens):
+            self._open("", (), root, 0)
+        else:
+            name = "tensor" if isinstance(root, TensorPickle) else "value"
+            self._containers.append({"path": [], "kind": name})
+            self._leaf(name, (name,), root)
+        self.result.structure = {
+            "version": STRUCTURE_VERSION,
+            "containers": self._containers,
+            "values": self._kinds,
+        }
+        return self.result
+
+    # -- what a container is ---------------------------------------------------------------------------------
+
+    def facts(self, value: Any, depth: int) -> _Facts:
+        """Facts of a container, found once each."""
+        known = self._facts.get(id(value), _UNSEEN)
+        if known is _UNSEEN:
+            self._facts[id(value)] = None
+            known = self._facts[id(value)] = self._find_facts(value, depth)
+        if known is None:
+            raise CheckpointFormatError("the pickle has a container that contains itself")
+        return known
+
+    def _find_facts(self, value: Any, depth: int) -> _Facts:
+        if depth > MAX_NESTING:
+            raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_NESTING} levels")
+        is_mapping = isinstance(value, dict)
+        opens = must_open = False
+        refused = f"{value.kind}" if isinstance(value, BuiltDict) else None
+        if isinstance(value, SizePickle):
+            refused = SIZE
+        size_bytes, plain = 1, type(value) is not DequePickle
+        for item in value.values() if is_mapping else value:
+            kind = type(item)
+            if kind in _PLAIN_ATOMS:
+                size_bytes += len(item) + 1 if kind is str or kind is bytes else 1
+            elif isinstance(item, (dict, *_SEQUENCES)):
+                facts = self.facts(item, depth + 1)
+                opens |= facts.opens or isinstance(item, dict)
+                must_open |= facts.must_open
+                refused = refused or facts.refused
+                size_bytes += facts.size_bytes
+                plain &= facts.plain
+            elif isinstance(item, TensorPickle) or getattr(item, "is_tensor", False):
+                opens = must_open = True
+            else:
+                item_bytes, plain = leaf_bytes(item), False
+                refused = refused or (_kind_of(item) if item_bytes is None else None)
+                size_bytes += item_bytes or 0
+        must_open |= isinstance(value, BuiltDict)
+        if is_mapping:
+            size_bytes += sum(len(key) + 1 if type(key) is str else 1 for key in value)
+        elif isinstance(value, tuple):
+            opens = must_open
+        return _Facts(opens, must_open, refused, size_bytes, plain)
+
+    # -- entries ---------------------------------------------------------------------------------------------
+
+    def _visit(self, fqn: str, path: Path, value: Any, depth: int) -> None:
+        self._entries_left -= 1
+        if self._entries_left < 0:
+            raise CheckpointFormatError(
+                f"the pickle has more than {MAX_ENTRIES} entries, or repeats its parts many times over"
+            )
+        if isinstance(value, TensorPickle):
+            self._name(fqn, path)
+            self.result.tensors[fqn] = value
+        elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and self.facts(value, depth).opens):
+            self._open(fqn, path, value, depth)
+        else:
+            self._leaf(fqn, path, value)
+
+    def _open(self, fqn: str, path: Path, value: Any, depth: int) -> None:
+        if depth > MAX_NESTING:
+            raise CheckpointFormatError(
+                f"the pickle is nested deeper than {MAX_NESTING} levels, or endlessly"
+            )
+        self._note_container(path, value)
+        prefix = f"{fqn}." if path else ""
+        if isinstance(value, dict):
+            names = [_key_name(key, fqn) for key in value]
+            if len(set(names)) < len(names):
+                name = Counter(names).most_common(1)[0][0]
+                raise _collision(f"{prefix}{name}")
+            for name, item in zip(names, value.values(), strict=True):
+                self._visit(f"{prefix}{name}", (*path, name), item, depth + 1)
+        else:
+            for position, item in enumerate(value):
+                self._visit(f"{prefix}{position}", (*path, position), item, depth + 1)
+
+    def _leaf(self, fqn: str, path: Path, value: Any) -> None:
+        refused, size_bytes, plain = None, 1, True
+        if isinstance(value, TensorPickle):
+            self._name(fqn, path)
+            self.result.tensors[fqn] = value
+            return
+        if isinstance(value, SizePickle):
+            self._kinds[fqn] = SIZE
+            value = tuple(value)
+        elif isinstance(value, (list, tuple)):
+            facts = self.facts(value, 0)
+            refused, size_bytes, plain = facts.refused, facts.size_bytes, facts.plain
+        elif type(value) not in _PLAIN_ATOMS:
+            found, plain = leaf_bytes(value), False
+            refused, size_bytes = (_kind_of(value), 1) if found is None else (None, found)
+        encoded = None
+        if refused is None:
+            encoded, refused = self._encoded(value, size_bytes, plain=plain)
+        self._name(fqn, path)
+        if refused is None and encoded is not None:
+            self._bytes_left -= len(encoded)
+            self.result.values[fqn] = encoded
+        else:
+            del self.result.paths[fqn]
+            self.result.refused[fqn] = refused or "what is no plain value"
+
+    def _encoded(self, value: Any, size_bytes: int, *, plain: bool) -> tuple[bytes | None, str | None]:
+        """(encoding of a leaf, None), or (None, why it has none)."""
+        too_large = f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
+        if size_bytes > MAX_FOREIGN_PLAIN_BYTES:
+            return None, too_large
+        if size_bytes > self._bytes_left:
+            raise CheckpointFormatError("the pickle repeats its values to many times its own length")
+        if plain:
+            encoded = encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
+        else:
+            try:
+                encoded = encode_value(python_value(value, size_bytes))
+            except UnsafeObjectError as error:
+                return None, str(error).removeprefix("needs ")
+        return encoded, None if encoded is not None else too_large
+
+    def _name(self, fqn: str, path: Path) -> None:
+        if fqn in self.result.paths or fqn in self.result.refused:
+            raise _collision(fqn)
+        self.result.paths[fqn] = path
+
+    def _note_container(self, path: Path, value: Any) -> None:
+        note: dict[str, Any] = {}
+        if isinstance(value, BuiltDict):
+            note["kind"] = _KINDS[value.kind]
+            if isinstance(value, DefaultDictPickle) and value.factory is not None:
+                note["factory"] = f"builtins.{value.factory.__name__}"
+            note |= self._metadata(value.state)
+        elif isinstance(value, tuple):
+            note["kind"] = "tuple"
+        elif isinstance(value, list) and not (path and value):
+            note["kind"] = "list"
+        if isinstance(value, dict) and (
+            any(type(key) is not str for key in value) or any(map(self._is_empty, value.values()))
+        ):
+            note["keys"] = list(value)
+        if note or self._is_empty(value):
+            self._containers.append({"path": list(path), "kind": "dict", **note})
+
+    def _is_empty(self, value: Any, depth: int = 0) -> bool:
+        """Whether a container leaves no entry behind: an empty list is a value of its own."""
+        if not isinstance(value, dict) or depth > MAX_NESTING:
+            return False
+        known = self._empty.get(id(value))
+        if known is None:
+            self._empty[id(value)] = False
+            known = all(self._is_empty(item, depth + 1) for item in value.values())
+            self._empty[id(value)] = known
+        return known
+
+    def _metadata(self, state: Any) -> dict[str, Any]:
+        """The note of a module's ``_metadata``, which BUILD sets on an OrderedDict; empty without one."""
+        metadata = state.get(_METADATA) if isinstance(state, dict) else None
+        if not isinstance(metadata, dict):
+            return {}
+        size_bytes = self.facts(metadata, 0).size_bytes
+        if size_bytes > self._bytes_left:
+            raise CheckpointFormatError("the pickle repeats its values to many times its own length")
+        self._bytes_left -= size_bytes
+        plain = {key: dict(item) if isinstance(item, dict) else item for key, item in metadata.items()}
+        is_plain = encode_plain(plain, limit_bytes=MAX_FOREIGN_PLAIN_BYTES) is not None
+        return {"metadata": plain} if is_plain else {}
+
+
+_METADATA: Final = "_metadata"
+_UNSEEN: Final = _Facts(False, False, None, 0)
+
+
+def _collision(fqn: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"two entries of the file flatten to the name {fqn[:200]!r}, so that none can be asked for; "
+        "load it with torch.load(weights_only=True) and rename one",
+        fqn=fqn[:200],
+    )
+
+
+def _kind_of(value: Any) -> str:
+    """What a value that is not plain needs."""
+    if isinstance(value, Instance | DevicePickle):
+        return value.kind
+    if type(value) is Constructor:
+        return value.name
+    if isinstance(value, Dtype):
+        return f"torch.{value.name}"
+    return f"a {type(value).__name__}"
+
+
+def _key_name(key: Any, fqn: str) -> str:
+    """The part of a name that a dict's key gives."""
+    if type(key) is str:
+        return key
+    parts = key if type(key) is tuple else (key,)
+    if not all(type(part) in _NAMED_KEYS for part in parts):
+        raise UnsupportedFormatError(
+            f"a dict below {fqn!r:.200} has a key of type {_kind_of(key)}, which names no entry"
+        )
+    try:
+        return str(key)
+    except ValueError as error:  # an integer of more digits than Python prints
+        raise CheckpointFormatError("a dict's key is an integer of thousands of digits") from error
+
+
+# -- and back ------------------------------------------------------------------------------------------------
+
+
+def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> Any:
+    """The nested value of entries: ``paths`` by name in order, ``value_of(fqn)`` is asked once for each.
+
+    ``structure`` is what `flatten_torch` noted, or None: then containers are dicts and lists. Types of values
+    are the caller's to restore. Raises CheckpointFormatError for notes that are malformed, and for an entry
+    whose path does not fit the others.
+    """
+    notes = notes_by_path(structure)
+    if notes.get((), {}).get("kind") in ("tensor", "value"):
+        return next((value_of(fqn) for fqn in paths), None)
+    tree: dict[Any, Any] = {}
+    for fqn, path in paths.items():
+        _plant(tree, path, _Leaf(value_of(fqn)))
+    for path in empty_dicts(notes, ()):
+        _plant(tree, path, {})
+    return _build(tree, (), notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    value: Any
+
+
+def _plant(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put ``value`` at ``path``; a container that is there already stays."""
+    node = tree
+    if not 0 < len(path) <= MAX_NESTING + 1:
+        raise CheckpointFormatError(f"a path of {len(path)} parts in the structure of the checkpoint")
+    for part in path[:-1]:
+        node = node.setdefault(part, {})
+        if isinstance(node, _Leaf):
+            raise CheckpointFormatError(f"a value stands above another one in {path!r:.200}")
+    present = node.setdefault(path[-1], value)
+    if present is not value and not (value == {} and isinstance(present, dict)):
+        raise CheckpointFormatError(f"two values stand at {path!r:.200}")
+
+
+def _build(tree: dict[Any, Any], path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> Any:
+    note = notes.get(path, {})
+    is_list = bool(tree) and all(type(part) is int for part in tree)
+    kind = note.get("kind", "list" if is_list else "dict")
+    children = {
+        part: child.value if isinstance(child, _Leaf) else _build(child, (*path, part), notes)
+        for part, child in tree.items()
+    }
+    if kind in ("list", "tuple") and (is_list or not tree):
+        items = [children[part] for part in sorted(children)]
+        return tuple(items) if kind == "tuple" else items
+    pairs = [(key, children[name]) for name, key in original_keys(note, children).items()]
+    if kind == "Counter":
+        return Counter(dict(pairs))
+    if kind == "defaultdict":
+        return defaultdict(FACTORIES.get(note.get("factory", "")), pairs)
+    if kind != "OrderedDict":
+        return dict(pairs)
+    result = OrderedDict(pairs)
+    if "metadata" in note:
+        result._metadata = OrderedDict(note["metadata"])  # type: ignore[attr-defined]  # as torch.nn.Module does
+    return result
