@@ -138,7 +138,7 @@ TORCH_FREE = (
     "dcp",
     "dcp.errors",
     "dcp.cli",
-    "dcp.inspection.checkpoints",
+    "dcp.inspection",
     "dcp.inspection.values.difference",
     "dcp.server",
     "dcp.inspection.values.statistics",
