@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.save.global_plan import plan_save
 from dcp.planners.wire.codec import decode_save_columns, encode_save_columns, encode_write_columns
-from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.formats.index import starts
 
 ROWS_PER_RANK = 4

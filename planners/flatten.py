@@ -4,7 +4,7 @@ Mappings are opened at every level, lists only where they hold a tensor, a mappi
 never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists only; that
 variant (`legacy=True`) finds the entries of checkpoints from then. `PerRank` is opened like a mapping of one
 key. Names and paths have strings only: keys that are none, and mappings without entries, are noted
-(`dcp.storage.formats.native.container_notes`).
+(`dcp.storage.formats.container_notes`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import NO_PLAIN_KEY, Note, note_of, plain_key
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.native.container_notes import NO_PLAIN_KEY, Note, note_of, plain_key
 from dcp.storage.near_names import listed
 
 __all__ = [

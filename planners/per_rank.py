@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["PerRank", "rank_holder", "rank_key", "rank_number"]
+__all__ = ["PerRank", "current_rank", "rank_holder", "rank_key", "rank_number"]
 
 _RANK_KEY: Final = re.compile(r"\.rank-(\d{1,9})(?=\.|$)")
 
@@ -30,11 +30,20 @@ def rank_key(rank: int) -> str:
 
 def rank_holder(fqn: str) -> str | None:
     """What is before the first component of a flat key that looks like a rank's; None if there is none."""
+
     found = _RANK_KEY.search(fqn)
     return fqn[: found.start()] if found is not None else None
 
 
 def rank_number(fqn: str) -> int:
     """The rank that the component found by `rank_holder` names; -1 if there is none."""
+
     found = _RANK_KEY.search(fqn)
     return int(found[1]) if found is not None else -1
+
+
+def current_rank() -> int:
+    """This process's number in the default process group, 0 where there is none."""
+    import torch.distributed as dist  # this module is imported where torch is not
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -32,9 +32,9 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.pickle.python_values import decode_value
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import LOOSE_FORMATS, SourcePlace, index_at, locate
+from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store

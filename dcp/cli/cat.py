@@ -118,7 +118,7 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
     if json:
         print_json({"fqn": fqn, "type": type(value.value).__name__, "value": value.value})
     else:
-        from dcp.storage.formats.pickle.python_values import value_text
+        from dcp.storage.formats.torch.python_values import value_text
 
         print(printable(value_text(value.value)))
 

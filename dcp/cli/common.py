@@ -165,7 +165,7 @@ def _jsonable(value: Any) -> Any:
         return {item.name: _jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if hasattr(value, "tolist") and value.size <= _MAX_JSON_ELEMENTS:  # of numpy
         return _jsonable(value.tolist())
-    from dcp.storage.formats.pickle.python_values import value_text
+    from dcp.storage.formats.torch.python_values import value_text
 
     return value_text(value)
 

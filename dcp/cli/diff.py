@@ -138,7 +138,7 @@ def _type(facts: TensorFacts | None) -> str:
 
 
 def _shown(value: object) -> str:
-    from dcp.storage.formats.pickle.python_values import value_text
+    from dcp.storage.formats.torch.python_values import value_text
 
     text = "-" if value is None else value_text(value)
     return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."

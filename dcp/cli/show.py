@@ -224,7 +224,7 @@ def _print_objects(values: list[ObjectRow]) -> None:
 def _describe_value(row: ObjectRow) -> tuple[str, str]:
     if not row.is_plain:
         return "pickled", f"{describe_bytes(row.bytes)} in {row.file}"
-    from dcp.storage.formats.pickle.python_values import value_text
+    from dcp.storage.formats.torch.python_values import value_text
 
     text = value_text(row.value)
     shown = text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 3] + "..."

@@ -18,8 +18,8 @@ from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import CheckpointFormatError, MissingKeyError, PlanError, UnsupportedFormatError
+from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
-from dcp.storage.formats.native.container_notes import STRUCTURE_VERSION
 
 __all__ = ["Entries", "Entry", "TargetDtype", "Value", "choose_entries"]
 

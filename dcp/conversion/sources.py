@@ -16,8 +16,9 @@ import numpy as np
 
 from dcp.conversion.layout import Copies, TargetLayout
 from dcp.conversion.pieces import SourceBox
+from dcp.planners.columns import WantedColumns
 from dcp.planners.layout.boxes import expand_ranges, gather_rows, row_products
-from dcp.planners.load.plan import WantedColumns, plan_load
+from dcp.planners.load.plan import plan_load
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 

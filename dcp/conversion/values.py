@@ -17,10 +17,10 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.native.record import object_record
-from dcp.storage.formats.pickle.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
 from dcp.storage.formats.torch.pickle_writer import SizeValue, StoredTensor
+from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
 __all__ = ["SourceValues", "torch_allows"]

@@ -30,11 +30,11 @@ from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
-from dcp.storage.formats.pickle.python_values import decode_value, python_value
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.safetensors.folder import index_of_file, index_of_folder
 from dcp.storage.formats.sources import FILE_FORMATS, FILE_SUFFIXES, locate, open_source
+from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.opening import OpenWith

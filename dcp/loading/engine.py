@@ -13,11 +13,11 @@ import msgpack
 
 from dcp.loading.report import LoadReport
 from dcp.loading.targets import Stored
+from dcp.planners.columns import LoadColumns
 from dcp.planners.layout.boxes import row_products
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Matches, check_matches
 from dcp.planners.load.unexpected import check_left, pack_left
-from dcp.planners.wire.columns import LoadColumns
 from dcp.progress import ProgressCallback, reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint
@@ -26,9 +26,9 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
-from dcp.storage.formats.pickle.python_values import decode_values
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import index_at
+from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
 

@@ -22,8 +22,8 @@ from dcp.ranks.handshake import told_to_all
 from dcp.state_dict_loader import check_verify, fill
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import notes_by_path
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.native.container_notes import notes_by_path
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.tensors import torch_dtype
 from dcp.storage.torch_metadata import LazyMetadata

@@ -13,6 +13,7 @@ from dataclasses import astuple
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.columns import WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.wire.codec import (
@@ -22,7 +23,6 @@ from dcp.planners.wire.codec import (
     encode_save_columns,
     encode_write_columns,
 )
-from dcp.planners.wire.columns import WriteColumns
 from dcp.progress import ProgressCallback, reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_target

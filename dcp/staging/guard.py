@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.layout.local_tensor import SpecCache, is_tensor_like, local_tensor
-from dcp.planners.save.planner import flatten_sharded
+from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
 from dcp.staging.layout import pointers_of
 from dcp.staging.samples import Guard, Samples
 from dcp.storage.errors import PlanError, StagingError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dcp.planners.cache.known_state import Sources
-from dcp.planners.wire.columns import SaveColumns
+from dcp.planners.columns import SaveColumns
 from dcp.staging.arena import HostArena
 from dcp.storage.formats.index import Int64
 

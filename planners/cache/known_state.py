@@ -22,14 +22,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp.planners.cache.state_tree import StateTree
+from dcp.planners.columns import SaveColumns
 from dcp.planners.flatten import Flat, flatten
 from dcp.planners.layout.local import LocalTensors
 from dcp.planners.layout.local_tensor import has_plain_memory, has_sharded_tensor, is_tensor_class
 from dcp.planners.layout.shared_storage import item_ties
 from dcp.planners.layout.tensor_facts import TensorFacts
-from dcp.planners.wire.columns import SaveColumns
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Int64, Path
-from dcp.storage.formats.native.container_notes import Note
 
 __all__ = ["KnownState", "LocalPart", "Sources"]
 

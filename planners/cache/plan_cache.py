@@ -24,15 +24,15 @@ import numpy.typing as npt
 import torch
 
 from dcp.planners.cache.known_state import KnownState
+from dcp.planners.columns import SaveColumns, WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_fingerprints import SetFolder
 from dcp.planners.save.replica_sets import differing, replica_sets
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
-from dcp.planners.wire.columns import SaveColumns, WriteColumns
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64
-from dcp.storage.formats.native.container_notes import encode_notes
 
 __all__ = ["PlanCache", "RankPart"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dcp.planners.wire.columns import SaveColumns
+from dcp.planners.columns import SaveColumns
 from dcp.storage.formats.index import Int64
 
 __all__ = ["item_views"]

@@ -50,7 +50,7 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True, eq=False)
 class LocalTensors:
-    """All tensors of one rank, columns as in `dcp.planners.wire.columns.SaveColumns`.
+    """All tensors of one rank, columns as in `dcp.planners.columns.SaveColumns`.
 
     ``item_sources`` indexes ``sources`` (plain local tensors; they may require grad, so copy under no_grad).
     ``item_replicated`` is 1 where another rank may hold the same box. ``requires_grad`` is asked for saves

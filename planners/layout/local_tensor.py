@@ -27,6 +27,7 @@ __all__ = [
     "LocalTensor",
     "SpecCache",
     "TensorLayout",
+    "flatten_sharded",
     "has_plain_memory",
     "has_sharded_tensor",
     "is_tensor_class",
@@ -267,3 +268,14 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
         "__get_tensor_shard__",
         fqn=fqn,
     )
+
+
+def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat state dict with nested ShardedTensors (FSDP1 over tensor parallelism) made flat, as torch
+    does."""
+    if not has_sharded_tensor(flat.values()):
+        return flat
+    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+
+    flattened: dict[str, Any] = _flatten_sharded_tensors(flat)
+    return flattened

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.layout.local import LocalTensors
-from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.formats.index import Int64
 
 __all__ = ["item_ties"]

@@ -13,8 +13,8 @@ from dcp.planners.flatten import set_element
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.wire.torch_plans import known_provenance
 from dcp.storage.errors import MissingKeyError, PlanError
+from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.native.container_notes import empty_dicts, notes_by_path, with_original_keys
 
 __all__ = ["EmptyStateLoadPlanner"]
 

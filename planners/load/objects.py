@@ -18,7 +18,7 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
     """The value of torch.save bytes.
 
     With ``weights_only`` what `torch.load(weights_only=True)` allows, and what is harmless beyond that
-    (`dcp.storage.formats.pickle.python_values`): arrays of numpy, dates, paths and the like.
+    (`dcp.storage.formats.torch.python_values`): arrays of numpy, dates, paths and the like.
 
     Raises UnsafeObjectError where the value needs any other class or function, CheckpointFormatError where
     the bytes are damaged.

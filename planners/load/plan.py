@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import LoadColumns, WantedColumns, told_name
 from dcp.planners.layout.boxes import (
     BoxSet,
     expand_ranges,
@@ -19,63 +20,14 @@ from dcp.planners.layout.boxes import (
 )
 from dcp.planners.load.key_hints import hint_for_missing
 from dcp.planners.load.problems import MAX_LISTED, LoadProblems
-from dcp.planners.wire.columns import LoadColumns
 from dcp.storage.errors import PlanError, UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
-__all__ = ["LoadFindings", "WantedColumns", "plan_load"]
+__all__ = ["LoadFindings", "plan_load"]
 
 MAX_CUTS = 100_000
 """Pieces that partly overlapping stored chunks may be cut into, a bound against absurd input."""
-
-
-@dataclass(frozen=True, eq=False)
-class WantedColumns:
-    """What one rank wants.
-
-    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes. Boxes (m rows): of tensor ``box_tensors``, at
-    ``box_offsets`` of extent ``box_sizes`` in the global tensor, going to ``box_local_offsets`` of the local
-    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors. ``stored_fqns`` and
-    ``stored_object_fqns`` are what the checkpoint calls them where that differs; several may have one name.
-    """
-
-    fqns: Sequence[str]
-    dtype_codes: npt.NDArray[np.uint8]
-    shape_start: Int64
-    shape_values: Int64
-    box_tensors: Int64
-    box_offsets: Int64
-    box_sizes: Int64
-    box_local_offsets: Int64
-    box_dests: Int64
-    object_fqns: Sequence[str] = ()
-    stored_fqns: Sequence[str] | None = None
-    stored_object_fqns: Sequence[str] | None = None
-
-    @property
-    def tensor_names(self) -> Sequence[str]:
-        """What the checkpoint calls the tensors."""
-        return self.fqns if self.stored_fqns is None else self.stored_fqns
-
-    @property
-    def object_names(self) -> Sequence[str]:
-        """What the checkpoint calls the other values."""
-        return self.object_fqns if self.stored_object_fqns is None else self.stored_object_fqns
-
-    def told(self, row: int) -> str:
-        """The tensor's name for a message."""
-        return _told(self.fqns[row], self.tensor_names[row])
-
-    @cached_property
-    def ndims(self) -> Int64:
-        """Number of dimensions by tensor."""
-        return np.diff(self.shape_start)
-
-    @cached_property
-    def box_start(self) -> Int64:
-        """Positions of the boxes."""
-        return starts(self.ndims[self.box_tensors])
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,10 +115,6 @@ def _hint(index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects
     return hint_for_missing(absent, _unexpected(index, tensors, objects), present, is_renamed=is_renamed)
 
 
-def _told(fqn: str, name: str) -> str:
-    return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
-
-
 def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
     if not len(wanted):
         return np.zeros(0, np.int64)
@@ -189,7 +137,7 @@ def _check_keys(
             missing[fqn] = told
     for row in np.flatnonzero(objects < 0).tolist():
         fqn, name = wanted.object_fqns[row], wanted.object_names[row]
-        told = _told(fqn, name)
+        told = told_name(fqn, name)
         if name in index.position:
             problems.others[fqn] = f"{told} is a tensor in the checkpoint, but no tensor in the state dict"
         else:

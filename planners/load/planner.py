@@ -15,21 +15,20 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp.planners.by_value import like
+from dcp.planners.columns import LoadColumns, WantedColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import LocalTensors, collect_tensors
-from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN
+from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.materialise import has_meta_tensor, materialise
 from dcp.planners.load.choice import LoadSelection, choose, per_rank_path
 from dcp.planners.load.objects import load_object
-from dcp.planners.load.plan import LoadFindings, WantedColumns, plan_load
+from dcp.planners.load.plan import LoadFindings, plan_load
 from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.load.unexpected import Unexpected, names_within
-from dcp.planners.per_rank import rank_holder, rank_key, rank_number
-from dcp.planners.save.planner import _current_rank, flatten_sharded
-from dcp.planners.wire.columns import LoadColumns
+from dcp.planners.per_rank import current_rank, rank_holder, rank_key, rank_number
 from dcp.planners.wire.torch_plans import index_from_metadata, read_items
 from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
@@ -317,7 +316,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return ".".join(map(str, holder)) if holder is not None else None
 
     def _own_rank(self) -> int:
-        return self.rank if self.rank is not None else _current_rank()
+        return self.rank if self.rank is not None else current_rank()
 
     def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalTensors]:
         choice = self._choose(index)

@@ -15,8 +15,8 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.native.object_blob import ObjectBlob
-from dcp.storage.formats.pickle.python_values import python_value
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
+from dcp.storage.formats.torch.python_values import python_value
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
 __all__ = ["safe_object"]

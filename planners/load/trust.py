@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dcp.planners.by_value import by_value
-from dcp.storage.formats.pickle.python_values import is_harmless_leaf
+from dcp.storage.formats.torch.python_values import is_harmless_leaf
 
 __all__ = ["foreign_values"]
 

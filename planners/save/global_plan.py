@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import SaveColumns, WriteColumns
 from dcp.planners.layout.boxes import expand_ranges, gather_rows, row_products
 from dcp.planners.save.balance import Balancer, Replicated, WritePart, tie_clusters
 from dcp.planners.save.merge import MergedObjects, MergedTensors, merge_objects, merge_tensors
@@ -25,10 +26,9 @@ from dcp.planners.save.validate import (
     check_volumes,
     raise_problems,
 )
-from dcp.planners.wire.columns import SaveColumns, WriteColumns
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.container_notes import Note, Noted, merge_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, starts
-from dcp.storage.formats.native.container_notes import Note, Noted, merge_notes, structure_of_notes
 
 __all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 

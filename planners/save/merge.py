@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.layout.boxes import gather_rows
-from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.near_names import listed

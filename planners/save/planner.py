@@ -16,15 +16,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from dcp.planners.by_value import by_value, encode_by_value
 from dcp.planners.cache.known_state import KnownState, LocalPart
+from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.flatten import Flat, flatten
 from dcp.planners.layout.item_views import item_views
 from dcp.planners.layout.local import collect_tensors
-from dcp.planners.layout.local_tensor import has_sharded_tensor
+from dcp.planners.layout.local_tensor import flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.shared_storage import item_ties
+from dcp.planners.per_rank import current_rank
 from dcp.planners.save.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
-from dcp.planners.wire.columns import SaveColumns, SaveObjects
 from dcp.planners.wire.torch_plans import (
     NotedPlan,
     columns_from_plan,
@@ -32,28 +33,13 @@ from dcp.planners.wire.torch_plans import (
     plan_from_writes,
     write_items,
 )
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Path
-from dcp.storage.formats.native.container_notes import Note
 
 __all__ = ["DefaultSavePlanner", "item_digests", "uses_columns"]
 
 OPAQUE_OBJECT_BYTES = 4 << 10
 """What an object that is no plain data is taken to need, for balancing."""
-
-
-def _current_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
-    """A flat state dict with nested ShardedTensors (FSDP1 over tensor parallelism) made flat, as torch
-    does."""
-    if not has_sharded_tensor(flat.values()):
-        return flat
-    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-
-    flattened: dict[str, Any] = _flatten_sharded_tensors(flat)
-    return flattened
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
@@ -108,7 +94,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         flat, self._shape, self._notes, self.foreign_keys = state_dict, None, (), {}
         self.structure = {}
         if self.flatten_state_dict:
-            rank = self.rank if self.rank is not None else _current_rank()
+            rank = self.rank if self.rank is not None else current_rank()
             known = self._known_state()
             made: Flat
             if known is None:

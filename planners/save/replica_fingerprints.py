@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dcp.planners.cache.known_state import Sources
+from dcp.planners.columns import SaveColumns
 from dcp.planners.layout.item_views import item_views
 from dcp.planners.layout.tensor_facts import TensorFacts
 from dcp.planners.save.digest import (
@@ -26,7 +27,6 @@ from dcp.planners.save.digest import (
     memory_between,
 )
 from dcp.planners.save.replica_sets import RankSets
-from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.formats.index import Int64
 
 __all__ = ["SetFolder"]

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from dcp.storage.formats.index import Int64, starts
 
 if TYPE_CHECKING:
+    from dcp.planners.columns import SaveColumns
     from dcp.planners.save.global_plan import Boxes, Items
     from dcp.planners.save.merge import MergedObjects
-    from dcp.planners.wire.columns import SaveColumns
 
 __all__ = ["Holders", "RankSets", "differing", "replica_sets"]
 

@@ -17,10 +17,11 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
 from dcp.planners.save.replica_sets import RankSets
-from dcp.planners.wire.columns import SaveColumns, SaveObjects, WriteColumns
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.container_notes import Note, decode_notes, encode_notes
 from dcp.storage.formats.index import Int64, Path, starts
 from dcp.storage.formats.native.column_codec import (
     Budget,
@@ -30,7 +31,6 @@ from dcp.storage.formats.native.column_codec import (
     decode_strings,
     encode_within_budget,
 )
-from dcp.storage.formats.native.container_notes import Note, decode_notes, encode_notes
 
 __all__ = [
     "SectionCache",

@@ -26,12 +26,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedColumns, WriteColumns
 from dcp.planners.layout.local import DTYPE_CODES
-from dcp.planners.load.plan import WantedColumns
-from dcp.planners.wire.columns import LoadColumns, SaveColumns, SaveObjects, WriteColumns
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.native.container_notes import Note
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [

@@ -78,7 +78,7 @@ def _cleaned(value: Any, depth: int, left: list[int]) -> Any:
         case list() | tuple() | set() | frozenset():
             return [_cleaned(item, depth - 1, left) for item in value]
         case _:
-            from dcp.storage.formats.pickle.python_values import value_text  # only here: numpy takes its time
+            from dcp.storage.formats.torch.python_values import value_text  # only here: numpy takes its time
 
             return clean_text(value_text(value)[:1000])
 

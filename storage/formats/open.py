@@ -19,13 +19,13 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.native.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     METADATA_NAME,
     decode_manifest,
 )
-from dcp.storage.formats.native.merge import merge_rank_indexes
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import Store

@@ -18,7 +18,7 @@ import torch
 from dcp.inspection.checkpoints import object_rows
 from dcp.planners.load.objects import load_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
-from dcp.storage.formats.pickle.python_values import HARMLESS_MARK, decode_value
+from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value
 from dcp.storage.stores import PosixStore
 from tests.support.hostile_files import STORAGE, archive, tensor_pickle
 from tests.support.torch_files import index_of, saved

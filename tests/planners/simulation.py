@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedColumns
 from dcp.planners.layout.placements import Box, Split, boxes_of_runs, local_runs
-from dcp.planners.load.plan import WantedColumns
 from dcp.planners.save.global_plan import GlobalSavePlan
-from dcp.planners.wire.columns import LoadColumns, SaveColumns, SaveObjects
 from dcp.storage.formats.index import CheckpointIndex, Path, starts
 
 Array = npt.NDArray[np.int64]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.save.global_plan import plan_save
 from dcp.planners.save.replica_sets import RankSets
 from dcp.planners.wire.codec import (
@@ -22,7 +23,6 @@ from dcp.planners.wire.codec import (
     encode_save_columns,
     encode_write_columns,
 )
-from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import starts
 from tests.planners.simulation import save_columns, tensor_shapes, worlds

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp.planners.cache.known_state import KnownState, Sources
+from dcp.planners.columns import SaveColumns
 from dcp.planners.layout.tensor_facts import TensorFacts
 from dcp.planners.per_rank import PerRank
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.planners.wire.columns import SaveColumns
 from dcp.storage.errors import PlanError
 from tests.support.ranks import run_ranks
 

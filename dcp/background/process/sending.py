@@ -17,7 +17,7 @@ from dcp.background.order import SaveOrder
 from dcp.background.process import pickled_state as parcel
 from dcp.background.process.child import Child
 from dcp.background.worker import Payload
-from dcp.planners.wire.columns import SaveColumns, SaveObjects
+from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.progress import ProgressCallback
 from dcp.staging.stager import StagedState
 from dcp.storage.errors import CheckpointError

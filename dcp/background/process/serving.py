@@ -26,8 +26,8 @@ from dcp.background.process import pickled_state as parcel
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
 from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.columns import SaveColumns
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.planners.wire.columns import SaveColumns
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError

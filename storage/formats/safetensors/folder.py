@@ -28,7 +28,7 @@ import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, starts
-from dcp.storage.formats.native.merge import merge_rank_indexes
+from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.safetensors.file import SafetensorsHeader, parse_header, parse_json
 from dcp.storage.formats.torch.file import index_of_torch_file
 from dcp.storage.stores.base import Store, check_name

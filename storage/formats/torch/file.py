@@ -17,7 +17,7 @@ import numpy as np
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.native.strided_columns import extent_elements
+from dcp.storage.formats.strided_columns import extent_elements
 from dcp.storage.formats.torch.archive import TorchArchive
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
 from dcp.storage.formats.torch.structure import FlatFile, flatten_torch

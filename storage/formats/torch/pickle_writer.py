@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.pickle.python_values import harmless_pickle
 from dcp.storage.formats.torch.pickle_reader import DevicePickle
+from dcp.storage.formats.torch.python_values import harmless_pickle
 
 __all__ = ["MAX_DEPTH", "SizeValue", "StoredTensor", "TensorRef", "encode_torch_pickle"]
 

@@ -15,7 +15,7 @@ What names and paths do not tell is noted in ``provenance["structure"]``, which 
 ``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
 "Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", or at the root
 "tensor" or "value" (no container). ``keys`` are all keys in order, where one is no str or has no entry below
-it (an empty container); of a save also "int_keys", see `dcp.storage.formats.native.container_notes`.
+it (an empty container); of a save also "int_keys", see `dcp.storage.formats.container_notes`.
 ``metadata`` is the attribute ``_metadata`` that a module's state dict has, with plain dicts in it. Listed
 are containers that are not what their paths suggest: a dict, or a list under an int. ``values`` has the
 types of values that are stored as another: a torch.Size as a tuple. Torch-free.
@@ -29,19 +29,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
-from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.index import Path
-from dcp.storage.formats.native.container_notes import (
+from dcp.storage.formats.container_notes import (
     STRUCTURE_VERSION,
     empty_dicts,
     notes_by_path,
     original_keys,
 )
+from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.index import Path
 from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Instance
-from dcp.storage.formats.pickle.python_values import encode_value, leaf_bytes, python_value
 from dcp.storage.formats.pickle.stdlib_classes import DEFAULT_DICT, FACTORIES, DefaultDictPickle, DequePickle
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
 from dcp.storage.formats.torch.pickle_reader import COUNTER, ORDERED_DICT, SIZE, DevicePickle, SizePickle
+from dcp.storage.formats.torch.python_values import encode_value, leaf_bytes, python_value
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
 __all__ = ["MAX_ENTRIES", "MAX_NESTING", "FlatFile", "flatten_torch", "restore_structure"]

@@ -16,8 +16,8 @@ import dcp
 from dcp.storage.engine.write import DataFile
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.pickle.python_values import decode_values
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.posix_files import PageCacheFile
 from dcp.storage.tensors import byte_pieces

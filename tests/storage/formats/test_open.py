@@ -23,8 +23,8 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.native.merge import merge_rank_indexes
 from dcp.storage.formats.open import has_checkpoint, is_large_metadata_of, open_index
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.stores.faults import FaultInjectingStore

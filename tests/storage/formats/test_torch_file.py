@@ -22,8 +22,8 @@ from dcp.storage.errors import (
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.pickle.python_values import decode_value
 from dcp.storage.formats.torch.file import index_of_torch_file
+from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.formats.torch.structure import restore_structure
 from tests.support.torch_files import as_bytes, assert_same, index_of, reader, restored, saved, tensor_at
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp.storage.formats.pickle.python_values import value_text
+from dcp.storage.formats.torch.python_values import value_text
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference, TensorFacts

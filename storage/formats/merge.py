@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
+from dcp.storage.formats.container_notes import Noted, merge_notes, notes_by_path, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
-from dcp.storage.formats.native.container_notes import Noted, merge_notes, notes_by_path, structure_of_notes
 
 __all__ = ["merge_rank_indexes"]
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Int64, Path, starts
-from dcp.storage.formats.native.container_notes import Note
 
-__all__ = ["LoadColumns", "SaveColumns", "SaveObjects", "WriteColumns"]
+__all__ = ["LoadColumns", "SaveColumns", "SaveObjects", "WantedColumns", "WriteColumns", "told_name"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class SaveColumns:
     ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
     place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
     nested state dict (or is None), ``notes`` are of its containers
-    (`dcp.storage.formats.native.container_notes`).
+    (`dcp.storage.formats.container_notes`).
     """
 
     fqns: Sequence[str]
@@ -137,3 +137,56 @@ class LoadColumns:
     objects: Int64
     object_fqns: Sequence[str]
     extra: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class WantedColumns:
+    """What one rank wants.
+
+    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes. Boxes (m rows): of tensor ``box_tensors``, at
+    ``box_offsets`` of extent ``box_sizes`` in the global tensor, going to ``box_local_offsets`` of the local
+    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors. ``stored_fqns`` and
+    ``stored_object_fqns`` are what the checkpoint calls them where that differs; several may have one name.
+    """
+
+    fqns: Sequence[str]
+    dtype_codes: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+    box_tensors: Int64
+    box_offsets: Int64
+    box_sizes: Int64
+    box_local_offsets: Int64
+    box_dests: Int64
+    object_fqns: Sequence[str] = ()
+    stored_fqns: Sequence[str] | None = None
+    stored_object_fqns: Sequence[str] | None = None
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        """What the checkpoint calls the tensors."""
+        return self.fqns if self.stored_fqns is None else self.stored_fqns
+
+    @property
+    def object_names(self) -> Sequence[str]:
+        """What the checkpoint calls the other values."""
+        return self.object_fqns if self.stored_object_fqns is None else self.stored_object_fqns
+
+    def told(self, row: int) -> str:
+        """The tensor's name for a message."""
+        return told_name(self.fqns[row], self.tensor_names[row])
+
+    @cached_property
+    def ndims(self) -> Int64:
+        """Number of dimensions by tensor."""
+        return np.diff(self.shape_start)
+
+    @cached_property
+    def box_start(self) -> Int64:
+        """Positions of the boxes."""
+        return starts(self.ndims[self.box_tensors])
+
+
+def told_name(fqn: str, name: str) -> str:
+    """A name for a message, with what the checkpoint calls it where that differs."""
+    return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
