@@ -174,7 +174,7 @@ class _Suite:
                 self.rows.append(memory_row(workload, operation, gigabytes, ours, stock))
 
     def _save_asynchronously(self, workload: str) -> None:
-        from benchmarks.async_saving import AsyncSpec, merge_lives, save_in_one_life
+        from benchmarks.asynchronous.saving import AsyncSpec, merge_lives, save_in_one_life
         from benchmarks.targets import async_row
 
         options = self._options
@@ -194,7 +194,7 @@ class _Suite:
         self._asynchronous_memory(workload)
 
     def _asynchronous_memory(self, workload: str) -> None:
-        from benchmarks.async_saving import peak_async_mebibytes
+        from benchmarks.asynchronous.saving import peak_async_mebibytes
         from benchmarks.targets import async_memory_row
         from benchmarks.workloads import tensor_specs, total_bytes
 
@@ -215,8 +215,8 @@ class _Suite:
                 self.rows.append(async_memory_row(workload, operation, gigabytes, ours, stock))
 
     def _train(self) -> None:
+        from benchmarks.asynchronous.training_loop import LoopSpec, train
         from benchmarks.targets import loop_rows
-        from benchmarks.training_loop import LoopSpec, train
 
         with self._own_folder() as name:
             spec = LoopSpec(self._options.scale, self._options.rounds, Path(name))
@@ -226,7 +226,7 @@ class _Suite:
         self.rows += loop_rows(result)
 
     def _plan(self) -> None:
-        from benchmarks.plan_cache import LAYOUTS, TENSORS, PlanSpec, plan_again
+        from benchmarks.plans.plan_cache import LAYOUTS, TENSORS, PlanSpec, plan_again
         from benchmarks.targets import plan_row
 
         tensors = max(8, round(TENSORS * self._options.scale))
@@ -240,7 +240,7 @@ class _Suite:
             self.rows += [plan_row(result) for result in results]
 
     def _stage_from_device(self) -> None:
-        from benchmarks.device_staging import DeviceSpec, accelerator, stage_from_device
+        from benchmarks.asynchronous.device_staging import DeviceSpec, accelerator, stage_from_device
         from benchmarks.targets import device_row
 
         say = self._say("device")
@@ -255,7 +255,7 @@ class _Suite:
         self.rows += [device_row(result) for result in results]
 
     def _convert(self) -> None:
-        from benchmarks.conversion import (
+        from benchmarks.converting.conversion import (
             CASES,
             SAVING_RANKS,
             conversion_rows,
@@ -274,8 +274,8 @@ class _Suite:
                 self.rows += conversion_rows(measured, peaks)
 
     def _object_store(self) -> None:
-        from benchmarks.object_service import Service
-        from benchmarks.object_store import not_installed
+        from benchmarks.s3.service import Service
+        from benchmarks.s3.store import not_installed
         from dcp.demo.s3_server import S3Server, S3ServerError
 
         with self._own_folder() as name:
@@ -294,8 +294,8 @@ class _Suite:
                 server.stop()
 
     def _save_and_load_objects(self, workload: str, service: Any) -> None:
-        from benchmarks.object_rows import client_row, object_row
-        from benchmarks.object_store import ObjectSpec, measure_objects
+        from benchmarks.s3.rows import client_row, object_row
+        from benchmarks.s3.store import ObjectSpec, measure_objects
 
         spec = ObjectSpec(workload, self._options.scale, self._options.rounds, service)
         say = self._say(f"s3, {workload}")
@@ -305,9 +305,9 @@ class _Suite:
         self.rows += [row for row in rows if row is not None]
 
     def _reshard_objects(self, service: Any) -> None:
-        from benchmarks.object_rows import object_reshard_row
-        from benchmarks.object_service import Buckets
-        from benchmarks.object_store import (
+        from benchmarks.s3.rows import object_reshard_row
+        from benchmarks.s3.service import Buckets
+        from benchmarks.s3.store import (
             CASES,
             SAVING_RANKS,
             ObjectSpec,

@@ -31,9 +31,9 @@ _context.set_forkserver_preload(
         "benchmarks.rounds",
         "benchmarks.resharding",
         "benchmarks.memory",
-        "benchmarks.async_saving",
-        "benchmarks.object_store",
-        "benchmarks.conversion",
+        "benchmarks.asynchronous.saving",
+        "benchmarks.s3.store",
+        "benchmarks.converting.conversion",
     ]
 )
 

@@ -41,7 +41,7 @@ from dcp.progress import ProgressCallback, harmless
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
 from dcp.ranks.handshake import begin
 from dcp.saving.rank_state import PlanOptions, RankState
-from dcp.staging.guard import check_staged, sample_state
+from dcp.staging.guarding.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.storage import writer as columnar
 from dcp.storage.errors import CheckpointError, StagingError

@@ -6,8 +6,24 @@ from typing import Annotated
 
 import typer
 
-from dcp.cli import cat, convert, db, demo, diff, gc, keys, ls, rm, roots, serve, show, stats, verify, worker
-from dcp.cli.commands import Commands
+from dcp.cli.command_group import Commands
+from dcp.cli.subcommands import (
+    cat,
+    convert,
+    db,
+    demo,
+    diff,
+    gc,
+    keys,
+    ls,
+    rm,
+    roots,
+    serve,
+    show,
+    stats,
+    verify,
+    worker,
+)
 from dcp.version import __version__
 
 __all__ = ["app", "main"]

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
     from torch.distributed.checkpoint.staging import StagingOptions as StagingOptions
 
-    from dcp.staging.arena import HostArena as HostArena
     from dcp.staging.blocking import BlockingAsyncStager as BlockingAsyncStager
     from dcp.staging.errors import StagingMemoryError as StagingMemoryError
     from dcp.staging.errors import StagingTimeoutError as StagingTimeoutError
-    from dcp.staging.guard import check_staged as check_staged
-    from dcp.staging.guard import sample_state as sample_state
+    from dcp.staging.guarding.guard import check_staged as check_staged
+    from dcp.staging.guarding.guard import sample_state as sample_state
+    from dcp.staging.memory.arena import HostArena as HostArena
     from dcp.staging.stager import DefaultStager as DefaultStager
     from dcp.staging.stager import StagedState as StagedState
 
@@ -27,13 +27,13 @@ _MODULES = {
     "AsyncStager": _TORCH,
     "BlockingAsyncStager": "dcp.staging.blocking",
     "DefaultStager": "dcp.staging.stager",
-    "HostArena": "dcp.staging.arena",
+    "HostArena": "dcp.staging.memory.arena",
     "StagedState": "dcp.staging.stager",
     "StagingMemoryError": "dcp.staging.errors",
     "StagingOptions": _TORCH,
     "StagingTimeoutError": "dcp.staging.errors",
-    "check_staged": "dcp.staging.guard",
-    "sample_state": "dcp.staging.guard",
+    "check_staged": "dcp.staging.guarding.guard",
+    "sample_state": "dcp.staging.guarding.guard",
 }
 
 __all__ = [

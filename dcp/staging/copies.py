@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from dcp.staging.arena import PAGES_BYTES, HostArena
+from dcp.staging.memory.arena import PAGES_BYTES, HostArena
 from dcp.storage.formats.index import Int64
 from dcp.storage.tensors import as_copied
 

@@ -12,7 +12,7 @@ import torch
 
 from dcp.planners.cache.known_state import Sources
 from dcp.planners.columns import SaveColumns
-from dcp.staging.arena import HostArena
+from dcp.staging.memory.arena import HostArena
 from dcp.storage.formats.index import Int64
 
 __all__ = ["ALIGNMENT_BYTES", "ArenaLayout", "Structure", "pointers_of", "ties_of"]

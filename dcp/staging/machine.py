@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.staging.arena import ArenaKind, HostArena
 from dcp.staging.copies import Copies, DeviceWork, HostCopier
-from dcp.staging.guard import changed_error
+from dcp.staging.guarding.guard import changed_error
+from dcp.staging.guarding.samples import Guard, Samples, plain_host
 from dcp.staging.layout import ArenaLayout, Structure, pointers_of, ties_of
-from dcp.staging.samples import Guard, Samples, plain_host
+from dcp.staging.memory.arena import ArenaKind, HostArena
 from dcp.staging.tree import StateTree
 from dcp.storage.formats.index import Int64
 

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultSt
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from dcp.saving.rank_state import RankState
-from dcp.staging.arena import HostArena
 from dcp.staging.gate import Gate
-from dcp.staging.guard import changed_error
+from dcp.staging.guarding.guard import changed_error
+from dcp.staging.guarding.samples import Guard
 from dcp.staging.layout import Structure
 from dcp.staging.machine import DictStaging, Machine, Memory, Slot, Staging
-from dcp.staging.pool import SlotPool
-from dcp.staging.samples import Guard
+from dcp.staging.memory.arena import HostArena
+from dcp.staging.memory.pool import SlotPool
 from dcp.staging.tree import StateTree
 from dcp.storage.errors import StagingError
 from dcp.storage.formats.index import Int64

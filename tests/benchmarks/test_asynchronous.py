@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.async_saving import merge_lives
-from benchmarks.device_staging import DeviceSpec, stage_from_device
+from benchmarks.asynchronous.device_staging import DeviceSpec, stage_from_device
+from benchmarks.asynchronous.saving import merge_lives
+from benchmarks.asynchronous.training_loop import LoopSpec, train
 from benchmarks.rounds import Measurement
 from benchmarks.targets import async_row, device_row, loop_rows
-from benchmarks.training_loop import LoopSpec, train
 
 
 def test_a_training_loop_is_timed_with_and_without_saves(tmp_path: Path) -> None:

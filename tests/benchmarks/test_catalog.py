@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.catalog import main
-from benchmarks.catalog_rows import QUESTIONS
+from benchmarks.service.catalog import main
+from benchmarks.service.rows import QUESTIONS
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.catalog_download import main, measure
+from benchmarks.service.download import main, measure
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.catalog_scan import main
+from benchmarks.service.scan import main
 
 
 def test_figures_are_written_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

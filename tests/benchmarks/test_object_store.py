@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.object_rows import client_row, object_reshard_row, object_row
-from benchmarks.object_service import Buckets, Service
-from benchmarks.object_store import (
+from benchmarks.resharding import Resharding
+from benchmarks.rounds import Measurement
+from benchmarks.s3.rows import client_row, object_reshard_row, object_row
+from benchmarks.s3.service import Buckets, Service
+from benchmarks.s3.store import (
     LOAD,
     SAVE,
     ObjectSpec,
@@ -17,8 +19,6 @@ from benchmarks.object_store import (
     measure_objects,
     save_for_resharding_objects,
 )
-from benchmarks.resharding import Resharding
-from benchmarks.rounds import Measurement
 from dcp.demo.s3_server import S3Server
 
 

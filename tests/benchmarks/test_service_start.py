@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.service_start import measure
+from benchmarks.service.start import measure
 
 
 def test_one_start(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.tensors import dtype_code
 
 if TYPE_CHECKING:
-    from dcp.staging.arena import HostArena
+    from dcp.staging.memory.arena import HostArena
 
 __all__ = ["Sender"]
 

@@ -14,7 +14,7 @@ import torch
 import dcp
 from dcp.background.session import AsyncSession
 from dcp.staging.copies import Copies, HostCopier
-from dcp.staging.samples import Guard
+from dcp.staging.guarding.samples import Guard
 from dcp.staging.stager import DefaultStager
 from dcp.storage.formats.index import Int64
 from tests.support.ranks import run_ranks

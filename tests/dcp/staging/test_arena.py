@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dcp.staging import HostArena, StagingMemoryError
-from dcp.staging.arena import ArenaKind
-from dcp.staging.available import _of_cgroup, available_bytes
+from dcp.staging.memory.arena import ArenaKind
+from dcp.staging.memory.available import _of_cgroup, available_bytes
 from dcp.storage.errors import StagingError
 from tests.support.processes import mapped_files, open_files
 

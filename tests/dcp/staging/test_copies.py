@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.staging import DefaultStager
-from dcp.staging.arena import ArenaKind, HostArena
 from dcp.staging.copies import HostCopier, default_threads
 from dcp.staging.errors import StagingMemoryError
+from dcp.staging.memory.arena import ArenaKind, HostArena
 from tests.dcp.staging.sources import TensorSpec, bits, collect, make_tensors, tensor_specs
 
 MIB = 1 << 20

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp.staging import DefaultStager, check_staged, sample_state
-from dcp.staging.arena import HostArena
 from dcp.staging.copies import resolved
+from dcp.staging.guarding.samples import Guard, Samples
+from dcp.staging.guarding.windows import Windows, read_windows
 from dcp.staging.layout import Structure, pointers_of
 from dcp.staging.machine import Machine, Slot, Staging
-from dcp.staging.samples import Guard, Samples
-from dcp.staging.windows import Windows, read_windows
+from dcp.staging.memory.arena import HostArena
 from dcp.storage.errors import StagingError
 from tests.dcp.staging.sources import TensorSpec, bits, make_tensors, tensor_specs
 

@@ -1,6 +1,7 @@
 """P1: the coordinator's planning of a save by many ranks, simulated in one process.
 
-    python benchmarks/planning.py --ranks 1024 --tensors 1000 [--layout sharded|hybrid|replicated] [--stock]
+    python benchmarks/plans/planning.py --ranks 1024 --tensors 1000 [--layout sharded|hybrid|replicated]
+    [--stock]
 
 Each rank has the same tensors: sharded on dimension 0 over all ranks, sharded over half of them and
 replicated (HSDP), or replicated on all (DDP). Timed are the steps that grow with the number of ranks:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import dcp
-from benchmarks.object_service import Service
+from benchmarks.s3.service import Service
 
 __all__ = ["ObjectSide", "connector_side", "ours", "stock_side"]
 

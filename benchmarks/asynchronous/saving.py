@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import limits
-from benchmarks.async_sides import ASYNC_SIDES, AsyncSide
+from benchmarks.asynchronous.sides import ASYNC_SIDES, AsyncSide
 from benchmarks.process_tree import PeakMemory, cpu_seconds, resident_mebibytes
 from benchmarks.processes import Progress
 from benchmarks.rounds import (

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.staging import DefaultStager
 
 import dcp
-from benchmarks.async_sides import StartedSave
+from benchmarks.asynchronous.sides import StartedSave
 from benchmarks.processes import Progress
 from benchmarks.rounds import Measurement, Sample, remove_durably, rotated, timed
 from benchmarks.workloads import build_state

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32
 
+from dcp.staging.guarding.windows import DeferredBytes, Windows, read_windows
 from dcp.staging.layout import pointers_of
-from dcp.staging.windows import DeferredBytes, Windows, read_windows
 from dcp.storage.formats.index import Int64
 from dcp.storage.tensors import byte_pieces
 

@@ -1,5 +1,4 @@
-"""One conversion in a process of its own, which imports no more than it needs: `benchmarks.conversion` runs
-it."""
+"""One conversion in a process of its own, which imports no more than it needs."""
 
 from __future__ import annotations
 

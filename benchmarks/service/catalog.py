@@ -1,4 +1,4 @@
-"""K1, the catalog: `python -m benchmarks.catalog`. How long lists and details take while a scanner writes.
+"""K1, `python -m benchmarks.service.catalog`: how long lists and details take while a scanner writes.
 
 A real `dcp serve` with one API process over a catalog of the given size, a client on one connection, and
 beside it a process that writes like a scanner. Times are those of the client, from request to last byte.
@@ -25,7 +25,7 @@ from typing import Any, Final
 import httpx
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.catalog_rows import QUESTIONS, Shape, batches, fill
+from benchmarks.service.rows import QUESTIONS, Shape, batches, fill
 from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.catalog", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.service.catalog", description=__doc__)
     parser.add_argument("--checkpoints", default="10000,100000,1000000", help="sizes: %(default)s")
     parser.add_argument("--databases", default="sqlite,postgresql", help="which: %(default)s")
     parser.add_argument("--requests", type=int, default=4000, help="lists, and as many details: %(default)s")
@@ -211,7 +211,7 @@ def _wait_for(client: httpx.Client, process: subprocess.Popen[bytes], begin: flo
 
 @contextmanager
 def _scanner(url: str, first: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "benchmarks.catalog", "--write", url, "--first", str(first)]
+    command = [sys.executable, "-m", "benchmarks.service.catalog", "--write", url, "--first", str(first)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.object_store import LOAD, SAVE
 from benchmarks.resharding import Resharding
 from benchmarks.rounds import Measurement
+from benchmarks.s3.store import LOAD, SAVE
 from benchmarks.targets import Row, Spread, Target, others_cores, ratios
 
 __all__ = ["client_row", "object_reshard_row", "object_row"]

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from dcp.staging.available import available_bytes
 from dcp.staging.errors import StagingMemoryError
+from dcp.staging.memory.available import available_bytes
 from dcp.storage.errors import StagingError
 
 __all__ = ["PAGES_BYTES", "ArenaKind", "HostArena"]

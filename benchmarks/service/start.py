@@ -1,6 +1,6 @@
 """K4: how long `dcp serve` takes to its first answer, and the memory that its API process then holds.
 
-`python -m benchmarks.service_start`. Each start is a new process with an empty folder or, from the second on,
+`python -m benchmarks.service.start`. Each start is a new process with an empty folder or, from the second on,
 the database of the one before; the worker beside it starts once it listens, as always. Beside it, what Python
 takes to import the frameworks alone, which no start can be quicker than.
 """
@@ -130,7 +130,7 @@ def _free_port() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the results as JSON on standard output, and in a file if one is named."""
-    parser = argparse.ArgumentParser("python -m benchmarks.service_start", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.service.start", description=__doc__)
     parser.add_argument("--starts", type=int, default=7, help="how many: %(default)s")
     parser.add_argument("--requests", type=int, default=300, help="of each path: %(default)s")
     parser.add_argument("--out", type=Path, default=None, help="a file for the results")

@@ -95,7 +95,7 @@ def _run(contender: str, to: str, source: Path, folder: Path) -> tuple[float, fl
     folder.mkdir()
     os.sync()
     target = folder / {"torch": "model.pt", "dcp": "copy", "safetensors": "model"}[to]
-    command = [sys.executable, "-m", "benchmarks.conversion_side", contender, to, str(source), str(target)]
+    command = [sys.executable, "-m", "benchmarks.converting.side", contender, to, str(source), str(target)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peak = _watch(process)
     output = process.communicate(timeout=_SETTLE_SECONDS)[0]

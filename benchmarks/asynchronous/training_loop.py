@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from benchmarks.async_sides import ASYNC_SIDES, AsyncSide
+from benchmarks.asynchronous.sides import ASYNC_SIDES, AsyncSide
 from benchmarks.process_tree import cpu_seconds
 from benchmarks.processes import Progress
 from benchmarks.rounds import Measurement, Sample, busy_seconds, remove_durably, rotated

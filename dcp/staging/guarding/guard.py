@@ -16,8 +16,8 @@ import torch
 
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
+from dcp.staging.guarding.samples import Guard, Samples
 from dcp.staging.layout import pointers_of
-from dcp.staging.samples import Guard, Samples
 from dcp.storage.errors import PlanError, StagingError
 from dcp.storage.formats.index import Int64
 from dcp.storage.near_names import listed

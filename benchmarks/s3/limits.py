@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from benchmarks.object_service import Buckets, Service
 from benchmarks.processes import Progress
+from benchmarks.s3.service import Buckets, Service
 
 __all__ = ["CLIENTS", "RawLoops", "Setting"]
 

@@ -1,6 +1,6 @@
 """K2: a sharded checkpoint downloaded from a real `dcp serve` on loopback, as one file made while it is sent.
 
-`python -m benchmarks.catalog_download`. Beside it, from the same process: the same bytes as a file that was
+`python -m benchmarks.service.download`. Beside it, from the same process: the same bytes as a file that was
 converted before. Their limit is a bare socket with `sendfile`. The client is a process of its own that throws
 the bytes away, so that two cores share server and client; the source is in the page cache.
 """
@@ -198,7 +198,7 @@ def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the results as JSON on standard output, and in a file if one is named."""
-    parser = argparse.ArgumentParser("python -m benchmarks.catalog_download", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.service.download", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of tensors: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all contenders: %(default)s")
     parser.add_argument("--tmp", type=Path, default=None, help="where the checkpoint goes, and is removed")

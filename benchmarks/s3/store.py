@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.object_limits import CLIENTS, RawLoops
-from benchmarks.object_service import Buckets, Service
-from benchmarks.object_sides import ObjectSide, connector_side, ours, stock_side
 from benchmarks.processes import Progress
 from benchmarks.resharding import CASES, SAVING_RANKS, Resharding
 from benchmarks.rounds import Measurement, Sample, rotated, sum_over_ranks, synchronize, timed
+from benchmarks.s3.limits import CLIENTS, RawLoops
+from benchmarks.s3.service import Buckets, Service
+from benchmarks.s3.sides import ObjectSide, connector_side, ours, stock_side
 from benchmarks.workloads import State, build_state
 
 __all__ = [

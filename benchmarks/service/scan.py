@@ -1,6 +1,6 @@
 """K3: a root of many checkpoints is scanned into an empty catalog, and again; what registering costs a save.
 
-`python -m benchmarks.catalog_scan`. Each checkpoint is a real manifest (and `.metadata`, as our saves write
+`python -m benchmarks.service.scan`. Each checkpoint is a real manifest (and `.metadata`, as our saves write
 it) of a model of 291 tensors on 8 ranks, without its data, which a scan does not read. All is in the page
 cache. Beside it, the same files only read and their CRC taken: what no scanner can be faster than.
 """
@@ -161,7 +161,7 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the figures as JSON on standard output, and in a file if one is named."""
-    parser = argparse.ArgumentParser("python -m benchmarks.catalog_scan", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.service.scan", description=__doc__)
     parser.add_argument("--checkpoints", type=int, default=10_000, help="%(default)s")
     parser.add_argument("--runs", type=int, default=20, help="%(default)s")
     parser.add_argument("--tensors", type=int, default=291, help="of each: %(default)s")

@@ -1,0 +1,1 @@
+"""What training waits for: asynchronous saves, training loops, staging from a device."""

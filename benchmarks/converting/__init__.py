@@ -1,0 +1,1 @@
+"""Conversions, ours and stock's."""

@@ -1,0 +1,1 @@
+"""Plans of saves and loads, first ones and again."""

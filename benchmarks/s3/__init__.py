@@ -1,0 +1,1 @@
+"""Saves and loads on an S3 server."""

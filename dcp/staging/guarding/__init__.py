@@ -1,0 +1,1 @@
+"""Whether a copy is what the state was: samples of the source, taken before and compared after."""

@@ -1,0 +1,1 @@
+"""Host memory for staged copies: how much there is, arenas, and who has which."""
