@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Select, select, update
 
 from dcp.server.catalog.errors import ChangedError, MissingError
-from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, structures, tags
+from dcp.server.database.records import shown_columns, values_of
+from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, roots, runs, structures, tags
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
 __all__ = [
     "Checkpoint",
@@ -21,95 +22,12 @@ __all__ = [
     "with_labels",
 ]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` that of the checkpoint.
-
-    ``dtypes``: bytes by dtype; None where the structure is not known.
-    """
-
-    id: int
-    root: str
-    run_id: int
-    run: str
-    key: str
-    name: str
-    step: int | None
-    format: str
-    state: str
-    committed_seconds: float
-    discovered_seconds: float
-    updated_seconds: float
-    deleted_seconds: float | None
-    purge_after_seconds: float | None
-    bytes: int
-    file_count: int
-    world_size: int | None
-    structure_id: int | None
-    dtypes: dict[str, int] | None
-    verification: str
-    verified_seconds: float | None
-    problem: str | None
-    is_pinned: bool
-    version: int
-    tags: tuple[str, ...]
-    aliases: tuple[str, ...]
-    metrics: Mapping[str, float]
-
-    @property
-    def etag(self) -> str:
-        """The entity tag, with quotes."""
-        return f'"c{self.id}-{self.version}"'
+C = TypeVar("C", bound=Checkpoint)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointDetail(Checkpoint):
-    """All that is known of a checkpoint. What is of the structure is None where that is not known."""
-
-    save_id: str | None
-    fingerprint: str | None
-    user_metadata: Any
-    provenance: Any
-    structure_digest: str | None
-    tensor_count: int | None
-    object_count: int | None
-    element_count: int | None
-
-
-_OWN: Final = (
-    "id",
-    "run_id",
-    "key",
-    "name",
-    "step",
-    "format",
-    "state",
-    "committed_seconds",
-    "discovered_seconds",
-    "updated_seconds",
-    "deleted_seconds",
-    "purge_after_seconds",
-    "bytes",
-    "file_count",
-    "world_size",
-    "structure_id",
-    "verification",
-    "verified_seconds",
-    "problem",
-    "is_pinned",
-    "version",
-)
-
-
-def row_columns() -> list[Any]:
+def row_columns(record: type[Checkpoint] = Checkpoint) -> list[Any]:
     """The columns of a `Checkpoint` but for its labels, of the tables that `joined` joins."""
-    return [
-        *(checkpoints.c[name] for name in _OWN),
-        roots.c.name.label("root"),
-        runs.c.key.label("run"),
-        structures.c.dtypes,
-    ]
+    return shown_columns(record, "checkpoints", metadata)
 
 
 def joined(query: Select[Any]) -> Select[Any]:
@@ -125,29 +43,21 @@ def get_checkpoint(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
 ) -> CheckpointDetail:
     """All of a checkpoint; `MissingError` if there is none that may be seen."""
-    query = joined(
-        select(
-            *row_columns(),
-            checkpoints.c.save_id,
-            checkpoints.c.fingerprint,
-            checkpoints.c.user_metadata,
-            checkpoints.c.provenance,
-            structures.c.digest.label("structure_digest"),
-            structures.c.tensor_count,
-            structures.c.object_count,
-            structures.c.element_count,
-        )
-    ).where(checkpoints.c.id == checkpoint_id)
+    query = joined(select(*row_columns(CheckpointDetail))).where(checkpoints.c.id == checkpoint_id)
     row = connection.execute(query).mappings().one_or_none()
     if row is None or (visible is not None and row["root"] not in visible):
         raise MissingError("checkpoint", checkpoint_id)
-    return CheckpointDetail(**row, **labels_of(connection, [checkpoint_id])[checkpoint_id])
+    return _made(CheckpointDetail, row, labels_of(connection, [checkpoint_id])[checkpoint_id])
 
 
 def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> list[Checkpoint]:
     """Rows of `row_columns` as checkpoints, in the same order."""
     labels = labels_of(connection, [row["id"] for row in rows])
-    return [Checkpoint(**row, **labels[row["id"]]) for row in rows]
+    return [_made(Checkpoint, row, labels[row["id"]]) for row in rows]
+
+
+def _made(record: type[C], row: Mapping[Any, Any], labels: Mapping[str, Any]) -> C:
+    return record(**values_of(record, row), **labels, etag=f'"c{row["id"]}-{row["version"]}"')
 
 
 def lock_checkpoint(

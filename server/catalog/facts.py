@@ -10,15 +10,15 @@ from typing import Any, Final, Literal, get_args
 from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
+from dcp.server.records.checkpoints import CheckpointDetail, Format, State, Verification
+from dcp.server.records.declaring import Stored, fields_of
 
 __all__ = ["END_OF_TIME", "CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]
 
-Format = Literal["dcp", "torch_dcp", "torch_save", "safetensors", "unknown"]
-State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
 FoundState = Literal["incomplete", "committed", "unreadable"]
-Verification = Literal["unverified", "good", "damaged"]
 
 _MAX_STEP: Final = (1 << 63) - 1
+_MAX_TEXT: Final = 4000
 END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 
 
@@ -79,25 +79,36 @@ class CheckpointFacts:
     def columns(self) -> dict[str, Any]:
         """The columns of `tables.checkpoints` that these facts give, but for those that refer to others."""
         return {
-            "step": self.step,
-            "format": self.format,
-            "state": self.state,
-            "save_id": None if self.save_id is None else clean_text(self.save_id)[:64],
-            "fingerprint": None if self.fingerprint is None else clean_text(self.fingerprint)[:64],
-            "committed_seconds": _shown(self.committed_seconds),
-            "bytes": clean_integer(self.bytes),
-            "file_count": min(clean_integer(self.file_count), 2**31 - 1),
-            "world_size": None if self.world_size is None else min(self.world_size, 2**31 - 1),
-            "problem": None if self.problem is None else clean_text(self.problem)[:4000],
-            "is_pinned": self.is_pinned,
-            "user_metadata": None if self.user_metadata is None else clean_json(self.user_metadata),
-            "provenance": None if self.provenance is None else clean_json(self.provenance),
+            field.column: _cleaned(field.stored, getattr(self, field.column))
+            for field in fields_of(CheckpointDetail)
+            if field.found is not None and field.stored is not None and field.stored.type != "reference"
         }
 
 
-def _shown(seconds: float | None) -> float | None:
+def _cleaned(stored: Stored, value: Any) -> Any:
+    """What was found in foreign files, such that the column takes it."""
+    if value is None:
+        return None
+    match stored.type:
+        case "code":
+            return clean_text(value)[: stored.size]
+        case "text":
+            return clean_text(value)[:_MAX_TEXT]
+        case "large":
+            return clean_integer(value)
+        case "integer":
+            return min(clean_integer(value), 2**31 - 1)
+        case "seconds":
+            return _shown(value)
+        case "json":
+            return clean_json(value)
+        case _:
+            return value
+
+
+def _shown(seconds: float) -> float | None:
     # Times of files may be anything; those that no calendar has would spoil every list they are in.
-    if seconds is None or not 0 < seconds < math.inf:
+    if not 0 < seconds < math.inf:
         return None
     return min(END_OF_TIME, seconds)
 

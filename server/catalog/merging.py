@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.declaring import fields_of
 
 __all__ = ["Merge", "announcement", "is_new_content", "merge"]
 
-_KEPT_IF_NONE: Final = ("save_id", "fingerprint", "committed_seconds", "world_size", "structure_id", "step")
-_OPTIONAL: Final = ("is_pinned", "user_metadata", "provenance")
+_KEPT: Final = {
+    keeps: [
+        field.column
+        for field in fields_of(CheckpointDetail)
+        if field.found is not None and field.found.keeps == keeps
+    ]
+    for keeps in ("of the same content", "always")
+}
 _BY_ORDER: Final = frozenset({"deleted", "purged"})
 
 
@@ -40,7 +48,7 @@ def merge(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, 
         return Merge({}, is_ignored=True)
     replaced = is_new and row["announced"] is not None
     given = dict(columns)
-    for name in _OPTIONAL if replaced else (*_OPTIONAL, *_KEPT_IF_NONE):
+    for name in (*_KEPT["always"], *(() if replaced else _KEPT["of the same content"])):
         if given[name] is None:
             given[name] = row[name]
     if given["committed_seconds"] is None:

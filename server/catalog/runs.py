@@ -11,8 +11,10 @@ from sqlalchemy import Column, Connection, Select, bindparam, select, tuple_, up
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.queries.patterns import check_pattern, contains, matches
+from dcp.server.database.records import shown_columns, values_of
 from dcp.server.database.sql import insert_missing
-from dcp.server.database.tables import checkpoints, roots, runs
+from dcp.server.database.tables import checkpoints, metadata, roots, runs
+from dcp.server.records.runs import Run
 
 __all__ = [
     "Run",
@@ -38,15 +40,6 @@ _SORTS: Final[Mapping[str, tuple[Column[Any], type]]] = {
     "checkpoints": (runs.c.checkpoint_count, int),
 }
 _CHUNK: Final = 250
-_OWN: Final = (
-    "key",
-    "checkpoint_count",
-    "latest_step",
-    "latest_seconds",
-    "bytes",
-    "created_seconds",
-    "updated_seconds",
-)
 
 
 @dataclass(slots=True)
@@ -62,21 +55,6 @@ class RunChange:
             if found is not None and found[0] == "committed":
                 self.checkpoints += sign
                 self.bytes += sign * found[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run; counts, sums and the latest are of its committed checkpoints."""
-
-    id: int
-    root: str
-    key: str
-    checkpoint_count: int
-    latest_step: int | None
-    latest_seconds: float | None
-    bytes: int
-    created_seconds: float
-    updated_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +116,7 @@ def get_run(connection: Connection, run_id: int, visible: frozenset[str] | None 
     row = connection.execute(select_runs(visible).where(runs.c.id == run_id)).one_or_none()
     if row is None:
         raise MissingError("run", run_id)
-    return Run(**row._mapping)
+    return Run(**values_of(Run, row._mapping))
 
 
 def list_runs(
@@ -160,9 +138,7 @@ def list_runs(
     for each in (column, runs.c.id):
         query = query.order_by(each.desc() if sort.startswith("-") else each.asc())
     rows = connection.execute(query.add_columns(column.label("position")).limit(limit + 1)).mappings().all()
-    found = [
-        Run(**{name: value for name, value in row.items() if name != "position"}) for row in rows[:limit]
-    ]
+    found = [Run(**values_of(Run, row)) for row in rows[:limit]]
     more = len(rows) > limit
     return RunPage(found, encode_cursor(mark, rows[limit - 1]["position"], found[-1].id) if more else None)
 
@@ -198,11 +174,8 @@ def refresh_runs(connection: Connection, changes: Mapping[int, RunChange], *, no
 
 def select_runs(visible: frozenset[str] | None) -> Select[Any]:
     """The columns of `Run`, of those that may be seen."""
-    query = select(
-        runs.c.id,
-        roots.c.name.label("root"),
-        *(runs.c[name] for name in _OWN),
-    ).join_from(runs, roots, roots.c.id == runs.c.root_id)
+    columns = shown_columns(Run, "runs", metadata)
+    query = select(*columns).join_from(runs, roots, roots.c.id == runs.c.root_id)
     return query if visible is None else query.where(roots.c.name.in_(sorted(visible)))
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
+
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
+from dcp.server.records.runs import Run
 
 __all__ = [
     "FINAL_STATES",
@@ -65,21 +68,6 @@ class Root:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A folder that holds checkpoints; what is counted are committed ones."""
-
-    id: int
-    root: str
-    key: str
-    checkpoint_count: int
-    latest_step: int | None
-    latest_at: datetime | None
-    bytes: int
-    created_at: datetime
-    updated_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
 class SeriesPoint:
     """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
 
@@ -101,54 +89,6 @@ class Series:
     metric: str
     count: int
     points: tuple[SeriesPoint, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint with its labels. ``etag`` says which version of it this is."""
-
-    id: int
-    root: str
-    run_id: int
-    run: str
-    key: str
-    name: str
-    step: int | None
-    format: str
-    state: str
-    committed_at: datetime
-    discovered_at: datetime
-    updated_at: datetime
-    bytes: int
-    file_count: int
-    world_size: int | None
-    verification: str
-    is_pinned: bool
-    version: int
-    etag: str
-    deleted_at: datetime | None = None
-    purge_after: datetime | None = None
-    structure_id: int | None = None
-    dtypes: Mapping[str, int] | None = None
-    verified_at: datetime | None = None
-    problem: str | None = None
-    tags: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointDetail(Checkpoint):
-    """All that is known of a checkpoint."""
-
-    save_id: str | None = None
-    fingerprint: str | None = None
-    user_metadata: Any = None
-    provenance: Any = None
-    structure_digest: str | None = None
-    tensor_count: int | None = None
-    object_count: int | None = None
-    element_count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

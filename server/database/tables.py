@@ -1,8 +1,9 @@
 """The tables of the catalog and of the ledger of jobs; the same on SQLite and PostgreSQL.
 
 Times are seconds since the epoch, UTC, as floating point. Sizes are bytes. Rows are never deleted where
-others tell of them; what is gone has a state. A change here needs a migration
-(`dcp.server.database.migrations`), and a test compares both.
+others tell of them; what is gone has a state. The columns of checkpoints and runs are those that the records
+declare (`dcp.server.records`). A change here or there needs a migration (`dcp.server.database.migrations`),
+and a test compares both.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sqlalchemy import (
-    JSON,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -29,7 +29,10 @@ from sqlalchemy import (
     false,
     true,
 )
-from sqlalchemy.dialects.postgresql import JSONB
+
+from dcp.server.database.records import ID, JSON_DOCUMENT, NAME, checks_of, columns_of
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.runs import Run
 
 __all__ = ["metadata"]
 
@@ -43,18 +46,13 @@ metadata: Final = MetaData(
     }
 )
 
-_Json: Final = JSON().with_variant(JSONB(), "postgresql")
-_Name: Final = Text().with_variant(Text(collation="C"), "postgresql")
-"""Compared and sorted by code point on both: pages go on where they ended whatever the server's locale."""
-_Id: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only
-
 
 def _id() -> Column[int]:
-    return Column("id", _Id, primary_key=True, autoincrement=True)
+    return Column("id", ID, primary_key=True, autoincrement=True)
 
 
 def _ref(name: str, target: str, **options: Any) -> Column[int]:
-    return Column(name, _Id, ForeignKey(target), **options)
+    return Column(name, ID, ForeignKey(target), **options)
 
 
 # -- what there is -------------------------------------------------------------------------------------------
@@ -66,7 +64,7 @@ roots: Final = Table(
     Column("name", String(64), nullable=False, unique=True),
     Column("url", Text, nullable=False),
     Column("is_configured", Boolean, nullable=False, server_default=true()),
-    Column("scan_state", _Json),  # what the scanner needs to tell what changed
+    Column("scan_state", JSON_DOCUMENT),  # what the scanner needs to tell what changed
     Column("scanned_seconds", Float),
     Column("scan_error", Text),
     Column("created_seconds", Float, nullable=False),
@@ -76,16 +74,9 @@ roots: Final = Table(
 runs: Final = Table(
     "runs",
     metadata,
-    _id(),
+    *columns_of(Run),
     _ref("root_id", "roots.id", nullable=False),
-    Column("key", _Name, nullable=False),  # the folder that holds the checkpoints, relative; "" is the root
-    Column("checkpoint_count", Integer, nullable=False, server_default="0"),  # committed ones
-    Column("latest_step", BigInteger),
-    Column("latest_seconds", Float),  # when the newest was committed
     Column("latest_order", Float, Computed("coalesce(latest_seconds, -1)", persisted=True)),
-    Column("bytes", BigInteger, nullable=False, server_default="0"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
     UniqueConstraint("root_id", "key"),
     Index(None, "latest_order", "id"),
     Index(None, "key", "id"),
@@ -100,7 +91,7 @@ structures: Final = Table(
     Column("object_count", Integer, nullable=False),
     Column("element_count", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
-    Column("dtypes", _Json, nullable=False),  # {"bfloat16": bytes, ...}
+    Column("dtypes", JSON_DOCUMENT, nullable=False),  # {"bfloat16": bytes, ...}
 )
 """Names, shapes and dtypes, once for all steps of a run that share them."""
 
@@ -109,10 +100,10 @@ structure_tensors: Final = Table(
     metadata,
     _ref("structure_id", "structures.id", primary_key=True),
     Column("position", Integer, primary_key=True),  # in the order of names
-    Column("fqn", _Name, nullable=False),
+    Column("fqn", NAME, nullable=False),
     Column("kind", String(8), nullable=False),  # "tensor" or "object"
     Column("dtype", String(32)),
-    Column("shape", _Json),
+    Column("shape", JSON_DOCUMENT),
     Column("bytes", BigInteger, nullable=False),
     Index(None, "fqn", "structure_id"),
 )
@@ -128,35 +119,11 @@ structure_dtypes: Final = Table(
 checkpoints: Final = Table(
     "checkpoints",
     metadata,
-    _id(),
+    *columns_of(CheckpointDetail),
     _ref("root_id", "roots.id", nullable=False),
-    _ref("run_id", "runs.id", nullable=False),
-    Column("key", _Name, nullable=False),  # relative to the root
-    Column("name", _Name, nullable=False),  # the last part of the key
-    Column("step", BigInteger),
     Column("step_order", BigInteger, Computed("coalesce(step, -1)", persisted=True)),  # none sorts first
-    Column("format", String(16), nullable=False),  # "dcp", "torch_dcp", "torch_save", "safetensors"
-    Column("state", String(16), nullable=False),
-    Column("save_id", String(64)),
-    Column("fingerprint", String(64)),  # of the commit objects: the scanner opens only what differs
-    Column("committed_seconds", Float, nullable=False),
     Column("observed_seconds", Float, nullable=False, server_default="0"),  # when it was as it says here
     Column("announced", String(64)),  # the content told as committed: its save id, or else its fingerprint
-    Column("discovered_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
-    Column("deleted_seconds", Float),
-    Column("purge_after_seconds", Float),
-    Column("bytes", BigInteger, nullable=False, server_default="0"),
-    Column("file_count", Integer, nullable=False, server_default="0"),
-    Column("world_size", Integer),
-    _ref("structure_id", "structures.id"),
-    Column("verification", String(16), nullable=False, server_default="unverified"),
-    Column("verified_seconds", Float),
-    Column("problem", Text),  # why it cannot be read, or what verification found
-    Column("is_pinned", Boolean, nullable=False, server_default=false()),
-    Column("user_metadata", _Json),
-    Column("provenance", _Json),  # run, framework and library versions, timings: what the manifest says
-    Column("version", Integer, nullable=False, server_default="1"),  # the ETag; counts every change
     UniqueConstraint("root_id", "key"),
     # One for each order, and by time within what is often asked for: a page is read from an index, without
     # sorting and without reading on. `dcp.server.catalog.queries.planning` says which one.
@@ -172,19 +139,14 @@ checkpoints: Final = Table(
     Index(None, "verification", "committed_seconds", "id"),
     Index(None, "is_pinned", "committed_seconds", "id"),
     Index(None, "structure_id", "id"),
-    CheckConstraint(
-        "state IN ('incomplete', 'committed', 'unreadable', 'vanished', 'deleted', 'purged')", name="state"
-    ),
-    CheckConstraint("verification IN ('unverified', 'good', 'damaged')", name="verification"),
+    *checks_of(CheckpointDetail),
 )
-"""``state``: incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused),
-vanished (not there any more, by nobody's order), deleted (by order, restorable until
-``purge_after_seconds``), purged (gone from storage, by order)."""
+"""What is shown of them is declared by `CheckpointDetail`; what is not, here."""
 
 checkpoint_names: Final = Table(
     "checkpoint_names",
     metadata,
-    Column("name", _Name, primary_key=True),
+    Column("name", NAME, primary_key=True),
 )
 """The names that checkpoints have or had, each once: runs share most, so that a search looks at few."""
 
@@ -239,7 +201,7 @@ verifications: Final = Table(
     Column("fingerprint", String(64)),  # of what was verified
     Column("mode", String(16), nullable=False),
     Column("outcome", String(16), nullable=False),  # "good" or "damaged"
-    Column("findings", _Json, nullable=False),
+    Column("findings", JSON_DOCUMENT, nullable=False),
     Column("checked_bytes", BigInteger, nullable=False),
     Column("seconds", Float, nullable=False),
     Column("created_seconds", Float, nullable=False),
@@ -251,7 +213,7 @@ statistics: Final = Table(
     metadata,
     _ref("checkpoint_id", "checkpoints.id", primary_key=True),
     Column("fingerprint", String(64), nullable=False),
-    Column("result", _Json, nullable=False),
+    Column("result", JSON_DOCUMENT, nullable=False),
     Column("created_seconds", Float, nullable=False),
     _ref("job_id", "jobs.id"),
 )
@@ -261,7 +223,7 @@ statistics_parts: Final = Table(
     metadata,
     _ref("checkpoint_id", "checkpoints.id", primary_key=True),
     Column("position", Integer, primary_key=True),  # of the first of its tensors among all
-    Column("tensors", _Json, nullable=False),
+    Column("tensors", JSON_DOCUMENT, nullable=False),
 )
 """The tensors of ``statistics``, some in a row, so that a page reads a page."""
 
@@ -273,7 +235,7 @@ audit: Final = Table(
     Column("actor", String(128), nullable=False, index=True),  # "key:NAME", "trainer:...", "system"
     Column("action", String(64), nullable=False, index=True),
     Column("target", String(512), nullable=False, index=True),
-    Column("detail", _Json),
+    Column("detail", JSON_DOCUMENT),
     Column("request_id", String(64)),
     Column("address", String(64)),
 )
@@ -287,7 +249,7 @@ events: Final = Table(
     Column("kind", String(64), nullable=False),
     _ref("root_id", "roots.id"),
     _ref("checkpoint_id", "checkpoints.id"),
-    Column("data", _Json, nullable=False),
+    Column("data", JSON_DOCUMENT, nullable=False),
     Column("at_seconds", Float, nullable=False),
     Index(None, "checkpoint_id", "id"),
 )
@@ -319,7 +281,7 @@ jobs: Final = Table(
     Column("kind", String(32), nullable=False),
     Column("state", String(16), nullable=False),
     Column("priority", Integer, nullable=False, server_default="0"),  # the higher the sooner
-    Column("params", _Json, nullable=False),
+    Column("params", JSON_DOCUMENT, nullable=False),
     _ref("root_id", "roots.id"),
     _ref("checkpoint_id", "checkpoints.id", index=True),
     Column("created_by", String(128), nullable=False),
@@ -333,11 +295,11 @@ jobs: Final = Table(
     Column("lease_until_seconds", Float),
     Column("fence", BigInteger, nullable=False, server_default="0"),
     Column("cancel_seconds", Float),  # when cancelling was asked for
-    Column("plan", _Json),  # what publishing needs, found out while planning
-    Column("progress", _Json),
-    Column("result", _Json),
-    Column("error", _Json),
-    Column("waiting", _Json),  # why the last attempt failed, and when the next one is
+    Column("plan", JSON_DOCUMENT),  # what publishing needs, found out while planning
+    Column("progress", JSON_DOCUMENT),
+    Column("result", JSON_DOCUMENT),
+    Column("error", JSON_DOCUMENT),
+    Column("waiting", JSON_DOCUMENT),  # why the last attempt failed, and when the next one is
     Column(
         "dedup_key", String(128), unique=True
     ),  # one unfinished job for the same thing; cleared at the end
@@ -354,7 +316,7 @@ job_results: Final = Table(
     "job_results",
     metadata,
     _ref("job_id", "jobs.id", primary_key=True),
-    Column("result", _Json, nullable=False),
+    Column("result", JSON_DOCUMENT, nullable=False),
 )
 """Results that are too large for rows which lists read: these have what is short of it."""
 
@@ -365,7 +327,7 @@ tasks: Final = Table(
     _ref("job_id", "jobs.id", nullable=False),
     Column("number", Integer, nullable=False),
     Column("state", String(16), nullable=False),
-    Column("payload", _Json, nullable=False),
+    Column("payload", JSON_DOCUMENT, nullable=False),
     Column("weight_bytes", BigInteger, nullable=False, server_default="0"),
     Column("done_bytes", BigInteger, nullable=False, server_default="0"),
     Column("not_before_seconds", Float, nullable=False, server_default="0"),
@@ -373,8 +335,8 @@ tasks: Final = Table(
     Column("lease_owner", String(128)),
     Column("lease_until_seconds", Float),
     Column("fence", BigInteger, nullable=False, server_default="0"),
-    Column("result", _Json),
-    Column("error", _Json),
+    Column("result", JSON_DOCUMENT),
+    Column("error", JSON_DOCUMENT),
     UniqueConstraint("job_id", "number"),
     Index(None, "state", "job_id"),
     CheckConstraint("state IN ('queued', 'running', 'succeeded', 'failed', 'cancelled')", name="state"),
@@ -386,7 +348,7 @@ job_events: Final = Table(
     _id(),
     _ref("job_id", "jobs.id", nullable=False),
     Column("kind", String(32), nullable=False),
-    Column("data", _Json, nullable=False),
+    Column("data", JSON_DOCUMENT, nullable=False),
     Column("at_seconds", Float, nullable=False),
     Index(None, "job_id", "id"),
 )
@@ -400,8 +362,8 @@ rules: Final = Table(
     Column("name", String(128), nullable=False, unique=True),
     Column("is_enabled", Boolean, nullable=False, server_default=true()),
     Column("event", String(64), nullable=False),
-    Column("condition", _Json, nullable=False),  # root, run glob, tag, format, every n steps
-    Column("actions", _Json, nullable=False),  # jobs to make
+    Column("condition", JSON_DOCUMENT, nullable=False),  # root, run glob, tag, format, every n steps
+    Column("actions", JSON_DOCUMENT, nullable=False),  # jobs to make
     Column("version", Integer, nullable=False, server_default="1"),
     Column("created_seconds", Float, nullable=False),
     Column("updated_seconds", Float, nullable=False),
@@ -415,7 +377,7 @@ retention_policies: Final = Table(
     Column("is_enabled", Boolean, nullable=False, server_default=true()),
     _ref("root_id", "roots.id", nullable=False),
     Column("run_glob", Text, nullable=False),
-    Column("keep", _Json, nullable=False),  # the fields of `dcp.Retention`
+    Column("keep", JSON_DOCUMENT, nullable=False),  # the fields of `dcp.Retention`
     Column("grace_seconds", Float, nullable=False),
     Column("interval_seconds", Float, nullable=False),
     Column("version", Integer, nullable=False, server_default="1"),
@@ -432,8 +394,8 @@ webhooks: Final = Table(
     Column("previous_secret", Text),  # signs as well until then, after the secret was rotated
     Column("previous_until_seconds", Float),
     Column("description", Text, nullable=False, server_default=""),
-    Column("events", _Json, nullable=False),
-    Column("roots", _Json),  # names; none: all
+    Column("events", JSON_DOCUMENT, nullable=False),
+    Column("roots", JSON_DOCUMENT),  # names; none: all
     Column("is_enabled", Boolean, nullable=False, server_default=true()),
     Column("disabled_reason", Text),  # where it was the service that disabled it
     Column("failing_since_seconds", Float),  # no delivery has succeeded since
@@ -468,8 +430,8 @@ api_keys: Final = Table(
     Column("name", String(128), nullable=False),
     Column("prefix", String(16), nullable=False, unique=True),  # shown, to tell keys apart
     Column("hash", LargeBinary(32), nullable=False),  # SHA-256 of a key of 256 random bits
-    Column("scopes", _Json, nullable=False),
-    Column("roots", _Json),  # names; none: all
+    Column("scopes", JSON_DOCUMENT, nullable=False),
+    Column("roots", JSON_DOCUMENT),  # names; none: all
     Column("created_seconds", Float, nullable=False),
     Column("expires_seconds", Float),
     Column("revoked_seconds", Float),
@@ -483,7 +445,7 @@ idempotency: Final = Table(
     Column("key", String(128), primary_key=True),
     Column("request_hash", LargeBinary(32), nullable=False),
     Column("status_code", Integer),
-    Column("headers", _Json),
+    Column("headers", JSON_DOCUMENT),
     Column("body", LargeBinary),
     Column("created_seconds", Float, nullable=False, index=True),
 )

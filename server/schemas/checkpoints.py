@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from dcp.server.catalog.details import Checkpoint, CheckpointDetail
-from dcp.server.catalog.facts import Format, State, Verification
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.server.scanning.registering import Registered, Registration
 from dcp.server.schemas.common import (
     MAX_ID,
@@ -16,9 +15,8 @@ from dcp.server.schemas.common import (
     Name,
     Request,
     Text,
-    optional_rfc3339,
-    rfc3339,
 )
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = [
     "CheckpointAnswer",
@@ -31,105 +29,14 @@ __all__ = [
 _MAX_LABELS = 256
 
 
-class CheckpointAnswer(Answer):
+@answers(Checkpoint)
+class CheckpointAnswer(RecordAnswer):
     """A checkpoint with its labels. ``etag`` is for If-Match."""
 
-    id: int
-    root: str
-    run_id: int
-    run: str = Field(description="Key of the folder that holds it; empty: the root itself.")
-    key: str
-    name: str
-    step: int | None
-    format: Format
-    state: State
-    committed_at: str
-    discovered_at: str
-    updated_at: str
-    deleted_at: str | None
-    purge_after: str | None = Field(description="From then on a deleted one cannot be restored.")
-    bytes: int
-    file_count: int
-    world_size: int | None
-    structure_id: int | None
-    dtypes: dict[str, int] | None = Field(description="Bytes by dtype.")
-    verification: Verification
-    verified_at: str | None
-    problem: str | None = Field(description="Why it cannot be read, or what verification found.")
-    is_pinned: bool
-    tags: list[str]
-    aliases: list[str]
-    metrics: dict[str, float]
-    version: int
-    etag: str
 
-    @classmethod
-    def of(cls, found: Checkpoint) -> Self:
-        """As the catalog has it."""
-        return cls.model_construct(**_shared(found))
-
-
+@answers(CheckpointDetail)
 class CheckpointDetailAnswer(CheckpointAnswer):
     """All that is known of a checkpoint."""
-
-    save_id: str | None
-    fingerprint: str | None = Field(description="Of its commit: another one is another content.")
-    user_metadata: Any
-    provenance: Any
-    structure_digest: str | None
-    tensor_count: int | None
-    object_count: int | None
-    element_count: int | None
-
-    @classmethod
-    def of(cls, found: Checkpoint) -> Self:
-        """As the catalog has it."""
-        if not isinstance(found, CheckpointDetail):
-            raise TypeError("only a CheckpointDetail has all of it")
-        return cls.model_construct(
-            **_shared(found),
-            save_id=found.save_id,
-            fingerprint=found.fingerprint,
-            user_metadata=found.user_metadata,
-            provenance=found.provenance,
-            structure_digest=found.structure_digest,
-            tensor_count=found.tensor_count,
-            object_count=found.object_count,
-            element_count=found.element_count,
-        )
-
-
-def _shared(found: Checkpoint) -> dict[str, Any]:
-    return {
-        "id": found.id,
-        "root": found.root,
-        "run_id": found.run_id,
-        "run": found.run,
-        "key": found.key,
-        "name": found.name,
-        "step": found.step,
-        "format": found.format,
-        "state": found.state,
-        "committed_at": rfc3339(found.committed_seconds),
-        "discovered_at": rfc3339(found.discovered_seconds),
-        "updated_at": rfc3339(found.updated_seconds),
-        "deleted_at": optional_rfc3339(found.deleted_seconds),
-        "purge_after": optional_rfc3339(found.purge_after_seconds),
-        "bytes": found.bytes,
-        "file_count": found.file_count,
-        "world_size": found.world_size,
-        "structure_id": found.structure_id,
-        "dtypes": found.dtypes,
-        "verification": found.verification,
-        "verified_at": optional_rfc3339(found.verified_seconds),
-        "problem": found.problem,
-        "is_pinned": found.is_pinned,
-        "tags": list(found.tags),
-        "aliases": list(found.aliases),
-        "metrics": dict(found.metrics),
-        "version": found.version,
-        "etag": found.etag,
-    }
 
 
 class CheckpointList(Answer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, Final
 
 from fastapi import Path
@@ -18,6 +18,8 @@ from pydantic import (
     StringConstraints,
     WithJsonSchema,
 )
+
+from dcp.server.records.declaring import moment
 
 __all__ = [
     "MAX_ID",
@@ -37,6 +39,7 @@ __all__ = [
     "optional_rfc3339",
     "problems",
     "rfc3339",
+    "rfc3339_of",
     "sorted_names",
 ]
 
@@ -44,7 +47,6 @@ MAX_ID: Final = 2**53 - 1
 """Larger identifiers do not survive in JavaScript, and are none of ours."""
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
-_LAST_SECONDS: Final = 253_402_300_799.0  # the end of the year 9999
 _MAX_DEPTH: Final = 16
 _NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*$"
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)")
@@ -183,8 +185,12 @@ Time = Annotated[
 
 def rfc3339(seconds: float) -> str:
     """Seconds since the epoch as ``2026-01-31T12:00:00.250Z``."""
-    moment = datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECONDS), UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return rfc3339_of(moment(seconds))
+
+
+def rfc3339_of(time: datetime) -> str:
+    """The same, of a time in UTC."""
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def optional_rfc3339(seconds: float | None) -> str | None:

@@ -7,39 +7,16 @@ from typing import Self
 from pydantic import Field
 
 from dcp.server.catalog.labelling.series import Series
-from dcp.server.catalog.runs import Run
-from dcp.server.schemas.common import Answer, optional_rfc3339, rfc3339
+from dcp.server.records.runs import Run
+from dcp.server.schemas.common import Answer, rfc3339
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = ["PointAnswer", "RunAnswer", "RunList", "SeriesAnswer"]
 
 
-class RunAnswer(Answer):
+@answers(Run)
+class RunAnswer(RecordAnswer):
     """A folder that holds checkpoints; what is counted are committed ones."""
-
-    id: int
-    root: str
-    key: str = Field(description="Relative to the root; empty: the root itself.")
-    checkpoint_count: int
-    latest_step: int | None
-    latest_at: str | None
-    bytes: int
-    created_at: str
-    updated_at: str
-
-    @classmethod
-    def of(cls, run: Run) -> Self:
-        """As the catalog has it."""
-        return cls.model_construct(
-            id=run.id,
-            root=run.root,
-            key=run.key,
-            checkpoint_count=run.checkpoint_count,
-            latest_step=run.latest_step,
-            latest_at=optional_rfc3339(run.latest_seconds),
-            bytes=run.bytes,
-            created_at=rfc3339(run.created_seconds),
-            updated_at=rfc3339(run.updated_seconds),
-        )
 
 
 class PointAnswer(Answer):

@@ -14,6 +14,7 @@ from dcp.server.catalog.events import emit
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import checkpoints, statistics, statistics_parts, verifications
+from dcp.server.records.declaring import moment
 
 __all__ = [
     "Statistics",
@@ -53,7 +54,7 @@ class Verified:
         that changed without the content, would speak against the verdict beside it.
         """
         is_verdict = checkpoint.verification != "unverified"
-        if is_verdict and checkpoint.verified_seconds == self.created_seconds:
+        if is_verdict and checkpoint.verified_at == moment(self.created_seconds):
             return True
         return self.fingerprint is not None and self.fingerprint == checkpoint.fingerprint
 
@@ -194,7 +195,7 @@ def get_statistics(
         return None
     is_stale = row.fingerprint != detail.fingerprint
     if detail.fingerprint is None:  # not known yet
-        is_stale = row.created_seconds < detail.committed_seconds
+        is_stale = moment(row.created_seconds) < detail.committed_at
     kept = {name: value for name, value in row.result.items() if name != "tensor_count"}
     columns = {**row._mapping, "result": kept, "tensor_count": row.result["tensor_count"]}
     return Statistics(**columns, is_stale=is_stale)

@@ -23,6 +23,7 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, structures
+from dcp.server.records.declaring import moment
 
 MODEL = StructureFacts.of(
     [TensorFacts("w", "tensor", "bfloat16", (4, 8), 64), TensorFacts("step", "object", None, None, 9)]
@@ -75,12 +76,12 @@ def test_a_new_checkpoint_has_all_that_was_found_out(catalog: Database) -> None:
         (event,) = events_after(connection, 0)
     assert (found.root, found.run, found.key, found.name) == ("main", "llama", "llama/step-10", "step-10")
     assert (found.step, found.state, found.format, found.bytes) == (10, "committed", "dcp", 73)
-    assert (found.committed_seconds, found.discovered_seconds) == (90.0, 101.0)
+    assert (found.committed_at, found.discovered_at) == (moment(90.0), moment(101.0))
     assert (found.tags, found.metrics, found.is_pinned) == (("nightly",), {"loss": 1.5}, True)
     assert (found.dtypes, found.tensor_count, found.object_count) == ({"bfloat16": 64}, 1, 1)
     assert found.structure_digest == MODEL.digest
     assert found.etag == f'"c{done.id}-1"'
-    assert (run.checkpoint_count, run.latest_step, run.latest_seconds, run.bytes) == (1, 10, 90.0, 73)
+    assert (run.checkpoint_count, run.latest_step, run.latest_at, run.bytes) == (1, 10, moment(90.0), 73)
     assert (event.kind, event.root, event.checkpoint_id) == ("checkpoint.committed", "main", done.id)
     assert event.data["key"] == "llama/step-10"
 
@@ -103,7 +104,7 @@ def test_a_save_that_is_finished_later_is_committed_then(catalog: Database) -> N
         first = upsert_checkpoint(
             connection, facts(state="incomplete", save_id=None, fingerprint=None, committed_seconds=None)
         )
-        assert get_checkpoint(connection, first.id).committed_seconds == 100.0
+        assert get_checkpoint(connection, first.id).committed_at == moment(100.0)
         assert get_run(connection, get_checkpoint(connection, first.id).run_id).checkpoint_count == 0
     assert kinds(catalog) == []
     with catalog.write() as connection:
@@ -184,12 +185,12 @@ def test_what_is_deleted_by_order_stays_deleted_until_it_is_saved_anew(catalog: 
         late = facts(save_id="b", fingerprint="f2", observed_seconds=120.0)
         assert not upsert_checkpoint(connection, late).is_changed
         found = get_checkpoint(connection, number)
-        assert (found.state, found.deleted_seconds, found.purge_after_seconds) == ("deleted", 150.0, 999.0)
+        assert (found.state, found.deleted_at, found.purge_after) == ("deleted", moment(150.0), moment(999.0))
         assert get_run(connection, found.run_id).checkpoint_count == 0
         again = upsert_checkpoint(connection, facts(save_id="b", fingerprint="f2", observed_seconds=200.0))
         assert again.became_committed
         found = get_checkpoint(connection, number)
-        assert (found.state, found.deleted_seconds, found.purge_after_seconds) == ("committed", None, None)
+        assert (found.state, found.deleted_at, found.purge_after) == ("committed", None, None)
         assert get_run(connection, found.run_id).checkpoint_count == 1
 
 
@@ -242,9 +243,9 @@ def test_states_follow_each_other_only_as_they_can(catalog: Database) -> None:
     with catalog.write() as connection:
         number = upsert_checkpoint(connection, facts()).id
         set_state(connection, number, "deleted", actor="key:ops")
-        assert set_state(connection, number, "committed", actor="key:ops").deleted_seconds is None
+        assert set_state(connection, number, "committed", actor="key:ops").deleted_at is None
         set_state(connection, number, "deleted", actor="key:ops", expected_version=3)
-        assert set_state(connection, number, "purged", actor="system").deleted_seconds is not None
+        assert set_state(connection, number, "purged", actor="system").deleted_at is not None
         assert set_state(connection, number, "purged", actor="system").version == 5
         with pytest.raises(StateError, match="is purged"):
             set_state(connection, number, "committed", actor="key:ops")
@@ -307,7 +308,7 @@ def test_times_that_no_calendar_has_are_brought_into_one(
     """A file may say any time; a list that shows it must still be shown. None is the time of the look."""
     with catalog.write() as connection:
         done = upsert_checkpoint(connection, facts(committed_seconds=seconds))
-        assert get_checkpoint(connection, done.id).committed_seconds == kept
+        assert get_checkpoint(connection, done.id).committed_at == moment(kept)
         assert not upsert_checkpoint(connection, facts(committed_seconds=seconds)).is_changed
 
 

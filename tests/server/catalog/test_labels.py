@@ -23,6 +23,7 @@ from dcp.server.catalog.labelling.aliases import delete_alias, get_alias, list_a
 from dcp.server.catalog.labelling.labels import Change, add_tags, remove_tags, set_metrics, set_pinned
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
+from dcp.server.records.declaring import moment
 
 ME = Change(actor="key:me", now=50.0, request_id="r1", address="127.0.0.1")
 
@@ -74,7 +75,7 @@ def test_tags_of_a_registration_are_a_change_too(catalog: Database) -> None:
         assert not upsert_checkpoint(connection, facts, now=3.0).is_changed
         found = get_checkpoint(connection, 1)
     assert (found.version, found.tags, found.metrics) == (2, ("t",), {"loss": 2.0})
-    assert found.updated_seconds == 2.0
+    assert found.updated_at == moment(2.0)
 
 
 def test_pins_and_metrics(catalog: Database) -> None:
@@ -86,7 +87,7 @@ def test_pins_and_metrics(catalog: Database) -> None:
         assert set_metrics(connection, 1, {"loss": 1.0, "acc": 0.5}, ME).metrics == {"acc": 0.5, "loss": 1.0}
         assert set_metrics(connection, 1, {"loss": 1.0, "none": None}, ME).version == 4
         found = set_metrics(connection, 1, {"loss": None, "acc": 0.75}, ME)
-    assert (found.metrics, found.version, found.updated_seconds) == ({"acc": 0.75}, 5, 50.0)
+    assert (found.metrics, found.version, found.updated_at) == ({"acc": 0.75}, 5, moment(50.0))
 
 
 @pytest.mark.parametrize(

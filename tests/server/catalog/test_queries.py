@@ -113,8 +113,8 @@ def holds(one: Checkpoint, wanted: CheckpointFilter) -> bool:
         wanted.run_glob is None or fnmatch.fnmatchcase(one.run, wanted.run_glob),
         wanted.min_step is None or (one.step is not None and one.step >= wanted.min_step),
         wanted.max_step is None or (one.step is not None and one.step <= wanted.max_step),
-        wanted.since_seconds is None or one.committed_seconds >= wanted.since_seconds,
-        wanted.until_seconds is None or one.committed_seconds < wanted.until_seconds,
+        wanted.since_seconds is None or one.committed_at.timestamp() >= wanted.since_seconds,
+        wanted.until_seconds is None or one.committed_at.timestamp() < wanted.until_seconds,
         not wanted.formats or one.format in wanted.formats,
         not wanted.states or one.state in wanted.states,
         not wanted.verifications or one.verification in wanted.verifications,
@@ -136,7 +136,7 @@ def holds(one: Checkpoint, wanted: CheckpointFilter) -> bool:
 def expected(all_of: list[Checkpoint], wanted: CheckpointFilter, sort: Sort) -> list[int]:
     """The ids that a list gives, in order."""
     places: dict[str, Callable[[Checkpoint], Any]] = {
-        "time": lambda one: one.committed_seconds,
+        "time": lambda one: one.committed_at.timestamp(),
         "step": lambda one: -1 if one.step is None else one.step,
         "bytes": lambda one: one.bytes,
         "name": lambda one: one.name,

@@ -11,6 +11,7 @@ from dcp.server.catalog.lineage import MAX_NODES, add_lineage, lineage_of
 from dcp.server.catalog.roots import list_roots, root_row, set_scanned, sync_roots
 from dcp.server.catalog.runs import RunFilter, RunSort, get_run, list_runs
 from dcp.server.database.engine import Database
+from dcp.server.records.declaring import moment
 
 
 def add(database: Database, root: str, key: str, **facts: int) -> int:
@@ -61,7 +62,7 @@ def test_runs_are_listed_in_every_order(catalog: Database) -> None:
                 cursor = page.next_cursor
             assert (found, cursor) == (keys, None), sort
         of_a = list_runs(connection, RunFilter(root="main", contains="a")).runs
-        assert [(run.latest_step, run.latest_seconds, run.bytes) for run in of_a] == [(9, 5.0, 20)]
+        assert [(run.latest_step, run.latest_at, run.bytes) for run in of_a] == [(9, moment(5.0), 20)]
         assert [run.key for run in list_runs(connection, RunFilter(glob="[a-c]")).runs] == ["c", "a"]
         seen = list_runs(connection, RunFilter(), visible=frozenset({"other"})).runs
         assert [run.key for run in seen] == ["c", "d"]

@@ -32,6 +32,7 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import structure_tensors
 from dcp.server.database.tables import structures as structure_table
+from dcp.server.records.declaring import moment
 
 MODEL = StructureFacts.of(
     [
@@ -194,7 +195,7 @@ def test_a_verification_is_of_what_is_there_now(database: Database) -> None:
         assert not verified("old", "damaged", ["file x"])
         assert get_checkpoint(connection, number).verification == "unverified"
         assert verified("f", "good", [])
-        assert get_checkpoint(connection, number).verified_seconds == 9.0
+        assert get_checkpoint(connection, number).verified_at == moment(9.0)
         assert verified("f", "damaged", ["file y: CRC", "file z"])
         found = get_checkpoint(connection, number)
         assert (found.verification, found.problem, found.version) == ("damaged", "file y: CRC", 3)

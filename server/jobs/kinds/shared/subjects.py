@@ -84,7 +84,7 @@ def find_subject(
         bytes=found.bytes,
         save_id=found.save_id,
         fingerprint=found.fingerprint,
-        deleted_seconds=found.deleted_seconds,
+        deleted_seconds=None if found.deleted_at is None else found.deleted_at.timestamp(),
     )
 
 

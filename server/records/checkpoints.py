@@ -1,0 +1,90 @@
+"""Checkpoints: what the catalog keeps of one, shows, and answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from dcp.server.records.declaring import Found, Joined, OneOf, Shown, Stored
+
+__all__ = ["Checkpoint", "CheckpointDetail", "Format", "State", "Verification"]
+
+Format = Literal["dcp", "torch_dcp", "torch_save", "safetensors", "unknown"]
+State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
+"""incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
+(not there any more, by nobody's order), deleted (by order, restorable until ``purge_after``), purged (gone
+from storage, by order)."""
+Verification = Literal["unverified", "good", "damaged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` that of the checkpoint.
+
+    ``etag`` says which version of it this is. ``dtypes``: bytes by dtype; None where the structure is not
+    known.
+    """
+
+    id: Annotated[int, Stored("id")]
+    root: Annotated[str, Joined("roots", "name")]
+    run_id: Annotated[int, Stored("reference", refers="runs.id")]
+    run: Annotated[
+        str, Joined("runs", "key"), Shown("Key of the folder that holds it; empty: the root itself.")
+    ]
+    key: Annotated[str, Stored("name")]  # relative to the root
+    name: Annotated[str, Stored("name")]  # the last part of the key
+    step: Annotated[int | None, Stored("large"), Found("of the same content")]
+    format: Annotated[str, Stored("code", 16), Found(), OneOf(Format)]
+    state: Annotated[str, Stored("code", 16), Found(), OneOf(State, is_checked=True)]
+    committed_at: Annotated[datetime, Stored("seconds"), Found("of the same content")]
+    discovered_at: Annotated[datetime, Stored("seconds")]
+    updated_at: Annotated[datetime, Stored("seconds")]
+    deleted_at: Annotated[datetime | None, Stored("seconds")] = None
+    purge_after: Annotated[
+        datetime | None, Stored("seconds"), Shown("From then on a deleted one cannot be restored.")
+    ] = None
+    bytes: Annotated[int, Stored("large", default=0), Found()]
+    file_count: Annotated[int, Stored("integer", default=0), Found()]
+    world_size: Annotated[int | None, Stored("integer"), Found("of the same content")]
+    structure_id: Annotated[
+        int | None, Stored("reference", refers="structures.id"), Found("of the same content")
+    ] = None
+    dtypes: Annotated[Mapping[str, int] | None, Joined("structures", "dtypes"), Shown("Bytes by dtype.")] = (
+        None
+    )
+    verification: Annotated[
+        str, Stored("code", 16, default="unverified"), OneOf(Verification, is_checked=True)
+    ]
+    verified_at: Annotated[datetime | None, Stored("seconds")] = None
+    problem: Annotated[
+        str | None, Stored("text"), Found(), Shown("Why it cannot be read, or what verification found.")
+    ] = None
+    is_pinned: Annotated[bool, Stored("flag", default=False), Found("always")]
+    tags: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    version: Annotated[int, Stored("integer", default=1)]  # counts every change
+    etag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDetail(Checkpoint):
+    """All that is known of a checkpoint. What is of the structure is None where that is not known."""
+
+    save_id: Annotated[str | None, Stored("code", 64), Found("of the same content")] = None
+    # of the commit objects: the scanner opens only what differs
+    fingerprint: Annotated[
+        str | None,
+        Stored("code", 64),
+        Found("of the same content"),
+        Shown("Of its commit: another one is another content."),
+    ] = None
+    user_metadata: Annotated[Any, Stored("json"), Found("always")] = None
+    # run, framework and library versions, timings: what the manifest says
+    provenance: Annotated[Any, Stored("json"), Found("always")] = None
+    structure_digest: Annotated[str | None, Joined("structures", "digest")] = None
+    tensor_count: Annotated[int | None, Joined("structures", "tensor_count")] = None
+    object_count: Annotated[int | None, Joined("structures", "object_count")] = None
+    element_count: Annotated[int | None, Joined("structures", "element_count")] = None

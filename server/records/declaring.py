@@ -1,0 +1,117 @@
+"""The words in which records say what their fields are; they stand in the fields' ``Annotated`` types."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+__all__ = ["ColumnType", "Found", "Joined", "OneOf", "RecordField", "Shown", "Stored", "fields_of", "moment"]
+
+_LAST_SECONDS: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
+
+ColumnType = Literal["id", "reference", "name", "code", "text", "integer", "large", "seconds", "flag", "json"]
+"""``code``: short text of a bounded length. ``name``: text that is sorted by code point. ``large``: an
+integer of 64 bits. ``seconds``: a time, since the epoch; its column ends in ``_seconds`` where the field ends
+in ``_at``."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A column of the record's own table. ``refers`` is to a column of another, for a "reference"."""
+
+    type: ColumnType
+    size: int = 0
+    default: bool | int | str | None = None
+    refers: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A column of another table, with which the record is shown."""
+
+    table: str
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Found out by looking. Where it was not (None): ``keeps`` says whether what is known stays."""
+
+    keeps: Literal["nothing", "of the same content", "always"] = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """There are no other values than those of the ``Literal``. ``is_checked``: by the database as well."""
+
+    literal: Any
+    is_checked: bool = False
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """In the order in which they are declared."""
+        return get_args(self.literal)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the documentation of the API says of it."""
+
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordField:
+    """What a field is declared as; ``hint`` is without what stands in ``Annotated`` and without None."""
+
+    name: str
+    hint: Any
+    is_optional: bool
+    stored: Stored | None = None
+    joined: Joined | None = None
+    found: Found | None = None
+    one_of: OneOf | None = None
+    shown: Shown | None = None
+
+    @property
+    def column(self) -> str:
+        """The name of its column."""
+        if self.stored is not None and self.stored.type == "seconds":
+            return f"{self.name.removesuffix('_at')}_seconds"
+        return self.name
+
+
+def fields_of(record: type[Any]) -> tuple[RecordField, ...]:
+    """The fields of a record, a data class, in order."""
+    return _fields_of(cast(Any, record))
+
+
+@cache
+def _fields_of(record: type[Any]) -> tuple[RecordField, ...]:
+    hints = get_type_hints(record, include_extras=True)
+    return tuple(_field(field.name, hints[field.name]) for field in dataclasses.fields(record))
+
+
+def _field(name: str, hint: Any) -> RecordField:
+    hint, *notes = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    is_optional = hint is Any or type(None) in choices
+    (hint,) = (each for each in choices if each is not type(None))
+
+    def said(kind: type[T]) -> T | None:
+        return next((note for note in notes if isinstance(note, kind)), None)
+
+    return RecordField(
+        name, hint, is_optional, said(Stored), said(Joined), said(Found), said(OneOf), said(Shown)
+    )
+
+
+def moment(seconds: float) -> datetime:
+    """Seconds since the epoch as a time, in UTC; the nearest one where the calendar ends."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECONDS), UTC)
