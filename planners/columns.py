@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,20 +102,6 @@ class WriteColumns:
     shares: Int64
     objects: Int64
     object_rows: Int64
-
-    @cached_property
-    def size_rows(self) -> list[tuple[int, ...]]:
-        """``sizes`` by row; kept, since a plan may serve many saves."""
-        return self._rows(self.sizes)
-
-    @cached_property
-    def local_offset_rows(self) -> list[tuple[int, ...]]:
-        """``local_offsets`` by row."""
-        return self._rows(self.local_offsets)
-
-    def _rows(self, values: Int64) -> list[tuple[int, ...]]:
-        flat = values.tolist()
-        return [tuple(flat[begin:end]) for begin, end in pairwise(self.box_start.tolist())]
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,6 +126,8 @@ class _Flattener:
         kinds, flat, paths = self.kinds, self.flat, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
+        if has_only_strings and mapping and self.add_leaves(prefix, path, mapping):
+            return
         for key, entry in mapping.items():
             name = str(key)
             fqn = prefix + name
@@ -139,6 +141,18 @@ class _Flattener:
                 all_have_entries &= len(flat) > count
         if not (has_only_strings and all_have_entries and mapping):
             self.note(prefix, path, mapping, all_have_entries=all_have_entries)
+
+    def add_leaves(self, prefix: str, path: Path, mapping: Mapping[str, Any]) -> bool:
+        """The entries of a mapping if none of them is opened, all together; whether it is so."""
+        keys, entries = list(mapping), list(mapping.values())
+        if max(map(self.kinds.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
+            return False
+        fqns = [prefix + key for key in keys] if prefix else keys
+        if not self.flat.keys().isdisjoint(fqns):
+            return False
+        self.flat.update(zip(fqns, entries, strict=True))
+        self.paths.update(zip(fqns, zip(*map(itertools.repeat, path), keys, strict=False), strict=True))
+        return True
 
     def note(self, prefix: str, path: Path, mapping: Mapping[Any, Any], *, all_have_entries: bool) -> None:
         """What the paths of a mapping's entries do not tell. Keys with one string collide."""

@@ -207,6 +207,7 @@ def commit(
     visible, except where the error says ``committed=True``: the checkpoint stands, but `.metadata` could
     not be written.
     """
+    index.check()
     metadata_bytes = (
         encode_torch_metadata(index, checkpoint_id=store.url, save_id=save_id) if torch_compatible else None
     )
@@ -217,7 +218,7 @@ def commit(
         torch_metadata_crc=None if metadata_bytes is None else crc32(metadata_bytes),
         replaced_torch_metadata_crc=previous.metadata_crc,
     )
-    manifest_bytes = encode_manifest(index)
+    manifest_bytes = encode_manifest(index, is_checked=True)  # what has been added since is no column
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         if store.version(names.metadata) != previous.metadata:
             raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)

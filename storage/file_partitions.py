@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from dcp.storage.engine.memory import copy_small
+from dcp.storage.engine.memory import gather_small
 from dcp.storage.engine.reading.assemble import ragged_positions
 from dcp.storage.engine.write import JOINED_BYTES, DataFile, WriteOutcome
-from dcp.storage.tensors import byte_pieces, is_whole_memory, narrow
+from dcp.storage.formats.index import Int64, starts
+from dcp.storage.tensors import byte_pieces, narrow, whole_memories
 
-__all__ = ["Lane", "WriteRequest", "Written", "collect", "row_bytes", "write_lane"]
+__all__ = ["Lane", "WriteRequest", "Written", "collect", "write_lane"]
 
 _ALIKE_FROM = 8
 """Tensors of one dtype and shape, one after the other, from which on they are written together."""
@@ -27,25 +31,56 @@ _ALIKE_BYTES = 256 << 10
 class WriteRequest:
     """What a rank has to write, row by row in file order.
 
-    Row i is the box at ``local_offsets[i]`` of extent ``sizes[i]`` of ``sources[i]`` (a local tensor on any
-    device); its bytes are those of row ``shares[i]`` if that is not -1. ``blobs`` are the objects' torch.save
-    bytes and ``values`` their plain msgpack encodings or None; equal blobs are stored once.
+    Row i is a box of ``sources[i]`` (a local tensor on any device), of ``payload_bytes[i]``: where it begins
+    and its extent are the values of ``local_offsets`` and ``sizes`` from ``box_start[i]`` on. Its bytes are
+    those of row ``shares[i]`` if that is not -1. ``blobs`` are the objects' torch.save bytes and ``values``
+    their plain msgpack encodings or None; equal blobs are stored once.
     """
 
-    sources: Sequence[torch.Tensor] = ()
-    dtype_codes: Sequence[int] = ()
-    sizes: Sequence[tuple[int, ...]] = ()
-    local_offsets: Sequence[tuple[int, ...]] = ()
-    shares: Sequence[int] = ()
+    sources: Sequence[torch.Tensor]
+    dtype_codes: npt.NDArray[np.uint8]
+    box_start: Int64
+    sizes: Int64
+    local_offsets: Int64
+    payload_bytes: Int64
+    shares: Int64
     blobs: Sequence[bytes] = ()
     values: Sequence[bytes | None] = ()
+
+    @cached_property
+    def own_rows(self) -> Int64:
+        """The rows that are written."""
+        return np.flatnonzero(self.shares < 0)
+
+    @cached_property
+    def distinct_blobs(self) -> list[bytes]:
+        """``blobs``, each once."""
+        return list(dict.fromkeys(self.blobs))
+
+    def of_row(self, values: Int64, row: int) -> tuple[int, ...]:
+        """A row's part of ``sizes`` or ``local_offsets``."""
+        return tuple(values[self.box_start[row] : self.box_start[row + 1]].tolist())
+
+    def alike(self, rows: Int64) -> Iterator[Int64]:
+        """``rows``, cut wherever the dtype or the extent of the box changes."""
+        ndims, codes = np.diff(self.box_start)[rows], self.dtype_codes[rows]
+        differs = (codes[1:] != codes[:-1]) | (ndims[1:] != ndims[:-1])
+        compared = np.flatnonzero(~differs & (ndims[1:] > 0))
+        if len(compared):
+            counts = ndims[compared]
+            before, after = (
+                self.sizes[ragged_positions(self.box_start[rows[compared + step]], counts)] for step in (0, 1)
+            )
+            differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
+        edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(rows)]
+        return (rows[begin:end] for begin, end in pairwise(edges) if begin < end)
 
 
 @dataclass
 class Lane:
     """One data file with the rows that go into it."""
 
-    rows: list[int] = field(default_factory=list)
+    rows: Int64
     with_objects: bool = False
 
 
@@ -56,33 +91,24 @@ class Written(NamedTuple):
     objects: list[tuple[int, int, int]]
 
 
-def row_bytes(request: WriteRequest, row: int) -> int:
-    """Payload bytes of a row."""
-    size = request.sources[row].element_size()
-    for extent in request.sizes[row]:
-        size *= extent
-    return size
-
-
 def write_lane(
     request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, lane: Lane
 ) -> list[tuple[int, int, int]]:
     """Write a lane's rows and objects, and finish the file; returns (offset, length, CRC-32) by object."""
     objects: list[tuple[int, int, int]] = []
     if lane.with_objects:
-        distinct = list(dict.fromkeys(request.blobs))
+        distinct = request.distinct_blobs
         stored = dict(zip(distinct, file.blobs(distinct), strict=True))
         objects = [stored[blob] for blob in request.blobs]
-    codes, all_sizes = request.dtype_codes, request.sizes
-    alike = groupby(lane.rows, key=lambda row: (codes[row], all_sizes[row]))
-    for (code, sizes), group in alike:
-        rows = list(group)
-        if len(rows) >= _ALIKE_FROM and row_bytes(request, rows[0]) <= JOINED_BYTES:
+    for alike in request.alike(lane.rows):
+        first, rows = int(alike[0]), alike.tolist()
+        code, sizes = int(request.dtype_codes[first]), request.of_row(request.sizes, first)
+        if len(rows) >= _ALIKE_FROM and request.payload_bytes[first] <= JOINED_BYTES:
             rows = _write_alike(request, on_bytes, file, rows)
         for row in rows:
             source = request.sources[row]
             if source.shape != sizes:
-                source = narrow(source, request.local_offsets[row], sizes)
+                source = narrow(source, request.of_row(request.local_offsets, row), sizes)
             file.tensor(code, sizes, source.nbytes, byte_pieces(source))
             if on_bytes is not None:
                 on_bytes(source.nbytes)
@@ -97,17 +123,15 @@ def _write_alike(
 
     It ends at a tensor that is not all of its row's bytes in its own memory.
     """
-    code, sizes, size = request.dtype_codes[rows[0]], request.sizes[rows[0]], row_bytes(request, rows[0])
+    code, sizes = int(request.dtype_codes[rows[0]]), request.of_row(request.sizes, rows[0])
+    size = int(request.payload_bytes[rows[0]])
     step = max(1, _ALIKE_BYTES // max(size, 256))
     for begin in range(0, len(rows), step):
         sources = [request.sources[row] for row in rows[begin : begin + step]]
-        if not all(source.shape == sizes and is_whole_memory(source) for source in sources):
+        addresses = whole_memories(sources, math.prod(sizes))
+        if addresses is None:
             return rows[begin:]
-        payloads = np.empty((len(sources), size), np.uint8)
-        if size:
-            first = payloads.ctypes.data
-            for place, source in zip(range(first, first + payloads.nbytes, size), sources, strict=True):
-                copy_small(place, source.data_ptr(), size)
+        payloads = gather_small(addresses, size)
         file.alike(code, sizes, payloads)
         if on_bytes is not None:
             on_bytes(payloads.nbytes)
@@ -124,10 +148,8 @@ def collect(
     files = [lane.file for lane in written]
     outcome = WriteOutcome(files=[file.name for file in files])
     outcome.file_sizes = [file.size_bytes for file in files]
-    order = np.array([row for lane in lanes for row in lane.rows], dtype=np.int64)
-    target = np.arange(rows, dtype=np.int64)
-    shares = np.asarray(request.shares, dtype=np.int64)
-    target[shares >= 0] = shares[shares >= 0]
+    order = np.concatenate([lane.rows for lane in lanes])
+    target = np.where(request.shares < 0, np.arange(rows, dtype=np.int64), request.shares)
     place = np.full(rows, -1, dtype=np.int64)
     place[order] = np.arange(len(order))
     take = place[target]
@@ -146,8 +168,9 @@ def collect(
     outcome.crc_counts = counts[take]
     crc_start = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=crc_start[1:])
-    all_crcs = np.array([crc for file in files for crc in file.rows.crcs], dtype=np.uint32)
-    outcome.crcs = all_crcs[ragged_positions(crc_start[:-1][take], outcome.crc_counts)]
+    outcome.crcs = column("crcs").astype(np.uint32)[
+        ragged_positions(crc_start[:-1][take], outcome.crc_counts)
+    ]
     lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
     objects = written[lane_number].objects
     outcome.object_files = np.full(len(objects), lane_number, dtype=np.int64)

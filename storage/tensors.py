@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 from dcp.storage.engine.memory import view
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import Int64
 
 __all__ = [
     "as_copied",
@@ -23,11 +25,14 @@ __all__ = [
     "narrow",
     "slab_boxes",
     "torch_dtype",
+    "whole_memories",
 ]
 
 _SLAB_BYTES = 4 << 20
 _COPY_BELOW_BYTES = 128 << 10
 """Below this a strided or device tensor is copied whole, above it goes through one reused buffer."""
+
+_is_cpu = attrgetter("is_cpu")
 
 _TORCH_BY_CODE: dict[int, torch.dtype] = {
     code: getattr(torch, dtype.name) for code, dtype in dtypes.BY_CODE.items() if hasattr(torch, dtype.name)
@@ -65,6 +70,20 @@ def is_addressable(tensor: torch.Tensor) -> bool:
 def is_whole_memory(tensor: torch.Tensor) -> bool:
     """Whether the ``nbytes`` at ``data_ptr`` are the tensor's elements in C order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def whole_memories(tensors: Sequence[torch.Tensor], elements: int) -> Int64 | None:
+    """The addresses of ``tensors``, which are of one dtype, if each has as many elements, in memory as
+    `is_whole_memory` says; else None."""
+    tensor = torch.Tensor
+    alike = (
+        {elements}.issuperset(map(tensor.numel, tensors))
+        and all(map(_is_cpu, tensors))
+        and all(map(tensor.is_contiguous, tensors))
+        and not any(map(tensor.is_neg, tensors))
+        and not (tensors[0].is_complex() and any(map(tensor.is_conj, tensors)))
+    )
+    return np.fromiter(map(tensor.data_ptr, tensors), np.int64, len(tensors)) if alike else None
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,8 +26,8 @@ from torch.futures import Future
 from dcp.storage import commit, torch_metadata
 from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name, file_bytes
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError
-from dcp.storage.file_partitions import Lane, WriteRequest, Written, collect, row_bytes, write_lane
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.file_partitions import Lane, WriteRequest, Written, collect, write_lane
+from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.item_writer import ItemWriter
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
@@ -262,7 +263,6 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             },
             user=dict(self.user),
         )
-        index.check()
         previous = self._previous
         if previous is None:
             previous = commit.previous_state(self.store, self.names)
@@ -310,20 +310,18 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
         ``on_bytes`` is called with the payload bytes of each tensor written, from the writing threads.
         """
-        own = [row for row, share in enumerate(request.shares) if share < 0]
-        payloads = [row_bytes(request, row) for row in own]
-        lanes = self._lanes(own, payloads, bool(request.blobs))
+        own = request.own_rows
+        lanes = self._lanes(own, request.payload_bytes[own], bool(request.blobs))
         if not lanes:
             return _empty_outcome(len(request.shares))
-        sizes = dict(zip(own, payloads, strict=True))
         files: list[DataFile] = []
 
         def write(number: int, lane: Lane) -> Written:
             # Created only now: with a file for each tensor there may be more than a process can have open.
-            payload_bytes = sum(sizes[row] for row in lane.rows)
+            payload_bytes = int(request.payload_bytes[lane.rows].sum())
             expected = file_bytes(payload_bytes, len(lane.rows), torch_compatible=self.torch_compatible)
             if lane.with_objects:
-                expected += sum(map(len, set(request.blobs)))
+                expected += sum(map(len, request.distinct_blobs))
             file = self._create(number, expected)
             files.append(file)
             return Written(file, write_lane(request, on_bytes, file, lane))
@@ -344,24 +342,22 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             self.store.sync()
         return collect(request, written, lanes)
 
-    def _lanes(self, rows: list[int], payloads: list[int], has_objects: bool) -> list[Lane]:
-        if not rows and not has_objects:
+    def _lanes(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[Lane]:
+        if not len(rows) and not has_objects:
             return []
-        if not self.single_file_per_rank and rows:
-            lanes = [Lane([row]) for row in rows]
+        if not self.single_file_per_rank and len(rows):
+            lanes = [Lane(rows[place : place + 1]) for place in range(len(rows))]
             if has_objects:
-                lanes.append(Lane([], with_objects=True))
+                lanes.append(Lane(rows[:0], with_objects=True))
             return lanes
-        total = sum(payloads)
+        total = int(payloads.sum())
         count = self.thread_count
         if not self.sync_files and total >= _TWO_FILES_ABOVE_BYTES:
             count = max(count, self.lanes)
         count = max(1, min(count, len(rows)))
-        lanes, taken = [Lane() for _ in range(count)], 0
-        for row, size in zip(rows, payloads, strict=True):
-            lanes[min(count - 1, taken * count // max(total, 1))].rows.append(row)
-            taken += size
-        lanes = [lane for lane in lanes if lane.rows] or [Lane()]
+        numbers = np.minimum(count - 1, (np.cumsum(payloads) - payloads) * count // max(total, 1))
+        lanes = [Lane(part) for number in range(count) if len(part := rows[numbers == number])]
+        lanes = lanes or [Lane(rows)]
         lanes[0].with_objects = has_objects
         return lanes
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.columns import WriteColumns
+from dcp.planners.layout.boxes import row_products
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.wire.codec import (
@@ -30,7 +31,7 @@ from dcp.saving.rank_state import PlanOptions, RankState, encoded_object
 from dcp.storage.engine.reading.assemble import assemble_index
 from dcp.storage.engine.write import WriteOutcome
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.formats.open import open_index
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import FileSystemWriter, WriteRequest
@@ -278,7 +279,7 @@ class ColumnarSave:
     def _write(self, columns: WriteColumns) -> WriteOutcome:
         begun = time.perf_counter()
         request = self._request(columns)
-        total = sum(source.nbytes for source in request.sources)
+        total = int(request.payload_bytes[request.own_rows].sum())
         with reporting(self._progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
             outcome = self._writer.write_request(request, on_bytes)
         self.seconds["write"] = time.perf_counter() - begun
@@ -290,7 +291,7 @@ class ColumnarSave:
         if self._local is None:
             raise CheckpointError("the save was not planned")
         local = self._local.columns
-        codes = local.dtype_codes[local.item_tensors[columns.items]].tolist()
+        codes = local.dtype_codes[local.item_tensors[columns.items]]
         cache: dict[bytes, bytes] = {}
         fqns, values = local.objects.fqns, self._local.objects
         # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
@@ -304,9 +305,11 @@ class ColumnarSave:
         return WriteRequest(
             sources=[sources[number] for number in local.item_sources[columns.items].tolist()],
             dtype_codes=codes,
-            sizes=columns.size_rows,
-            local_offsets=columns.local_offset_rows,
-            shares=columns.shares.tolist(),
+            box_start=columns.box_start,
+            sizes=columns.sizes,
+            local_offsets=columns.local_offsets,
+            payload_bytes=row_products(columns.sizes, columns.box_start) * itemsizes(codes),
+            shares=columns.shares,
             blobs=blobs,
             values=plains,
         )

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, compress
+from operator import attrgetter, itemgetter, not_
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -44,6 +44,16 @@ DTYPE_CODES: Mapping[torch.dtype, int] = {
 }
 """Stable code of `dcp.storage.formats.dtypes` by torch dtype."""
 
+
+class _Codes(dict[torch.dtype, int]):
+    """Codes by dtype, 0 for those that cannot be stored."""
+
+    def __missing__(self, dtype: torch.dtype) -> int:
+        return 0
+
+
+_CODES = _Codes(DTYPE_CODES)
+_dtype, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
 
@@ -180,7 +190,7 @@ class _SourceFacts:
     @classmethod
     def ask(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
         count, tensor = len(sources), torch.Tensor
-        codes = np.array([DTYPE_CODES.get(source.dtype, 0) for source in sources], np.uint8)
+        codes = np.fromiter(map(_CODES.__getitem__, map(_dtype, sources)), np.uint8, count)
         is_lazy = np.fromiter(map(tensor.is_neg, sources), np.bool_, count)
         for number in np.flatnonzero(np.isin(codes, _COMPLEX)).tolist():
             is_lazy[number] |= sources[number].is_conj()
@@ -204,18 +214,18 @@ class _Builder:
     problems: list[tuple[int, str]] = field(default_factory=list)
 
     def add_all(self, state_dict: Mapping[str, Any]) -> None:
-        kinds, plain_forms, cache = KINDS, _PlainForms(self.forms), SpecCache()
-        fqns, numbers, sources, requires_grad = self.fqns, self.form_numbers, self.sources, self.requires_grad
-        saving = not self.loading
+        kinds = set(map(KINDS.__getitem__, set(map(type, state_dict.values()))))
+        if kinds <= {PLAIN, OBJECT} and self.add_plain(state_dict, has_objects=OBJECT in kinds):
+            return
+        plain_forms, cache = _PlainForms(self.forms), SpecCache()
         for fqn, value in state_dict.items():
-            kind = kinds[type(value)]
+            kind = KINDS[type(value)]
             try:
                 if kind == PLAIN:
-                    # nothing here that 20,000 tensors would notice
-                    numbers.append(plain_forms[value.shape])
-                    fqns.append(fqn)
-                    sources.append(value)
-                    requires_grad.append(saving and value.requires_grad)
+                    self.form_numbers.append(plain_forms[value.shape])
+                    self.fqns.append(fqn)
+                    self.sources.append(value)
+                    self.requires_grad.append(not self.loading and value.requires_grad)
                 elif kind == OBJECT:
                     self.objects[fqn] = value
                 elif kind != DTENSOR or not self.add_dtensor(fqn, value, cache):
@@ -224,6 +234,25 @@ class _Builder:
                 self.note(str(error))
             except RuntimeError as error:
                 self.note(_no_memory(fqn, value, error))
+
+    def add_plain(self, state_dict: Mapping[str, Any], *, has_objects: bool) -> bool:
+        """Plain tensors and objects, all together; False, and nothing is added, where a tensor has no
+        shape."""
+        tensors, objects = state_dict, dict[str, Any]()
+        if has_objects:
+            is_plain = [KINDS[kind] == PLAIN for kind in map(type, state_dict.values())]
+            tensors = dict(compress(state_dict.items(), is_plain))
+            objects = dict(compress(state_dict.items(), map(not_, is_plain)))
+        sources, plain_forms = list(tensors.values()), _PlainForms(self.forms)
+        try:
+            self.form_numbers += [plain_forms[source.shape] for source in sources]
+        except RuntimeError:
+            return False
+        self.fqns += tensors
+        self.sources += sources
+        self.requires_grad += [False] * len(sources) if self.loading else map(_requires_grad, sources)
+        self.objects.update(objects)
+        return True
 
     def add_dtensor(self, fqn: str, tensor: DTensor, cache: SpecCache) -> bool:
         """The usual DTensor, one box of a plain local tensor; whether it is one."""

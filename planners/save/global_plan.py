@@ -26,9 +26,8 @@ from dcp.planners.save.validate import (
     check_volumes,
     raise_problems,
 )
-from dcp.storage.formats import dtypes
 from dcp.storage.formats.container_notes import Note, Noted, merge_notes, structure_of_notes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, starts
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
 
 __all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 
@@ -65,13 +64,6 @@ class Items:
     digests: npt.NDArray[np.uint64]
     ties: Int64
     volumes: Int64
-
-
-def _itemsizes(codes: npt.NDArray[np.uint8]) -> Int64:
-    table = np.zeros(256, np.int64)
-    for code, dtype in dtypes.BY_CODE.items():
-        table[code] = dtype.itemsize
-    return table[codes]
 
 
 def _gather_items(all_columns: Sequence[SaveColumns], tensors: MergedTensors) -> Items:
@@ -344,7 +336,7 @@ def _index(
 ) -> CheckpointIndex:
     chunk_tensors = items.tensors[pieces.items]
     chunks, count = len(chunk_tensors), len(objects.fqns)
-    payloads = row_products(pieces.sizes, pieces.start) * _itemsizes(tensors.dtype_codes)[chunk_tensors]
+    payloads = row_products(pieces.sizes, pieces.start) * itemsizes(tensors.dtype_codes)[chunk_tensors]
 
     def zeros() -> Int64:
         return np.zeros(chunks, np.int64)
@@ -420,7 +412,7 @@ def plan_save(
     if check_replicas:
         mismatches += check_replica_digests(items, boxes, tensors)
     raise_problems(problems, mismatches)
-    nbytes = items.volumes[boxes.first] * _itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
+    nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
     pieces, loads = _deal(
         items, boxes, nbytes, world_size, lowest_rank=dedup_to_lowest_rank, split_bytes=split_bytes
     )

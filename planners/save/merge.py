@@ -57,6 +57,16 @@ class _Table(NamedTuple):
     ranks: list[int]
 
 
+def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
+    """The number of each name, in the order in which they come; ``position`` is all of them."""
+    if not position:
+        position.update(zip(fqns, range(len(fqns)), strict=True))
+        if len(position) == len(fqns):
+            return np.arange(len(fqns), dtype=np.int64)
+        position.clear()
+    return np.array([position.setdefault(fqn, len(position)) for fqn in fqns], np.int64)
+
+
 def _tables(all_columns: Sequence[SaveColumns], position: dict[str, int]) -> list[_Table]:
     tables: dict[tuple[object, ...], _Table] = {}
     for rank, columns in enumerate(all_columns):
@@ -69,8 +79,7 @@ def _tables(all_columns: Sequence[SaveColumns], position: dict[str, int]) -> lis
         table = tables.get(key)
         if table is None:
             known = len(position)
-            numbers = [position.setdefault(fqn, len(position)) for fqn in columns.fqns]
-            rows = np.array(numbers, np.int64)
+            rows = _numbered(columns.fqns, position)
             table = tables[key] = _Table(columns, rows, rows >= known, [])
         table.ranks.append(rank)
     return list(tables.values())
@@ -164,8 +173,7 @@ def merge_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -
     for rank, columns in enumerate(all_columns):
         key = tuple(columns.objects.fqns)
         if key not in tables:
-            numbers = [position.setdefault(fqn, len(position)) for fqn in key]
-            tables[key] = (np.array(numbers, np.int64), [])
+            tables[key] = (_numbered(key, position), [])
         tables[key][1].append(rank)
         rows_by_rank.append(tables[key][0])
     count = len(position)

@@ -18,6 +18,7 @@ from dcp.planners.by_value import by_value, encode_by_value
 from dcp.planners.cache.known_state import KnownState, LocalPart
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.flatten import Flat, flatten
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.item_views import item_views
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import flatten_sharded
@@ -97,10 +98,11 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             rank = self.rank if self.rank is not None else current_rank()
             known = self._known_state()
             made: Flat
-            if known is None:
-                made = flatten(state_dict, rank=rank)
-            else:
-                made, self._shape = known.flatten(state_dict, rank)
+            with garbage_collection_paused():
+                if known is None:
+                    made = flatten(state_dict, rank=rank)
+                else:
+                    made, self._shape = known.flatten(state_dict, rank)
             flat, self.mappings, self._notes, self.foreign_keys = made
         if self.flatten_sharded_tensors and self._shape is None:
             flat = flatten_sharded(flat)
@@ -120,7 +122,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
         """
         check: ReplicaCheck = self.replica_check if digests else "off"
-        part = self._local_part()
+        with garbage_collection_paused():
+            part = self._local_part()
         self.item_replicated = part.replicated
         columns = part.columns
         if digests:

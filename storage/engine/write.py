@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
 from dcp.storage.formats.index import Int64
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.stores.base import Store
@@ -102,17 +103,21 @@ class WriteOutcome:
         return cls(**fields)
 
 
+def _integers() -> array[int]:
+    return array("q")
+
+
 @dataclass(slots=True)
 class _Rows:
-    """Result rows of one file, as lists while it is written."""
+    """Result rows of one file while it is written, which come one by one or as columns."""
 
-    record_offsets: list[int] = field(default_factory=list)
-    record_lengths: list[int] = field(default_factory=list)
-    payload_offsets: list[int] = field(default_factory=list)
-    payload_lengths: list[int] = field(default_factory=list)
-    crc_counts: list[int] = field(default_factory=list)
-    crc_starts: list[int] = field(default_factory=list)
-    crcs: list[int] = field(default_factory=list)
+    record_offsets: array[int] = field(default_factory=_integers)
+    record_lengths: array[int] = field(default_factory=_integers)
+    payload_offsets: array[int] = field(default_factory=_integers)
+    payload_lengths: array[int] = field(default_factory=_integers)
+    crc_counts: array[int] = field(default_factory=_integers)
+    crc_starts: array[int] = field(default_factory=_integers)
+    crcs: array[int] = field(default_factory=_integers)
 
 
 class DataFile:
@@ -185,7 +190,7 @@ class DataFile:
         rows.payload_lengths.append(payload_bytes)
         rows.crc_counts.append(len(crcs))
         rows.crc_starts.append(len(rows.crcs))
-        rows.crcs += crcs
+        rows.crcs.extend(crcs)
         return len(rows.record_offsets) - 1
 
     def alike(self, dtype_code: int, sizes: tuple[int, ...], payloads: npt.NDArray[np.uint8]) -> None:
@@ -194,7 +199,7 @@ class DataFile:
         For small ones, of at most JOINED_BYTES: then their records differ in bytes and checksum alone.
         """
         count, size = payloads.shape
-        crcs = [crc32(payload) for payload in payloads]
+        crcs = crc32_rows(payloads)
         prefix, suffix, crc_at = b"", b"", tuple[int, ...]()
         if self._torch_compatible:
             record = begin_record(dtype_code, sizes, size, self._position)
@@ -204,21 +209,24 @@ class DataFile:
         records[:, : len(prefix)] = np.frombuffer(prefix, np.uint8)
         records[:, len(prefix) : len(prefix) + size] = payloads
         records[:, len(prefix) + size :] = np.frombuffer(suffix, np.uint8)
-        crc_bytes = np.array(crcs, "<u4").view(np.uint8).reshape(count, 4)
+        crc_bytes = crcs.astype("<u4").view(np.uint8).reshape(count, 4)
         for position in crc_at:
             begin = len(prefix) + size + position
             records[:, begin : begin + 4] = crc_bytes
         self._handle.write(records.reshape(-1).data)
-        begins = [self._position + length * number for number in range(count)]
+        begins = self._position + length * np.arange(count, dtype=np.int64)
         self._position += count * length
-        rows = self.rows
-        rows.record_offsets += begins
-        rows.payload_offsets += [begin + len(prefix) for begin in begins]
-        rows.record_lengths += [length] * count
-        rows.payload_lengths += [size] * count
-        rows.crc_starts += range(len(rows.crcs), len(rows.crcs) + count) if size else [len(rows.crcs)] * count
-        rows.crc_counts += [1 if size else 0] * count
-        rows.crcs += crcs if size else []
+        rows, summed = self.rows, int(size > 0)
+        for column, values in (
+            (rows.record_offsets, begins),
+            (rows.payload_offsets, begins + len(prefix)),
+            (rows.record_lengths, np.full(count, length)),
+            (rows.payload_lengths, np.full(count, size)),
+            (rows.crc_starts, len(rows.crcs) + summed * np.arange(count)),
+            (rows.crc_counts, np.full(count, summed)),
+            (rows.crcs, crcs[: count * summed]),
+        ):
+            column.frombytes(values.astype(np.int64, copy=False).tobytes())
 
     def blob(self, data: bytes | memoryview) -> tuple[int, int, int]:
         """Append an object's bytes; returns (offset, length, CRC-32)."""

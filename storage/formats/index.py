@@ -29,6 +29,7 @@ __all__ = [
     "Int64",
     "ObjectColumns",
     "Path",
+    "itemsizes",
     "starts",
 ]
 
@@ -49,6 +50,14 @@ def starts(counts: npt.ArrayLike) -> Int64:
     result = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=result[1:])
     return result
+
+
+def itemsizes(dtype_codes: npt.NDArray[np.uint8]) -> Int64:
+    """Bytes per element by row; 0 for codes that stand for no dtype."""
+    table = np.zeros(256, dtype=np.int64)
+    for code, dtype in dtypes.BY_CODE.items():
+        table[code] = dtype.itemsize
+    return table[dtype_codes]
 
 
 def _int64(values: npt.ArrayLike = ()) -> Int64:
@@ -198,10 +207,7 @@ class CheckpointIndex:
     @cached_property
     def itemsizes(self) -> Int64:
         """Bytes per element by tensor."""
-        table = np.zeros(256, dtype=np.int64)
-        for code, dtype in dtypes.BY_CODE.items():
-            table[code] = dtype.itemsize
-        return table[self.dtype_codes]
+        return itemsizes(self.dtype_codes)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """Global shape of a tensor row."""

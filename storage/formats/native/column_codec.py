@@ -74,6 +74,7 @@ class ColumnEncoder:
 
     def __init__(self, *, compact: bool = True) -> None:
         self._compact = compact
+        self._last: tuple[list[str], list[Any], int] | None = None
         self.decoded_bytes = 0
 
     def column(self, values: npt.ArrayLike) -> list[Any]:
@@ -105,6 +106,14 @@ class ColumnEncoder:
 
     def strings(self, texts: Sequence[str]) -> list[Any]:
         """Strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
+        listed, before = list(texts), self.decoded_bytes
+        if self._last is None or listed != self._last[0]:  # a flat state dict has its names three times
+            self._last = listed, self._strings(listed), self.decoded_bytes - before
+        else:
+            self.decoded_bytes += self._last[2]
+        return self._last[1]
+
+    def _strings(self, texts: list[str]) -> list[Any]:
         joined = "".join(texts)
         if joined.isascii():
             return self._rows(np.fromiter(map(len, texts), np.int64, len(texts)), joined.encode("ascii"))

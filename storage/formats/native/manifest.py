@@ -31,6 +31,7 @@ from dcp.storage.formats.index import (
     Deferred,
     Int64,
     ObjectColumns,
+    itemsizes,
     starts,
 )
 from dcp.storage.formats.native.column_codec import (
@@ -82,13 +83,15 @@ _CRC_HEAD: Final = b"\xa5crc32\xce"
 _LARGEST_PAYLOAD_BYTES: Final = 2.0**62
 
 
-def encode_manifest(index: CheckpointIndex) -> bytes:
-    """The manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it inconsistent.
+def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
+    """The manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it inconsistent,
+    unless the caller has asked that already.
 
     PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
     the manifest would be larger than MAX_MANIFEST_BYTES.
     """
-    index.check()
+    if not is_checked:
+        index.check()
     data = encode_within_budget(partial(_encode, index))
     if len(data) > MAX_MANIFEST_BYTES:
         raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
@@ -300,10 +303,7 @@ def _payload_lengths(sizes: Int64, box_ndims: Int64, codes: npt.NDArray[np.uint8
     """Bytes of each box; refuses boxes whose size wraps around in int64."""
     if len(sizes) and int(sizes.min()) < 0:
         raise CheckpointFormatError("a chunk of the manifest has a negative size")
-    table = np.zeros(256, dtype=np.int64)
-    for code, dtype in dtypes.BY_CODE.items():
-        table[code] = dtype.itemsize
-    lengths = table[codes]
+    lengths = itemsizes(codes)
     boxed = box_ndims > 0
     begins = (np.cumsum(box_ndims) - box_ndims)[boxed]
     if len(begins):

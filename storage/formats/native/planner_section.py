@@ -41,9 +41,11 @@ def encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, 
     if not _is_paths(planner_data):
         return {"plain": encoder.blob(plain_section(planner_data, "planner data"))}
     parts = list(chain.from_iterable(planner_data.values()))
-    is_position = np.array([type(part) is int for part in parts], dtype=bool)
-    positions = list(compress(parts, is_position.tolist()))
-    keys = list(compress(parts, (~is_position).tolist())) if positions else parts
+    is_position, positions, keys = np.zeros(len(parts), np.bool_), [], parts
+    if not _NAMES.issuperset(map(type, parts)):
+        is_position = np.array([type(part) is int for part in parts], np.bool_)
+        positions = list(compress(parts, is_position.tolist()))
+        keys = list(compress(parts, (~is_position).tolist()))
     lengths = np.fromiter(map(len, planner_data.values()), np.int64, len(planner_data))
     return {
         "fqns": encoder.strings(list(planner_data)),

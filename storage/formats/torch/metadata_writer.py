@@ -8,18 +8,19 @@ order than stock's; the objects that `pickle.load` builds from it are equal.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, compress, count, pairwise
-from typing import Any
+from itertools import chain, compress, count, pairwise
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
 __all__ = ["TORCH_METADATA_VERSION", "encode_torch_metadata", "torch_metadata_head"]
 
@@ -36,7 +37,13 @@ _UINT32 = np.dtype("<u4")
 _FRAME_BYTES = 11
 """What stands before the content: protocol, opcode of the frame and its length."""
 
+_SHORTEST_RUN = 16
+"""Rows with equally many entries, one after the other, from which on they are joined as an array."""
+_STRINGS = frozenset({str})
+_TUPLES = frozenset({tuple})
+
 _Refs = npt.NDArray[np.uint32]
+_Parts = Sequence[bytes | npt.NDArray[Any]]
 
 
 def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id: str) -> bytes:
@@ -51,7 +58,7 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
     """
     memo = _Memo()
     memo.number(save_id)  # first of all, for `torch_metadata_head`
-    names = memo.strings(index.fqns)
+    names = memo.strings(list(index.fqns))
     stored = np.flatnonzero(index.objects.files >= 0)
     object_names = memo.strings([index.objects.fqns[row] for row in stored.tolist()])
     shapes, offsets, sizes = _size_refs(memo, index)
@@ -102,6 +109,7 @@ class _Memo:
         self._count = 0
         self._strings: dict[str, int] = {}
         self._globals: dict[tuple[str, str], bytes] = {}
+        self._last: tuple[Sequence[str], _Refs] = (), np.zeros(0, _UINT32)
 
     def add(self, opcodes: bytes) -> int:
         """Memo number of the value that ``opcodes`` push."""
@@ -122,15 +130,22 @@ class _Memo:
 
     def strings(self, texts: Sequence[str]) -> _Refs:
         """Memo numbers of many strings: `number`, without a call for each."""
-        known = self._strings
+        if texts == self._last[0]:  # a flat state dict has its names three times
+            return self._last[1]
+        refs = self._string_refs(texts)
+        self._last = texts, refs
+        return refs
+
+    def _string_refs(self, texts: Sequence[str]) -> _Refs:
+        known, begin = self._strings, self._count
+        with contextlib.suppress(KeyError):  # mostly all of them are known, or none is
+            return np.fromiter(map(known.__getitem__, texts), dtype=_UINT32, count=len(texts))
         fresh = [text for text in dict.fromkeys(texts) if text not in known]
-        known.update(zip(fresh, count(self._count), strict=False))
-        encoded = [text.encode("utf-8", "surrogatepass") for text in fresh]
-        heads = {size: b"\x940X" + size.to_bytes(4, "little") for size in set(map(len, encoded))}
-        if encoded:  # each is X, its length, itself, MEMOIZE, POP
-            pieces = chain.from_iterable((heads[len(data)], data) for data in encoded)
-            self.definitions.append(b"".join(pieces)[2:] + b"\x940")
+        known.update(zip(fresh, count(begin), strict=False))
+        self.definitions.extend(_memoized_strings(fresh))
         self._count += len(fresh)
+        if len(fresh) == len(texts):
+            return np.arange(begin, self._count, dtype=_UINT32)
         return np.fromiter(map(known.__getitem__, texts), dtype=_UINT32, count=len(texts))
 
     def named(self, module: str, name: str) -> bytes:
@@ -151,6 +166,26 @@ def _string(text: str) -> bytes:
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
+def _memoized_strings(texts: Sequence[str]) -> Iterator[bytes]:
+    """Opcodes that put many strings into the memo: of each X, its length, itself, MEMOIZE, POP."""
+    for begin in range(0, len(texts), _SLAB_ROWS):
+        encoded: Sequence[str | bytes] = texts[begin : begin + _SLAB_ROWS]
+        joined = "".join(cast("Sequence[str]", encoded))
+        if not joined.isascii():
+            encoded = [text.encode("utf-8", "surrogatepass") for text in texts[begin : begin + _SLAB_ROWS]]
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        start = starts(lengths + 7)
+        heads, tails = start[:-1], start[1:] - 2
+        opcodes = np.empty(int(start[-1]), np.uint8)
+        is_text = np.ones(len(opcodes), np.bool_)
+        for number, column in enumerate(lengths.astype("<u4").view(np.uint8).reshape(-1, 4).T, start=1):
+            opcodes[heads + number], is_text[heads + number] = column, False
+        for places, opcode in ((heads, b"X"), (tails, b"\x94"), (tails + 1, b"0")):
+            opcodes[places], is_text[places] = opcode[0], False
+        opcodes[is_text] = np.frombuffer(joined.encode("utf-8", "surrogatepass"), np.uint8)
+        yield opcodes.tobytes()
+
+
 def _get(number: int) -> bytes:
     if number < 256:
         return b"h" + number.to_bytes(1)
@@ -160,14 +195,39 @@ def _get(number: int) -> bytes:
 def _rows(count: int, *parts: bytes | npt.NDArray[Any]) -> Iterator[bytes]:
     """Rows of fixed width, joined: bytes stand in every row, of an array (little-endian) each has its own."""
     for begin in range(0, count, _SLAB_ROWS):
-        end = min(begin + _SLAB_ROWS, count)
-        columns = [
-            np.broadcast_to(np.frombuffer(part, np.uint8), (end - begin, len(part)))
-            if isinstance(part, bytes)
-            else np.ascontiguousarray(part[begin:end]).view(np.uint8).reshape(end - begin, part.itemsize)
-            for part in parts
-        ]
-        yield np.concatenate(columns, axis=1).tobytes()
+        yield _table(begin, min(begin + _SLAB_ROWS, count), parts).tobytes()
+
+
+def _table(begin: int, end: int, parts: Sequence[bytes | npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+    columns = [
+        np.broadcast_to(np.frombuffer(part, np.uint8), (end - begin, len(part)))
+        if isinstance(part, bytes)
+        else np.ascontiguousarray(part[begin:end]).view(np.uint8).reshape(end - begin, part.itemsize)
+        for part in parts
+    ]
+    return np.concatenate(columns, axis=1)
+
+
+def _nested_rows(counts: Int64, head: _Parts, entry: _Parts, tail: bytes) -> Iterator[bytes]:
+    """Rows of ``head``, each followed by its ``counts`` rows of ``entry``, and by ``tail``; parts as of
+    `_rows`."""
+    start = starts(counts)
+    edges = np.flatnonzero(np.diff(counts)) + 1
+    if len(edges) * _SHORTEST_RUN > len(counts):
+        edges = edges[:0]
+    slabs = np.arange(0, len(counts), _SLAB_ROWS)
+    for begin, end in pairwise([*np.union1d(slabs, edges).tolist(), len(counts)]):
+        heads, entries = _table(begin, end, head), _table(int(start[begin]), int(start[end]), entry)
+        if (counts[begin:end] == counts[begin]).all():  # as long as these are alike, so are whole rows
+            tails = np.broadcast_to(np.frombuffer(tail, np.uint8), (end - begin, len(tail)))
+            yield np.concatenate([heads, entries.reshape(end - begin, -1), tails], axis=1).tobytes()
+            continue
+        head_bytes, bounds = heads.shape[1], ((start[begin : end + 1] - start[begin]) * entries.shape[1])
+        joined_heads, joined_entries = heads.tobytes(), entries.tobytes()
+        for row, (first, last) in enumerate(pairwise(bounds.tolist())):
+            yield joined_heads[row * head_bytes : (row + 1) * head_bytes]
+            yield joined_entries[first:last]
+            yield tail
 
 
 def _int_column(values: Int64) -> tuple[bytes, npt.NDArray[Any]]:
@@ -205,12 +265,14 @@ def _size_refs(memo: _Memo, index: CheckpointIndex) -> tuple[_Refs, _Refs, _Refs
 def _table_refs(memo: _Memo, size_class: bytes, table: Int64, known: dict[bytes, int]) -> _Refs:
     rows, ndim = table.shape
     if ndim == 0:
-        keys = [b""] * rows
+        keys = [b""] * min(rows, 1)
     else:
         keys = np.ascontiguousarray(table, dtype="<i8").view(f"V{8 * ndim}").ravel().tolist()
     for key in dict.fromkeys(keys):
         if key not in known:
             known[key] = memo.add(_size_opcodes(size_class, np.frombuffer(key, dtype="<i8").tolist()))
+    if ndim == 0:
+        return np.full(rows, known.get(b"", 0), _UINT32)
     return np.fromiter(map(known.__getitem__, keys), dtype=_UINT32, count=rows)
 
 
@@ -259,15 +321,7 @@ def _tensor_entries(
         shapes,
         memo.string("chunks") + b"](",
     )
-    heads = b"".join(_rows(index.tensor_count, *head))
-    chunks = b"".join(_rows(index.chunk_count, *chunk))
-    head_bytes = len(heads) // max(index.tensor_count, 1)
-    chunk_bytes = len(chunks) // max(index.chunk_count, 1)
-    bounds = (index.chunk_start * chunk_bytes).tolist()
-    for tensor in range(index.tensor_count):
-        yield heads[tensor * head_bytes : (tensor + 1) * head_bytes]
-        yield chunks[bounds[tensor] : bounds[tensor + 1]]
-        yield b"eub"
+    return _nested_rows(np.diff(index.chunk_start), head, chunk, b"eub")
 
 
 def _object_entries(memo: _Memo, names: _Refs) -> Iterator[bytes]:
@@ -341,7 +395,7 @@ def _int(value: int) -> bytes:
 
 
 def _planner_data(memo: _Memo, data: Any) -> bytes:
-    if type(data) is dict and all(type(path) is tuple for path in data.values()):
+    if type(data) is dict and _TUPLES.issuperset(map(type, data.values())):
         paths = _paths(memo, data)
         if paths is not None:
             return paths
@@ -351,27 +405,24 @@ def _planner_data(memo: _Memo, data: Any) -> bytes:
 def _paths(memo: _Memo, data: Mapping[str, tuple[Any, ...]]) -> bytes | None:
     """Opcodes of a mapping from names to paths, each distinct part encoded once; None if it is not one."""
     parts = list(chain.from_iterable(data.values()))
-    are_texts = [type(part) is str for part in parts]
-    texts = list(compress(parts, are_texts))
-    positions = [] if len(texts) == len(parts) else [part for part in parts if type(part) is not str]
+    texts, of_text = parts, np.ones(len(parts), np.bool_)
+    positions: list[Any] = []
+    if not _STRINGS.issuperset(map(type, parts)):
+        of_text = np.array([type(part) is str for part in parts], np.bool_)
+        texts = list(compress(parts, of_text.tolist()))
+        positions = list(compress(parts, (~of_text).tolist()))
     if not all(type(part) is int and 0 <= part < 1 << 31 for part in positions):
         return None
-    if not set(map(type, data)) <= {str}:
+    if not _STRINGS.issuperset(map(type, data)):
         return None
     # Both kinds of part are an opcode with four bytes: a row of fixed width.
-    of_text = np.array(are_texts, dtype=bool)
     arguments = np.zeros(len(parts), dtype=_UINT32)
     arguments[of_text] = memo.strings(texts)
     arguments[~of_text] = positions
     opcodes = np.where(of_text, np.uint8(b"j"[0]), np.uint8(b"J"[0]))
-    heads = b"".join(_rows(len(data), b"j", memo.strings(list(data)), b"("))
-    tails = b"".join(_rows(len(parts), opcodes, arguments))
-    bounds = [0, *accumulate(5 * len(path) for path in data.values())]
-    rows = (
-        heads[6 * number : 6 * number + 6] + tails[begin:end]
-        for number, (begin, end) in enumerate(pairwise(bounds))
-    )
-    return b"}(" + b"t".join([*rows, b"u"])
+    lengths = np.fromiter(map(len, data.values()), np.int64, len(data))
+    head = (b"j", memo.strings(list(data)), b"(")
+    return b"".join((b"}(", *_nested_rows(lengths, head, (opcodes, arguments), b"t"), b"u"))
 
 
 def _plain(value: Any) -> bytes:

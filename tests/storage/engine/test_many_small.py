@@ -9,10 +9,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import dcp
+from dcp.storage.engine.memory import gather_small
 from dcp.storage.engine.write import DataFile
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
@@ -20,7 +22,7 @@ from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.posix_files import PageCacheFile
-from dcp.storage.tensors import byte_pieces
+from dcp.storage.tensors import byte_pieces, whole_memories
 
 
 @pytest.mark.parametrize("torch_compatible", [True, False])
@@ -46,6 +48,24 @@ def test_records_are_those_of_single_tensors(
     assert single.finish() == joint.finish()
     assert (tmp_path / "single").read_bytes() == (tmp_path / "joint").read_bytes()
     assert dataclasses.asdict(single.rows) == dataclasses.asdict(joint.rows)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 32, 33])
+def test_small_memories_are_gathered(size: int) -> None:
+    """Each from its own address, whatever lies between them, and however often."""
+    owners = [np.full(40, number, np.uint8) for number in range(50)]
+    addresses = np.array([owner.ctypes.data for owner in owners] * 2, np.int64)
+    rows = gather_small(addresses, size)
+    assert rows.tolist() == [[number] * size for number in [*range(50)] * 2]
+
+
+@pytest.mark.parametrize("make", [lambda t: t.t(), lambda t: t[:, :1], lambda t: t.conj(), lambda t: t.imag])
+def test_what_is_not_all_of_its_memory_is_no_whole_memory(make: Callable[[torch.Tensor], Any]) -> None:
+    """Transposed, cut, conjugated and negated views are copied by torch."""
+    whole = torch.ones(2, 2, dtype=torch.complex64)
+    view = make(whole.conj() if make(whole).dtype != whole.dtype else whole)
+    assert whole_memories([whole], 4) is not None
+    assert whole_memories([view] * 2, 4) is None
 
 
 def test_many_small_ones_take_few_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,22 @@ def test_round_trip_through_stock(index: CheckpointIndex) -> None:
     assert again.objects.offsets.tolist() == index.objects.offsets.tolist()
 
 
+@pytest.mark.parametrize("chunk_counts", [[1] * 100, [2] * 40 + [3] * 60, [1, 2] * 50, [1] * 5 + [2] * 95])
+def test_many_tensors_of_one_and_of_many_numbers_of_chunks(chunk_counts: list[int]) -> None:
+    """Chunks and paths are those of their tensors, whether they are written by rows or one by one."""
+    rows = {f"n\u00e9.{row}": count for row, count in enumerate(chunk_counts)}
+    index = make_index(
+        {name: ((n,), [((k,), (1,)) for k in range(n)], "float32", False) for name, n in rows.items()},
+        planner_data={name: (name, 7, "x")[:count] for name, count in rows.items()},
+    )
+    metadata = pickle.loads(encode_torch_metadata(index, checkpoint_id="c", save_id="s"))
+    again = index_of(metadata)
+    assert metadata.planner_data == index.planner_data
+    assert again.fqns == index.fqns
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(again, name), getattr(index, name), err_msg=name)
+
+
 def test_no_object_per_chunk_is_made() -> None:
     """A hundred thousand chunks take well under the second that pickling their objects would."""
     count = 100_000
