@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from dcp.demo.s3_server import S3Server
 from tests.support.fault_proxy import FaultProxy
+from tests.support.forking import set_preload
 
 # Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
 # tried with --hypothesis-profile=default.
@@ -31,6 +32,11 @@ if (
     and threading.current_thread() is threading.main_thread()
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """The fork server starts with the first test that needs a process."""
+    set_preload()
 
 
 @pytest.fixture(scope="session")

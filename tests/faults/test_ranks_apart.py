@@ -297,6 +297,7 @@ def rank_0_ends_while_the_group_forms(
         timeout=timedelta(seconds=60),
     )
     dist.barrier()
+    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=5))  # type: ignore[union-attr]
     if rank == 0:
 
         def end(*args: Any, **options: Any) -> Any:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankRaised, all_are_here, forkserver_context
+from tests.support.forking import forkserver_context
+from tests.support.ranks import RankRaised, all_are_here
 
 __all__ = ["Child", "Ending", "Group", "in_lab", "kill_rank", "run_groups", "wait_for_end"]
 

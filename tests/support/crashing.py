@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal
 from sqlalchemy import event
 
 from tests.support.app import running_app
+from tests.support.forking import forkserver_context
 
 __all__ = ["Instant", "die_in_post"]
 
@@ -18,8 +18,6 @@ Instant = Literal["before the commit", "after the commit"]
 """Of the transaction that has the effect."""
 
 _HANG_SECONDS: Final = 120.0
-_processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.support.crashing"])
 
 
 def die_in_post(
@@ -28,7 +26,7 @@ def die_in_post(
     """POST ``body`` with that Idempotency-Key to an application without keys, in a process that kills itself
     at the instant of the transaction that inserts into ``table``."""
     arguments = (database_url, folder, path, body, key, table, instant)
-    process = _processes.Process(target=_post, args=arguments)
+    process = forkserver_context().Process(target=_post, args=arguments)
     process.start()
     process.join(_HANG_SECONDS)
     assert process.exitcode == -signal.SIGKILL, f"exit code {process.exitcode}"

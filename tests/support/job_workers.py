@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from dcp.server.jobs.ledger import Backoff, Job, JobSpec, find_job, request_canc
 from dcp.server.jobs.schedules import Schedule
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
+from tests.support.forking import forkserver_context
 from tests.support.job_kinds import TEST_KINDS, log_lines
 
 __all__ = [
@@ -43,9 +43,6 @@ HANG_SECONDS: Final = 120.0
 """Only what hangs takes longer, on a machine that has much else to do."""
 
 _QUICK: Final = Backoff(0.05, 0.2)
-# Forked from a process that has imported all this, so that one is there at once.
-_processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.support.job_workers"])
 
 
 def job_settings(database: Database, folder: Path, **changes: Any) -> Settings:
@@ -110,7 +107,7 @@ class WorkerProcess:
     """A worker in a process of its own, to be killed or stopped."""
 
     def __init__(self, settings: Settings) -> None:
-        self.process = _processes.Process(target=_serve, args=(settings,))
+        self.process = forkserver_context().Process(target=_serve, args=(settings,))
         self.process.start()
 
     def __enter__(self) -> WorkerProcess:

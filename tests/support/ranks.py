@@ -6,7 +6,6 @@ milliseconds. A rank that dies or hangs takes the pool down with it, and the nex
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -17,23 +16,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "forkserver_context", "run_ranks"]
+from tests.support.forking import forkserver_context
 
-_context = multiprocessing.get_context("forkserver")
-# The server imports torch once and has no threads, so a fresh pool after a killed rank costs milliseconds.
-_context.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "dcp.state_dict_saver",
-        "dcp.state_dict_loader",
-    ]
-)
+__all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "run_ranks"]
 
-
-def forkserver_context() -> multiprocessing.context.ForkServerContext:
-    """The context whose processes are forked from a warm server."""
-    return _context
+_context = forkserver_context()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 from dcp.server.jobs.executors import subprocesses
 from dcp.server.monitoring import processes as monitoring
 from tests.support import crashes
+from tests.support.forking import PRELOADED, forkserver_context
 from tests.support.processes import children, command_of, environment_of, lives, parent_of
 
 LOOKS: dict[str, tuple[Callable[[int], Any], Any]] = {
@@ -61,3 +62,12 @@ def test_what_lives_is_seen() -> None:
     assert "python" in command_of(pid) and b"PATH=" in environment_of(pid)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert child.pid in children(pid)
+
+
+def test_a_process_of_a_test_has_imported_what_it_needs() -> None:
+    """The fork server says nothing of what it cannot import: each process would import torch by itself."""
+    look = f"import sys; sys.exit(', '.join(set({PRELOADED}) - set(sys.modules)) or 0)"
+    process = forkserver_context().Process(target=exec, args=(look,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from dcp.server.automation.rules import NewRule, create_rule
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, events, jobs, tasks
 from dcp.server.jobs.ledger.states import FINAL_STATES
+from tests.support.forking import forkserver_context
 from tests.support.job_workers import HANG_SECONDS, until
 from tests.support.kind_runs import KindRuns
 from tests.support.s3 import raw_s3
@@ -29,8 +29,6 @@ from tests.support.small_parts_worker import serve
 
 _ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
 _STATE = {f"t{number}": torch.full((1 << 18,), float(number)) for number in range(12)}  # 12 MiB
-_processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.support.small_parts", "tests.support.small_parts_worker"])
 
 
 def make(database: Database, tmp_path: Path, roots: dict[str, Any]) -> KindRuns:
@@ -79,7 +77,7 @@ def finish_among_deaths(runs: KindRuns) -> int:
         is_over,
     ]
     for number, has_come in enumerate(steps):
-        worker = _processes.Process(target=serve, args=(runs.settings,))
+        worker = forkserver_context().Process(target=serve, args=(runs.settings,))
         worker.start()
         until(has_come, f"step {number}")
         worker.kill()

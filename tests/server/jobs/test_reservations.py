@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,11 @@ import dcp
 from dcp.server.database.engine import Database
 from dcp.server.jobs.ledger import fail, request_cancel
 from dcp.server.jobs.ledger.states import JobError
+from tests.support.forking import forkserver_context
 from tests.support.halting_kinds import serve
 from tests.support.job_workers import HANG_SECONDS, until, wait_for_end
 from tests.support.kind_runs import KindRuns
 
-_processes: Final = multiprocessing.get_context("forkserver")
 _STATE = {f"t{number}": torch.full((1 << 18,), float(number)) for number in range(3)}
 
 
@@ -61,7 +60,7 @@ def submit(runs: KindRuns) -> int:
 @contextmanager
 def worker(runs: KindRuns, gate: Path) -> Iterator[Any]:
     """In a process of its own, killed at the end."""
-    process = _processes.Process(target=serve, args=(runs.settings, str(gate)))
+    process = forkserver_context().Process(target=serve, args=(runs.settings, str(gate)))
     process.start()
     try:
         yield process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import multiprocessing
 import os
 import signal
 import threading
@@ -27,13 +26,13 @@ from dcp.server.schemas.jobs import JobAnswer
 from dcp.server.settings import Settings
 from dcp.storage.errors import CorruptCheckpointError, StorageError, StorageFullError
 from tests.server.jobs.test_ledger import NOW, add, job_of, planned, step, take, taken
+from tests.support.forking import forkserver_context
 from tests.support.job_workers import HANG_SECONDS, until, wait_for_end
 from tests.support.kind_runs import KindRuns
 
 HOUR: Final = 3600.0
 FULL = JobError(type="StorageFullError", detail="the storage of root x is full", is_environment=True)
 BROKEN = JobError(type="TransientJobError", detail="not this time")
-_processes: Final = multiprocessing.get_context("forkserver")
 _CLONE_NEWNS: Final = 0x00020000
 _MS_REC_PRIVATE: Final = 0x4000 | 1 << 18
 
@@ -199,7 +198,7 @@ def test_a_conversion_waits_for_its_storage(what: str, database: Database, tmp_p
     if what == "away":
         (tmp_path / "export").rename(tmp_path / "elsewhere")
     disk = str(tmp_path / "export") if what == "full" else None
-    process = _processes.Process(target=serve, args=(runs.settings, disk, str(gate)))
+    process = forkserver_context().Process(target=serve, args=(runs.settings, disk, str(gate)))
     process.start()
     try:
         until(lambda: gate.with_suffix(".refused").exists() or _count(runs, job_id) >= 6, "six attempts")
