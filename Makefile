@@ -32,6 +32,9 @@ help:
 demo: $(DEMO_STAMP)
 	@$(BIN)/python -m dcp.demo $(if $(S3),--s3)
 
+# Tests start hundreds of processes: what they import is compiled once, whatever the environment says of that.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not exhaustive" $(PYTEST_ARGS)
 

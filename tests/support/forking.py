@@ -19,7 +19,7 @@ PRELOADED: Final = [
     "dcp.manager",
     "dcp.state_dict_loader",
     "dcp.state_dict_saver",
-    "dcp.verification",
+    "dcp.inspection.verification",
     "tests.support.crashes",
     "tests.support.crashing",
     "tests.support.job_workers",
