@@ -1,6 +1,6 @@
 """`dcp.save`: from a state dict on every rank to one committed checkpoint.
 
-The steps are those of `docs/architecture.md`: local plan, global plan, write, commit. With our own planner
+The steps are those of `docs/design/saving.md`: local plan, global plan, write, commit. With our own planner
 and storage they run on columns; a planner or storage that overrides a step gets torch's objects for all of
 them, by torch's protocol (`dcp.torch_protocol.steps`).
 """

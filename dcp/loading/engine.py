@@ -1,4 +1,4 @@
-"""Loads on columns: our planner and our storage, with no objects by tensor; see `docs/architecture.md`."""
+"""Loads on columns: our planner and our storage, with no objects by tensor; see `docs/design/loading.md`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,34 @@
+"""The documents name modules, folders and pages that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULE = re.compile(r"`([\w/]+\.py)`")
+FOLDER = re.compile(r"`((?:dcp|docs|planners|server|storage|tests|benchmarks|examples)/[\w/]*/)`")
+LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
+
+
+def sources() -> list[str]:
+    """The paths of all modules, each with a slash before it."""
+    folders = ("dcp", "planners", "storage", "server", "tests", "benchmarks", "examples")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [f"/{path.relative_to(ROOT).as_posix()}" for path in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_names_is_there(page: Path) -> None:
+    """A module by its path or the end of it, a folder by its path, another page by a link from this one."""
+    text = page.read_text()
+    modules = sources()
+    missing = [
+        name for name in MODULE.findall(text) if not any(path.endswith(f"/{name}") for path in modules)
+    ]
+    missing += [name for name in FOLDER.findall(text) if not (ROOT / name).is_dir()]
+    missing += [name for name in LINK.findall(text) if not (page.parent / name).is_file()]
+    assert not missing
