@@ -5,11 +5,12 @@ A target's layout is made from `Entries` alone, so that every option works alike
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,16 @@ class Entries:
         return self._shapes[entry.tensor]
 
     @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of each entry's tensor."""
+        return [self._shapes[entry.tensor] for entry in self.tensors]
+
+    @cached_property
+    def elements(self) -> list[int]:
+        """Of each entry's tensor, how many."""
+        return list(map(math.prod, self.shapes))
+
+    @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
         values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
         return [tuple(values[begin:end]) for begin, end in pairwise(bounds)]
@@ -80,6 +91,8 @@ class Entries:
         known = self.index.planner_data
         if not _has_paths(known):
             return paths
+        if known.keys() == paths.keys() and not self.is_renamed:
+            return dict(known)
         new_names = {self.source_names[name]: name for name in paths}
         ordered = {new_names[name]: paths[new_names[name]] for name in known if name in new_names}
         return ordered | paths
@@ -148,21 +161,13 @@ def choose_entries(
     containers = _empty_containers(index)
     if selection is not None:
         _check_patterns(selection, [*names, *map(_name, containers)])
-    chosen = [name for name in names if selection is None or selection.selects(name)]
-    new_names = {name: renaming(name) if renaming else name for name in chosen}
+    chosen = names if selection is None else [name for name in names if selection.selects(name)]
+    renamed = map(renaming, chosen) if renaming else chosen
+    new_names = dict(zip(chosen, renamed, strict=True))
     _check_unique(new_names)
     paths = index.planner_data if _has_paths(index.planner_data) else {}
     cast = _Casts(dtype)
-    tensors: list[Entry] = []
-    first: dict[tuple[Any, ...], int] = {}
-    may_be_tied = _may_be_tied(index)
-    for row, (name, code) in enumerate(zip(index.fqns, index.dtype_codes.tolist(), strict=True)):
-        new = new_names.get(name)
-        if new is None:
-            continue
-        code, number = cast.code(name, code), len(tensors)
-        tied_to = first.setdefault((code, *_identity(index, row)), number) if row in may_be_tied else number
-        tensors.append(Entry(row, new, _path(name, new, paths.get(name)), code, tied_to))
+    tensors = _tensors(index, new_names, paths, cast)
     values = [
         Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
         for row, name in enumerate(index.objects.fqns)
@@ -177,6 +182,26 @@ def choose_entries(
         and (renaming is None or renaming(_name(path)) == _name(path))
     )
     return Entries(index, tensors, values, {new: old for old, new in new_names.items()}, refused, empty)
+
+
+def _tensors(
+    index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], cast: _Casts
+) -> list[Entry]:
+    """The entries of those that have new names; by column, because there may be very many."""
+    rows = [row for row, name in enumerate(index.fqns) if name in new_names]
+    names = index.fqns if len(rows) == len(index.fqns) else [index.fqns[row] for row in rows]
+    new = list(map(new_names.__getitem__, names))
+    if new == names:
+        own = [paths.get(name) or (name,) for name in names]
+    else:
+        own = [_path(*one, paths.get(one[0])) for one in zip(names, new, strict=True)]
+    codes = cast.codes(names, index.dtype_codes[np.array(rows, np.int64)].tolist())
+    tied_to = list(range(len(rows)))
+    may_be_tied = _may_be_tied(index)
+    first: dict[tuple[Any, ...], int] = {}
+    for number in [number for number, row in enumerate(rows) if row in may_be_tied]:
+        tied_to[number] = first.setdefault((codes[number], *_identity(index, rows[number])), number)
+    return list(starmap(Entry, zip(rows, new, own, codes, tied_to, strict=True)))
 
 
 def _name(path: Path) -> str:
@@ -212,6 +237,8 @@ def _check_patterns(selection: Selection, names: Sequence[str]) -> None:
 
 
 def _check_unique(new_names: Mapping[str, str]) -> None:
+    if len(set(new_names.values())) == len(new_names) and "" not in new_names.values():
+        return
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if not new:
@@ -290,8 +317,11 @@ class _Casts:
         self._named = named
         self._used: set[str] = set()
 
-    def code(self, name: str, code: int) -> int:
-        """The code for a tensor of that name; integers and the like are never cast."""
+    def codes(self, names: Sequence[str], codes: list[int]) -> list[int]:
+        """The codes for tensors of those names; integers and the like are never cast."""
+        return [*map(self._code, names, codes)] if self._rules else codes
+
+    def _code(self, name: str, code: int) -> int:
         for glob, wanted in self._rules:
             if fnmatchcase(name, glob):
                 self._used.add(glob)

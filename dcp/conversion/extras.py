@@ -33,10 +33,14 @@ def extras_of(
 ) -> dict[str, Any]:
     """What is to be kept besides tensors; empty for a flat dict of tensors."""
     contents = {value.fqn: content for value, content in values}
-    written = {*contents, *(entry.fqn for entry in entries.tensors)}
+    order = list(entries.paths)
+    if len(contents) < len(entries.values):
+        written = {*contents, *(entry.fqn for entry in entries.tensors)}
+        order = [fqn for fqn in order if fqn in written]
+    grads = set(np.flatnonzero(entries.index.requires_grad).tolist())
     has_structure = bool(structure and (structure["containers"] or structure.get("values")))
     found: dict[str, Any] = {
-        "paths": {fqn: path for fqn, path in entries.paths.items() if path != (fqn,) and fqn in written},
+        "paths": {fqn: path for fqn in order if len(path := entries.paths[fqn]) > 1 or path[0] != fqn},
         "values": contents,
         "ties": {
             entry.fqn: entries.tensors[entry.tied_to].fqn
@@ -44,13 +48,13 @@ def extras_of(
             if entry.tied_to != number
         },
         "structure": structure if has_structure else None,
-        "requires_grad": [e.fqn for e in entries.tensors if entries.index.requires_grad[e.tensor]],
+        "requires_grad": [e.fqn for e in entries.tensors if e.tensor in grads],
         "user": {key: value for key, value in entries.index.user.items() if not _is_text(key, value)},
     }
     found = {name: value for name, value in found.items() if value}
     if not found:
         return {}
-    return {"version": _VERSION, "order": [fqn for fqn in entries.paths if fqn in written], **found}
+    return {"version": _VERSION, "order": order, **found}
 
 
 def metadata_of(user: Mapping[str, Any]) -> dict[str, str]:

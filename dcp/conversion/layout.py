@@ -8,8 +8,9 @@ CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 
-__all__ = ["Copies", "CopyBuilder", "Hole", "Literal", "TargetLayout"]
+__all__ = ["Copies", "CopyBuilder", "Hole", "Literal", "Literals", "TargetLayout"]
 
 
 class Literal(NamedTuple):
@@ -28,6 +29,30 @@ class Literal(NamedTuple):
     file: int
     offset: int
     data: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Literals:
+    """`Literal`s by column: there may be one for each tensor."""
+
+    files: Int64
+    offsets: Int64
+    data: Sequence[bytes]
+
+    @classmethod
+    def of(cls, literals: Sequence[Literal]) -> Literals:
+        """The columns of ``literals``."""
+        files, offsets = (np.array([literal[field] for literal in literals], np.int64) for field in (0, 1))
+        return cls(files, offsets, [literal.data for literal in literals])
+
+    def __iter__(self) -> Iterator[Literal]:
+        return starmap(Literal, zip(self.files.tolist(), self.offsets.tolist(), self.data, strict=True))
+
+    def of_file(self, file: int) -> list[tuple[int, bytes]]:
+        """(offset, data) of those of one file, in its order."""
+        rows = np.flatnonzero(self.files == file)
+        rows = rows[np.argsort(self.offsets[rows], kind="stable")]
+        return list(zip(self.offsets[rows].tolist(), map(self.data.__getitem__, rows.tolist()), strict=True))
 
 
 class Hole(NamedTuple):
@@ -56,11 +81,11 @@ class Copies:
     def of_tensors(
         cls,
         index: CheckpointIndex,
-        tensors: Sequence[int],
-        dtype_codes: Sequence[int],
-        files: Sequence[int],
-        offsets: Sequence[int],
-        size_bytes: Sequence[int],
+        tensors: Sequence[int] | Int64,
+        dtype_codes: Sequence[int] | Int64,
+        files: Sequence[int] | Int64,
+        offsets: Sequence[int] | Int64,
+        size_bytes: Sequence[int] | Int64,
     ) -> Copies:
         """Whole tensors: rows of ``index``, and where each gets to."""
         rows, codes, file_numbers, places, sizes = (
@@ -137,7 +162,7 @@ class TargetLayout:
 
     file_names: Sequence[str]
     file_sizes: Sequence[int]
-    literals: Sequence[Literal]
+    literals: Literals
     copies: Copies
     holes: Sequence[Hole] = ()
     index: CheckpointIndex | None = None
@@ -152,11 +177,9 @@ class TargetLayout:
 
     def check(self) -> None:
         """PlanError unless literals and copies tile each file: a hole would be zeros that nobody saved."""
-        files = np.array([literal.file for literal in self.literals], np.int64)
-        offsets = np.array([literal.offset for literal in self.literals], np.int64)
-        sizes = np.array([len(literal.data) for literal in self.literals], np.int64)
-        files = np.concatenate([files, self.copies.files])
-        offsets = np.concatenate([offsets, self.copies.offsets])
+        sizes = np.array(list(map(len, self.literals.data)), np.int64)
+        files = np.concatenate([self.literals.files, self.copies.files])
+        offsets = np.concatenate([self.literals.offsets, self.copies.offsets])
         sizes = np.concatenate([sizes, self.copies.size_bytes])
         order = np.lexsort((sizes, offsets, files))
         files, offsets, sizes = files[order], offsets[order], sizes[order]

@@ -199,7 +199,7 @@ def structure_of(entries: Entries) -> Any:
     def build(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
         def value_of(fqn: str) -> Any:
             value = values[fqn]
-            return SizeValue(value) if kinds.get(fqn) == _SIZE and isinstance(value, tuple) else value
+            return SizeValue(value) if kinds and kinds.get(fqn) == _SIZE and type(value) is tuple else value
 
         return restore_structure(notes, paths, value_of)
 

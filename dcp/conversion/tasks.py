@@ -122,11 +122,8 @@ def make_tasks(
     tasks: list[Task] = []
     copies = layout.copies
     source_codes = index.dtype_codes[copies.tensors].astype(np.int64)
-    literals_of: list[list[tuple[int, bytes]]] = [[] for _ in layout.file_names]
-    for file, offset, data in layout.literals:
-        literals_of[file].append((offset, data))
     for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
-        literals = sorted(literals_of[file])
+        literals = layout.literals.of_file(file)
         rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
         rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
         begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
@@ -138,11 +135,11 @@ def make_tasks(
             chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
             own = TaskCopies.of(copies, chosen, source_codes, sources)
             first, last = np.searchsorted(stops, begin, "right"), np.searchsorted(starts, end, "left")
-            parts = tuple(
-                _clipped(offset, data, begin, end) for offset, data in literals[int(first) : int(last)]
-            )
+            parts = literals[int(first) : int(last)]
+            for place in {0, len(parts) - 1} if parts else ():  # those between are in the range whole
+                parts[place] = _clipped(*parts[place], begin, end)
             files = source_files(index, own.sources)
-            tasks.append(Task(len(tasks), name, size, begin, end, parts, own, files, holes))
+            tasks.append(Task(len(tasks), name, size, begin, end, tuple(parts), own, files, holes))
     return tasks
 
 

@@ -82,6 +82,7 @@ def plan_download(
     from dcp.conversion.plan import LayoutOptions, plan_layout
     from dcp.conversion.sources import payload_crcs
     from dcp.conversion.targets.places import TargetPlace
+    from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.planned import PlannedBody
     from dcp.storage.engine.reading.engine import ReadEngine
 
@@ -91,7 +92,7 @@ def plan_download(
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
     check()
     place = TargetPlace(store.url, store, f"download{_SUFFIXES[options.to]}", None)
-    with ReadEngine(store, index, verify="blocks") as engine:
+    with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
         layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
         crcs = payload_crcs(index) if options.to == "torch" else None
         planned = plan_layout(entries, engine, place, layout_options, save_id="", crcs=crcs)

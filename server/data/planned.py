@@ -70,7 +70,7 @@ class PlannedBody(Body):
         task = self._task
         columns = (*vars(task.copies).values(), *vars(task.copies.sources).values())
         held = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
-        held += sum(len(data) + _LITERAL_BYTES for _, data in task.literals)
+        held += sum(len(data) for _, data in task.literals) + _LITERAL_BYTES * len(task.literals)
         return held + _HOLE_BYTES * len(task.holes)
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:

@@ -1,6 +1,6 @@
 """Plans of downloads: each made once however many ask for it, a few at a time, kept while they are asked for.
 
-A plan of 100,000 tensors is about a second of a processor and tens of MiB; ranges of one download share
+A plan of 100,000 tensors is half a second of a processor and tens of MiB; ranges of one download share
 it. Nobody waits for what nobody wants any more: a plan whose last client has gone is given up.
 """
 

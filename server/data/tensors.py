@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from dcp.conversion.casting import CASTABLE
-from dcp.conversion.layout import CopyBuilder, TargetLayout
+from dcp.conversion.layout import CopyBuilder, Literals, TargetLayout
 from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
 from dcp.inspection.values.tensor_boxes import lattice_of
@@ -62,7 +62,8 @@ def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: Ten
         copies = CopyBuilder()
         copies.add(row, ((0,) * len(shape), shape), target.code, 0, len(head))
         size = len(head) + math.prod(shape) * target.itemsize
-        layout = TargetLayout(["tensor"], [size], [LiteralBytes(0, 0, head)], copies.build())
+        literals = Literals.of([LiteralBytes(0, 0, head)])
+        layout = TargetLayout(["tensor"], [size], literals, copies.build())
         with ReadEngine(opened.store, index, verify="blocks") as engine:
             body = PlannedBody(engine, layout)
     else:

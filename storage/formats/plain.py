@@ -13,6 +13,7 @@ bytes, so encodings can be compared and shared. Torch-free.
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any, Final
 
 import msgpack
@@ -40,6 +41,9 @@ TUPLE_EXTENSION: Final = 1
 COMPLEX_EXTENSION: Final = 2
 INTEGER_EXTENSION: Final = 3
 
+_STRINGS: Final = frozenset({str})
+_TUPLES: Final = frozenset({tuple})
+_TUPLE_MARK: Final = msgpack.ExtType(TUPLE_EXTENSION, b"")
 _COMPLEX: Final = struct.Struct("<dd")
 _SMALLEST_INT: Final = -(1 << 63)
 _LARGEST_INT: Final = (1 << 64) - 1
@@ -95,11 +99,21 @@ class _Encoder:
     def _write_container(self, value: Any, kind: type, depth: int) -> None:
         if depth > MAX_PLAIN_DEPTH or kind not in (list, tuple, dict):
             raise _NotPlainError
+        if kind is dict and depth < MAX_PLAIN_DEPTH and _are_paths(value):
+            paths = value.values()
+            self._spend(2 * len(value) + sum(map(len, value)) + sum(map(len, paths)))
+            self._spend(sum(map(len, chain.from_iterable(paths))))
+            self.packer.pack({name: [_TUPLE_MARK, *path] for name, path in value.items()})
+            return
         if kind is dict:
             self.packer.pack_map_header(len(value))
             for key, item in value.items():
                 self.write(key, depth)
                 self.write(item, depth)
+            return
+        if _STRINGS.issuperset(map(type, value)):  # names and paths, as many as there are tensors: at once
+            self._spend(len(value) + sum(map(len, value)))
+            self.packer.pack([_TUPLE_MARK, *value] if kind is tuple else value)
             return
         if kind is tuple:
             self.packer.pack_array_header(len(value) + 1)
@@ -107,11 +121,7 @@ class _Encoder:
         else:
             self.packer.pack_array_header(len(value))
         for item in value:
-            if type(item) is str:  # the most there is: names, and parts of paths
-                self._spend(1 + len(item))
-                self.packer.pack(item)
-            else:
-                self.write(item, depth)
+            self.write(item, depth)
 
     def _write_int(self, value: int) -> None:
         if _SMALLEST_INT <= value <= _LARGEST_INT:
@@ -125,6 +135,15 @@ class _Encoder:
         self._left -= size
         if self._left < 0:
             raise _NotPlainError
+
+
+def _are_paths(value: dict[Any, Any]) -> bool:
+    """Whether they are tuples of strings by name, as many as there are tensors: packed at once."""
+    return (
+        _STRINGS.issuperset(map(type, value))
+        and _TUPLES.issuperset(map(type, value.values()))
+        and _STRINGS.issuperset(map(type, chain.from_iterable(value.values())))
+    )
 
 
 def _int_bytes(value: int) -> int:

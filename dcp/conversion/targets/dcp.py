@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from dcp.conversion.entries import Entries, Value
-from dcp.conversion.layout import CopyBuilder, Hole, TargetLayout
+from dcp.conversion.layout import CopyBuilder, Hole, Literals, TargetLayout
 from dcp.conversion.layout import Literal as Bytes
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import PlanError
@@ -77,7 +77,7 @@ def dcp_layout(
     return TargetLayout(
         file_names=names,
         file_sizes=writer.sizes,
-        literals=writer.literals,
+        literals=Literals.of(writer.literals),
         copies=writer.copies.build(),
         holes=writer.holes,
         index=_with_facts(index, paths, provenance, user),

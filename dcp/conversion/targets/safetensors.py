@@ -8,14 +8,18 @@ noted in the metadata, with the nesting and the plain values, so that a conversi
 from __future__ import annotations
 
 import json
-import math
+import operator
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any, Final
 
+import numpy as np
+
 from dcp.conversion.entries import Entries
-from dcp.conversion.layout import Copies, Literal, TargetLayout
+from dcp.conversion.layout import Copies, Literals, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import starts
 from dcp.storage.formats.safetensors.folder import MAX_WEIGHT_MAP_BYTES
 from dcp.storage.formats.safetensors.writer import (
     EXTRAS_KEY,
@@ -51,41 +55,36 @@ def safetensors_layout(
     """
     if shard_bytes < 1:
         raise PlanError(f"shard_bytes must be positive, not {shard_bytes}")
-    tensors = [_described(entries, number) for number in range(len(entries.tensors))]
+    tensors = _described(entries)
     shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
     names = [file_name] if file_name is not None else _names(len(shards))
-    literals, sizes, tensor_copies = [], [], {}
-    rows_of: list[list[int]] = []
-    offsets: list[int] = []
+    headers, rows_of = [], []
     for file, rows in enumerate(shards):
         ordered = [rows[place] for place in header_order([tensors[row] for row in rows])]
         own = {**metadata, **({EXTRAS_KEY: encode_extras(extras)} if extras and file == 0 else {})}
-        header = safetensors_header([tensors[row] for row in ordered], own)
-        literals.append(Literal(file, 0, header))
-        position = len(header)
-        for row in ordered:
-            tensor_copies[tensors[row].name] = len(offsets)
-            offsets.append(position)
-            position += tensors[row].size_bytes
-        rows_of.append(ordered)
-        sizes.append(position)
-    copies = Copies.of_tensors(
-        entries.index,
-        [entries.tensors[row].tensor for rows in rows_of for row in rows],
-        [tensors[row].dtype_code for rows in rows_of for row in rows],
-        [file for file, rows in enumerate(rows_of) for _ in rows],
-        offsets,
-        [tensors[row].size_bytes for rows in rows_of for row in rows],
-    )
+        headers.append(safetensors_header([tensors[row] for row in ordered], own))
+        rows_of.append(np.array(ordered, np.int64))
+    in_order = np.concatenate(rows_of)
+    facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
+    sources, codes = np.array(facts, np.int64).reshape(-1, 2)[in_order].T
+    size_bytes = np.array([tensor.size_bytes for tensor in tensors], np.int64)[in_order]
+    counts, ends = np.array(list(map(len, rows_of))), starts(size_bytes)
+    files, heads = np.repeat(np.arange(len(shards)), counts), np.array(list(map(len, headers)))
+    before = ends[starts(counts)]
+    offsets = ends[:-1] + (heads - before[:-1])[files]
+    copies = Copies.of_tensors(entries.index, sources, codes, files, offsets, size_bytes)
+    tensor_copies = {tensors[row].name: copy for copy, row in enumerate(in_order.tolist())}
     last = {INDEX_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
+    literals = Literals(np.arange(len(headers)), np.zeros(len(headers), np.int64), headers)
+    sizes = (heads + np.diff(before)).tolist()
     return TargetLayout(names, sizes, literals, copies, last_files=last, tensor_copies=tensor_copies)
 
 
-def _described(entries: Entries, number: int) -> HeaderTensor:
-    entry = entries.tensors[number]
-    sizes = entries.shape(entry)
-    size = math.prod(sizes) * dtypes.BY_CODE[entry.dtype_code].itemsize
-    return HeaderTensor(entry.fqn, entry.dtype_code, sizes, size)
+def _described(entries: Entries) -> list[HeaderTensor]:
+    itemsizes = {code: dtype.itemsize for code, dtype in dtypes.BY_CODE.items()}
+    names, codes = [entry.fqn for entry in entries.tensors], [entry.dtype_code for entry in entries.tensors]
+    size_bytes = map(operator.mul, entries.elements, map(itemsizes.__getitem__, codes))
+    return list(starmap(HeaderTensor, zip(names, codes, entries.shapes, size_bytes, strict=True)))
 
 
 def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]]:

@@ -8,12 +8,14 @@ containers and keys.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Any, Final
 
-from dcp.conversion.entries import Entries, Entry, Value
-from dcp.conversion.layout import Copies, Hole, Literal, TargetLayout
+import numpy as np
+
+from dcp.conversion.entries import Entries, Value
+from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
@@ -44,17 +46,14 @@ def torch_layout(
     source, by row, where they are known: what is copied as it is needs no hole. PlanError for more than
     readers accept.
     """
-    grads = entries.index.requires_grad.tolist()
-    contents: dict[str, Any] = {
-        entry.fqn: _ref(entry, entries.shape(entry), bool(grads[entry.tensor])) for entry in entries.tensors
-    }
-    contents |= {value.fqn: content for value, content in values}
-    paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
-    # Storages are numbered as torch.load comes across them: it may compute their places from that.
-    keys: dict[str | StoredTensor, str] = {}
+    contents = _refs(entries) | {value.fqn: content for value, content in values}
+    paths = entries.paths
+    if len(contents) < len(paths):
+        paths = {fqn: path for fqn, path in paths.items() if fqn in contents}
     nested = build(paths, contents)
-    for ref in _refs(nested):
-        keys.setdefault(ref if isinstance(ref, StoredTensor) else ref.key, str(len(keys)))
+    # Storages are numbered as torch.load comes across them: it may compute their places from that.
+    storages = list(dict.fromkeys(map(_storage, _tensors_in(nested))))
+    keys = {storage: str(number) for number, storage in enumerate(storages)}
     pickled = encode_torch_pickle(nested, keys)
     _check_readable(len(keys), len(pickled))
     archive = ZipLayout(_FOLDER)
@@ -62,42 +61,43 @@ def torch_layout(
     archive.add(".format_version", b"1")
     archive.add(".storage_alignment", str(ALIGNMENT_BYTES).encode())
     archive.add("byteorder", b"little")
-    chosen: list[Entry] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    copy_of: dict[int, int] = {}
-    source_codes = entries.index.dtype_codes.tolist() if crcs else []
-    for storage, key in keys.items():
-        if isinstance(storage, StoredTensor):
-            archive.add(f"data/{key}", storage.data)
-            continue
-        entry = entries.tensors[int(storage)]
-        size = math.prod(entries.shape(entry)) * dtypes.BY_CODE[entry.dtype_code].itemsize
-        copy = copy_of[int(storage)] = len(chosen)
-        is_kept = bool(crcs) and source_codes[entry.tensor] == entry.dtype_code
-        crc = crcs.get(entry.tensor) if is_kept else None
-        offsets.append(archive.reserve(f"data/{key}", size, copy, crc))
-        sizes.append(size)
-        chosen.append(entry)
-    copies = Copies.of_tensors(
-        entries.index,
-        [entry.tensor for entry in chosen],
-        [entry.dtype_code for entry in chosen],
-        [0] * len(chosen),
-        offsets,
-        sizes,
-    )
-    tensor_copies = {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
+    copies, tensor_copies = _add_storages(archive, entries, storages, crcs)
     archive.add("version", b"3\n")
     archive.finish()
+    offsets = np.array(archive.offsets, np.int64)
     return TargetLayout(
         file_names=[name],
         file_sizes=[archive.size_bytes],
-        literals=[Literal(0, part.offset, part.data) for part in archive.parts],
+        literals=Literals(np.zeros_like(offsets), offsets, archive.parts),
         copies=copies,
-        holes=[Hole(key, 0, part.offset + at) for part in archive.parts for key, at in part.crc_holes],
+        holes=[Hole(key, 0, at) for key, at in archive.crc_holes],
         tensor_copies=tensor_copies,
     )
+
+
+def _add_storages(
+    archive: ZipLayout, entries: Entries, storages: Sequence[str | StoredTensor], crcs: Mapping[int, int]
+) -> tuple[Copies, dict[str, int]]:
+    """What is copied into ``archive``, and the copy of each tensor by its name."""
+    contents = {n: storage.data for n, storage in enumerate(storages) if isinstance(storage, StoredTensor)}
+    numbers = [int(storage) for storage in storages if not isinstance(storage, StoredTensor)]
+    places = np.delete(np.arange(len(storages)), list(contents))
+    facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
+    rows, codes = np.array(facts, np.int64).reshape(-1, 2)[numbers].T
+    itemsizes = np.zeros(max(dtypes.BY_CODE) + 1, np.int64)
+    itemsizes[list(dtypes.BY_CODE)] = [dtype.itemsize for dtype in dtypes.BY_CODE.values()]
+    sizes, holes, known = (np.full(len(storages), fill, np.int64) for fill in (0, -1, 0))
+    sizes[list(contents)] = [len(data) for data in contents.values()]
+    sizes[places] = np.array(entries.elements, np.int64)[numbers] * itemsizes[codes]
+    found = np.array([crcs.get(row, -1) for row in rows.tolist()], np.int64)
+    found[entries.index.dtype_codes[rows] != codes] = -1  # not copied as it is
+    holes[places] = np.where(found < 0, np.arange(len(numbers)), -1)
+    known[places] = np.maximum(found, 0)
+    offsets = archive.reserve("data", sizes, holes, known, contents)[places]
+    files = np.zeros(len(numbers), np.int64)
+    copies = Copies.of_tensors(entries.index, rows, codes, files, offsets, sizes[places])
+    copy_of = {number: copy for copy, number in enumerate(numbers)}
+    return copies, {entry.fqn: copy_of[entry.tied_to] for entry in entries.tensors}
 
 
 def _check_readable(storages: int, pickle_bytes: int) -> None:
@@ -109,18 +109,32 @@ def _check_readable(storages: int, pickle_bytes: int) -> None:
         )
 
 
-def _ref(entry: Entry, sizes: tuple[int, ...], requires_grad: bool) -> TensorRef:
-    key = str(entry.tied_to)
-    return TensorRef(entry.dtype_code, key, math.prod(sizes), sizes, requires_grad=requires_grad)
+def _refs(entries: Entries) -> dict[str, Any]:
+    """The tensors by name."""
+    flags = entries.index.requires_grad.astype(bool).tolist()
+    rows, names, _, codes, storages = zip(*entries.tensors, strict=True) if entries.tensors else ((),) * 5
+    grads = [flags[row] for row in rows]
+    facts = zip(codes, map(str, storages), entries.elements, entries.shapes, grads, strict=True)
+    return dict(zip(names, starmap(TensorRef, facts), strict=True))
 
 
-def _refs(value: Any) -> Iterator[TensorRef | StoredTensor]:
-    """The tensors of a nested state dict in the order in which they are pickled."""
+def _storage(tensor: TensorRef | StoredTensor) -> str | StoredTensor:
+    return tensor if isinstance(tensor, StoredTensor) else tensor.key
+
+
+def _tensors_in(nested: Any) -> list[TensorRef | StoredTensor]:
+    """Those of a nested state dict in the order in which they are pickled."""
+    found: list[TensorRef | StoredTensor] = []
+    _find(nested, found)
+    return found
+
+
+def _find(value: Any, found: list[TensorRef | StoredTensor]) -> None:
     if isinstance(value, TensorRef | StoredTensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _refs(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _refs(item)
+        found.append(value)
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            if type(item) is TensorRef:  # the most there is
+                found.append(item)
+            else:
+                _find(item, found)

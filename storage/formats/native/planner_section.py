@@ -91,8 +91,13 @@ def decode_planner_data(section: Mapping[str, Any], left: Budget) -> Any:
 def _paths(
     lengths: Int64, is_position: Int64, positions: Int64, keys: Sequence[str]
 ) -> list[tuple[str | int, ...]]:
-    parts = np.empty(len(is_position), dtype=object)
-    parts[is_position != 0] = positions.tolist()
-    parts[is_position == 0] = keys
-    flat, bounds = parts.tolist(), starts(lengths).tolist()
+    flat: Sequence[str | int] = keys
+    if len(positions):
+        parts = np.empty(len(is_position), dtype=object)
+        parts[is_position != 0] = positions.tolist()
+        parts[is_position == 0] = keys
+        flat = parts.tolist()
+    if len(lengths) and (lengths == lengths[0]).all() and lengths[0]:
+        return list(zip(*[iter(flat)] * int(lengths[0]), strict=True))
+    bounds = starts(lengths).tolist()
     return [tuple(flat[begin:end]) for begin, end in pairwise(bounds)]

@@ -62,15 +62,17 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
     wrong = [
         f"{t.name!r} ({dtypes.BY_CODE[t.dtype_code].name})" for t in tensors if t.dtype_code not in _RANK
     ]
-    wrong += [f"{t.name!r}, a reserved name" for t in tensors if t.name == "__metadata__"]
-    wrong += [f"{t.name!r}, which is no Unicode text" for t in tensors if not _is_text(t.name)]
+    names = [tensor.name for tensor in tensors]
+    wrong += [f"{name!r}, a reserved name" for name in names if name == "__metadata__"]
+    wrong += [f"{name!r}, which is no Unicode text" for name in names if not _is_text(name)]
     if wrong:
         raise PlanError(
             f"a safetensors file cannot hold {listed(wrong, most=10, show=str)}; exclude or rename them, or "
             "convert to another format"
         )
-    keys = [(_RANK[tensor.dtype_code], tensor.name.encode()) for tensor in tensors]
-    return sorted(range(len(tensors)), key=keys.__getitem__)
+    # Code points are in the order of their UTF-8; two sorts, because comparing pairs takes longer.
+    by_name = sorted(range(len(names)), key=names.__getitem__)
+    return sorted(by_name, key=[_RANK[tensor.dtype_code] for tensor in tensors].__getitem__)
 
 
 def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str]) -> bytes:
@@ -80,13 +82,15 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
     """
     items = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
     position = 0
+    kinds: dict[tuple[int, tuple[int, ...]], str] = {}
     # Written by hand, because there may be millions, and as one document they would be as many dicts.
     for name, dtype_code, sizes, size_bytes in tensors:
         end = position + size_bytes
-        items.append(
-            f'{encode_basestring(name)}:{{"dtype":"{_CODES[dtype_code]}",'
-            f'"shape":[{",".join(map(str, sizes))}],"data_offsets":[{position},{end}]}}'
-        )
+        kind = kinds.get((dtype_code, sizes))
+        if kind is None:
+            kind = f'"dtype":"{_CODES[dtype_code]}","shape":[{",".join(map(str, sizes))}]'
+            kinds[dtype_code, sizes] = kind
+        items.append(f'{encode_basestring(name)}:{{{kind},"data_offsets":[{position},{end}]}}')
         position = end
     text = f"{{{','.join(items)}}}".encode()
     text += b" " * (-len(text) % 8)

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
@@ -26,14 +26,17 @@ MAX_DEPTH: Final = 256
 _EMPTY_ORDERED: Final = b"ccollections\nOrderedDict\n)R"
 
 
+_SHORT_TEXTS: Final = [b"X" + size.to_bytes(4, "little") for size in range(256)]
+"""How texts begin: there are as many as tensors."""
+
+
 class SizeValue(tuple[int, ...]):
     """A torch.Size."""
 
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(NamedTuple):
     """A C-ordered tensor that fills a prefix of storage ``key`` of ``storage_elements``.
 
     ``is_parameter`` makes it a torch.nn.Parameter.
@@ -83,10 +86,10 @@ class _Writer:
         if atom is not None:
             self.parts.append(atom(value))
         elif type(value) is TensorRef:
-            self.parts.append(_tensor(value, self._keys.get(value.key, value.key)))
+            self.parts += _tensor(value, self._keys.get(value.key, value.key))
         elif type(value) is StoredTensor:
             key = self._keys[value]
-            self.parts.append(_tensor(value.ref(key), key))
+            self.parts += _tensor(value.ref(key), key)
         elif type(value) is dtypes.Dtype:
             self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
         elif type(value) is DevicePickle:
@@ -101,8 +104,14 @@ class _Writer:
         if kind is dict or kind is OrderedDict:
             put(b"}(" if kind is dict else _EMPTY_ORDERED + b"(")
             for key, item in value.items():
-                self.write(key, depth)
-                self.write(item, depth)
+                if type(key) is str:
+                    put(_text(key))
+                else:
+                    self.write(key, depth)
+                if type(item) is TensorRef:  # the most there is
+                    self.parts += _tensor(item, self._keys.get(item.key, item.key))
+                else:
+                    self.write(item, depth)
             put(b"u")
             if getattr(value, "_metadata", None) is not None:
                 self._write_metadata(value._metadata, depth)
@@ -157,8 +166,9 @@ def _integer(value: int) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    data = value.encode("utf-8", "surrogatepass")
-    return b"X" + len(data).to_bytes(4, "little") + data
+    data = value.encode() if value.isascii() else value.encode("utf-8", "surrogatepass")
+    size = len(data)
+    return (_SHORT_TEXTS[size] if size < 256 else b"X" + size.to_bytes(4, "little")) + data
 
 
 def _binary(value: bytes) -> bytes:
@@ -203,10 +213,10 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _tensor(tensor: TensorRef, key: str) -> bytes:
-    facts = tensor.dtype_code, tensor.storage_elements, tensor.sizes
-    before, after = _tensor_parts(*facts, tensor.requires_grad, tensor.is_parameter)
-    return before + _text(key) + after
+def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
+    code, _, elements, sizes, requires_grad, is_parameter = tensor
+    before, after = _tensor_parts(code, elements, sizes, requires_grad, is_parameter)
+    return before, _text(key), after
 
 
 @lru_cache(maxsize=256)

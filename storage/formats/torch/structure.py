@@ -339,44 +339,50 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
     notes = notes_by_path(structure)
     if notes.get((), {}).get("kind") in ("tensor", "value"):
         return next((value_of(fqn) for fqn in paths), None)
-    tree: dict[Any, Any] = {}
+    tree = _Node()
+    above, node = None, tree
     for fqn, path in paths.items():
-        _plant(tree, path, _Leaf(value_of(fqn)))
+        if path[:-1] != above or not path:  # mostly they are neighbours
+            above, node = path[:-1], _node_at(tree, path)
+        if path[-1] in node:
+            raise CheckpointFormatError(f"two values stand at {path!r:.200}")
+        node[path[-1]] = value_of(fqn)
     for path in empty_dicts(notes, ()):
-        _plant(tree, path, {})
+        node = _node_at(tree, path)
+        if type(node.setdefault(path[-1], _Node())) is not _Node:
+            raise CheckpointFormatError(f"two values stand at {path!r:.200}")
     return _build(tree, (), notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    value: Any
+class _Node(dict[Any, Any]):
+    """A container that is being made; what is none is a value."""
 
 
-def _plant(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    """Put ``value`` at ``path``; a container that is there already stays."""
+def _node_at(tree: _Node, path: Path) -> _Node:
+    """The container for what is at ``path``, made where there is none."""
     node = tree
     if not 0 < len(path) <= MAX_NESTING + 1:
         raise CheckpointFormatError(f"a path of {len(path)} parts in the structure of the checkpoint")
     for part in path[:-1]:
-        node = node.setdefault(part, {})
-        if isinstance(node, _Leaf):
+        node = node.setdefault(part, _Node())
+        if type(node) is not _Node:
             raise CheckpointFormatError(f"a value stands above another one in {path!r:.200}")
-    present = node.setdefault(path[-1], value)
-    if present is not value and not (value == {} and isinstance(present, dict)):
-        raise CheckpointFormatError(f"two values stand at {path!r:.200}")
+    return node
 
 
-def _build(tree: dict[Any, Any], path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> Any:
+def _build(tree: _Node, path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> Any:
     note = notes.get(path, {})
     is_list = bool(tree) and all(type(part) is int for part in tree)
     kind = note.get("kind", "list" if is_list else "dict")
     children = {
-        part: child.value if isinstance(child, _Leaf) else _build(child, (*path, part), notes)
+        part: _build(child, (*path, part), notes) if type(child) is _Node else child
         for part, child in tree.items()
     }
     if kind in ("list", "tuple") and (is_list or not tree):
         items = [children[part] for part in sorted(children)]
         return tuple(items) if kind == "tuple" else items
+    if kind == "dict" and "keys" not in note and "int_keys" not in note:
+        return children
     pairs = [(key, children[name]) for name, key in original_keys(note, children).items()]
     if kind == "Counter":
         return Counter(dict(pairs))

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,15 +67,15 @@ def test_zips_beyond_four_gibibytes(tmp_path: Path) -> None:
     archive.add("data.pkl", b"\x80\x02}.")
     archive.add("byteorder", b"little")
     sizes = [5 << 30, 1000, 3]
-    offsets = [archive.reserve(f"data/{key}", size, key) for key, size in enumerate(sizes)]
+    offsets = archive.reserve("data", np.array(sizes), np.arange(3), np.zeros(3, np.int64)).tolist()
     archive.add("version", b"3\n")
     archive.finish()
     path = tmp_path / "large.pt"
     with path.open("wb") as file:
         file.truncate(archive.size_bytes)
-        for part in archive.parts:
-            file.seek(part.offset)
-            file.write(part.data)
+        for at, data in zip(archive.offsets, archive.parts, strict=True):
+            file.seek(at)
+            file.write(data)
         for key, offset in enumerate(offsets):
             file.seek(offset)
             file.write(bytes([key + 1]))
