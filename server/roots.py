@@ -35,12 +35,10 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     PlanError,
-    StorageError,
     StorageFullError,
 )
-from dcp.storage.stores import PosixStore
+from dcp.storage.stores import PosixStore, type_of_place
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store, check_name
-from dcp.storage.stores.memory import MemoryStore, folder_names
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix_files import storage_error
 
@@ -139,7 +137,7 @@ class Root:
         self.readonly = settings.readonly
         self.path = _local_path(settings.url)
         """Where it is on this machine; None for any other storage."""
-        is_remote = self.path is None and not settings.url.lower().startswith("memory://")
+        is_remote = self.path is None and type_of_place(settings.url).takes_options
         patience = _SHORT_PATIENCE if is_remote and is_answering else {}
         self.open_store = OpenWith({**patience, **settings.storage_options})
         self.url = settings.url.rstrip("/") if self.path is None else str(self.path)
@@ -258,10 +256,7 @@ class Root:
             yield from _walk_local(start, below)
             return
         store = self.open_store(start)
-        if isinstance(store, MemoryStore):
-            yield from _walk_memory(store, below)
-        else:
-            yield from _walk_objects(store, below)
+        yield from _walk_tree(store, below)
 
 
 class Roots:
@@ -391,23 +386,8 @@ def _walk_local(path: str, key: str) -> Iterator[Folder]:
         yield from _walk_local(f"{path}/{name}", f"{key}/{name}" if key else name)
 
 
-def _walk_memory(store: MemoryStore, key: str) -> Iterator[Folder]:
-    own = store.url.removeprefix("memory://").rstrip("/")
-    for name in sorted(folder_names()):
-        if name.rstrip("/") == own or name.startswith(f"{own}/"):
-            below = name.rstrip("/")[len(own) :].strip("/")
-            files = {info.name: info for info in MemoryStore(name).list()}
-            yield Folder("/".join(filter(None, (key, below))), files)
-
-
-def _walk_objects(store: Store, key: str) -> Iterator[Folder]:
+def _walk_tree(store: Store, key: str) -> Iterator[Folder]:
     """From a listing in the order of names: a folder is complete when one beside or above it begins."""
-    from dcp.storage.stores.objects.store import FsspecStore  # only here: local roots do without fsspec
-
-    if not isinstance(store, FsspecStore):
-        raise StorageError(
-            f"{store.url}: a {type(store).__name__} cannot be listed", path=store.url, op="list"
-        )
     open_folders: list[tuple[str, dict[str, FileInfo]]] = []
     for below, info in store.tree():
         folder = "/".join(filter(None, (key, below)))

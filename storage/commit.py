@@ -36,6 +36,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -45,7 +46,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest, encode_manifest
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import is_large_metadata_of
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata

@@ -71,8 +71,9 @@ def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
     Of an object store that does not answer, the command line waits less long than a training run. Raises
     `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
     """
-    scheme = uri.partition("://")[0].lower() if "://" in uri else "file"
-    is_remote = scheme not in ("file", "memory")
+    from dcp.storage.stores import type_of_place  # here, because a usage message must not wait for it
+
+    is_remote = "://" in uri and type_of_place(uri).takes_options
     source, text = "--storage-options", given
     if text is None and is_remote:
         source, text = OPTIONS_VARIABLE, os.environ.get(OPTIONS_VARIABLE)

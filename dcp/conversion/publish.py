@@ -27,10 +27,11 @@ from dcp.conversion.ledger import Ledger, LocalLedger, StoredLedger
 from dcp.conversion.sinks import announce
 from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.open import has_checkpoint
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.stores.posix import PosixStore

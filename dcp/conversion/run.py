@@ -39,7 +39,6 @@ from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import Source, open_source
-from dcp.storage.stores.memory import MemoryStore
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
 
@@ -131,8 +130,8 @@ def convert(
         planned.layout.check()
         publisher = publisher_of(place, overwrite=overwrite)
         work = _Work(engine, place, planned.layout, save_id, to, publisher, found.name)
-        if isinstance(store, MemoryStore) or isinstance(place.store, MemoryStore):
-            executor = "inline"  # such a store is in this process alone
+        if not (store.capabilities.is_shared and place.store.capabilities.is_shared):
+            executor = "inline"  # a store that is in this process alone
         try:
             with work.clearing_up(resume=resume):
                 work.begin(resume=resume, overwrite=overwrite)

@@ -22,10 +22,10 @@ from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.targets.safetensors import INDEX_NAME
 from dcp.conversion.tasks import Task
 from dcp.storage import commit
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, is_commit_object, open_index
+from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
 from dcp.storage.stores.posix import PosixStore
 

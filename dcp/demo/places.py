@@ -12,9 +12,10 @@ from typing import Any
 
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.open import has_checkpoint, is_commit_object, open_index
+from dcp.storage.formats.open import has_checkpoint, open_index
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.opening import OpenWith

@@ -19,6 +19,7 @@ import numpy as np
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.module_tree import ModuleNode, module_tree
 from dcp.inspection.weights import folder_weights, is_weight_file, single_files
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
     CheckpointError,
@@ -26,9 +27,7 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
 )
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.native.object_blob import ObjectBlob
-from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES

@@ -12,8 +12,8 @@ from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.checkpoints import CheckpointSummary, list_checkpoints, name_and_step
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.sources import locate
 from dcp.storage.stores.folders import Found, Root, open_root
 from dcp.storage.stores.opening import OpenWith

@@ -15,10 +15,10 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, Progress, VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
 from dcp.manager.notes import NOTES_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import FILE_FORMATS, SourcePlace, index_at, locate

@@ -20,10 +20,10 @@ from typing import Any, Final, Generic, SupportsIndex, TypeVar
 from dcp.inspection.checkpoints import header_of
 from dcp.manager.cleanup.retention import StepState
 from dcp.manager.notes import NOTES_NAME, Notes, read_notes, update_notes
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import is_commit_object, open_index
+from dcp.storage.formats.open import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.folders import Found, Root, open_root

@@ -31,7 +31,7 @@ def files_of(opened: OpenCheckpoint) -> list[RawFile]:
 
     Raises errors of the store.
     """
-    from dcp.storage.formats.open import is_commit_object  # only here, as all that reads checkpoints
+    from dcp.storage.commit_names import is_commit_object  # only here, as all that reads checkpoints
 
     data = set(opened.index.files)
     if opened.file is not None:

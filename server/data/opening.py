@@ -153,7 +153,7 @@ class _Stamp(NamedTuple):
 
 def _stamp(place: SourcePlace) -> _Stamp:
     """Of all files of the checkpoint: one listing. CheckpointNotFoundError if there is nothing."""
-    from dcp.storage.formats.open import is_commit_object
+    from dcp.storage.commit_names import is_commit_object
 
     if place.file is not None:
         info = place.store.stat(place.file)

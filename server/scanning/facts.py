@@ -16,9 +16,8 @@ from typing import Any, Final, cast, get_args
 
 from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, Format, FoundState
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.sources import FILE_FORMATS, Source
 from dcp.storage.stores.base import FileInfo
 

@@ -25,6 +25,7 @@ from dcp.server.scanning.facts import (
     structure_of,
 )
 from dcp.server.scanning.walk import Candidate, classify
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -32,12 +33,7 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
 )
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.native.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    METADATA_NAME,
-    decode_manifest,
-)
+from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from dcp.storage.formats.native.manifest_summary import ManifestSummary, summarize_manifest
 from dcp.storage.formats.sources import Source, SourcePlace, index_at
 from dcp.storage.formats.torch.metadata_writer import torch_metadata_head

@@ -19,16 +19,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self, TypeAlias
 
-from dcp.server.roots import MAX_KEY_CHARACTERS, Folder, Root, fault_of_key
+from dcp.server.roots import MAX_KEY_CHARACTERS, Root, fault_of_key
 from dcp.server.scanning.facts import marks_of
 from dcp.server.scanning.links import LinkedFile, LinkedFolder, Links, Refused
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointNotFoundError
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import is_commit_object
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix_files import storage_error
 
@@ -296,10 +295,7 @@ def _fault_of(name: str) -> str | None:
 def _walk_listing(root: Root, below: str) -> Iterator[Found]:
     """By one listing, in an order in which all that is below a folder comes together."""
     runs: list[str] = []
-    folders: Iterable[Folder] = root.walk(below)
-    if root.url.startswith("memory://"):
-        folders = sorted(folders, key=lambda folder: f"{folder.key}/")
-    for folder in folders:
+    for folder in root.walk(below):
         while runs and not is_in(folder.key, runs[-1]):
             yield Left(runs.pop())
         parts = folder.key.split("/") if folder.key else []

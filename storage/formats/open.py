@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple, TypeVar
 
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -20,12 +21,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.merge import merge_rank_indexes
-from dcp.storage.formats.native.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    METADATA_NAME,
-    decode_manifest,
-)
+from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import Store
@@ -34,7 +30,6 @@ from dcp.storage.threads import WorkerThreads
 __all__ = [
     "MAX_TORCH_METADATA_BYTES",
     "has_checkpoint",
-    "is_commit_object",
     "is_large_metadata_of",
     "open_index",
     "saved_by_rank",
@@ -55,9 +50,6 @@ _START_BYTES: Final = 128 << 10
 _DATA_SUFFIXES: Final = (".distcp", ".safetensors")
 _OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_RANK_LOCAL: Final = re.compile(
-    rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"
-)
 
 
 def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
@@ -94,11 +86,6 @@ def has_checkpoint(store: Store) -> bool:
     if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
         return True
     return bool(_local_ranks(store))
-
-
-def is_commit_object(name: str) -> bool:
-    """Whether a file of this name makes its folder a checkpoint."""
-    return name in (MANIFEST_NAME, METADATA_NAME) or _RANK_LOCAL.fullmatch(name) is not None
 
 
 def saved_by_rank(store: Store) -> bool:
@@ -245,7 +232,7 @@ def _unless_missing(read: Callable[[], T]) -> T | None:
 
 
 def _local_ranks(store: Store) -> list[int]:
-    matches = (_RANK_LOCAL.fullmatch(info.name) for info in store.list())
+    matches = (RANK_LOCAL.fullmatch(info.name) for info in store.list())
     return sorted({int(match[1]) for match in matches if match})
 
 

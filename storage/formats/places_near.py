@@ -13,7 +13,7 @@ from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.open import has_checkpoint
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore
-from dcp.storage.stores.folders import ObjectRoot, PosixRoot, Root, open_root
+from dcp.storage.stores.folders import Root, open_root
 from dcp.storage.stores.posix_files import broken_link
 
 __all__ = ["FILE_SUFFIXES", "near_places_told"]
@@ -51,14 +51,15 @@ def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStor
 def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
     """``message`` and what there is to add; "" where that is nothing."""
     root = open_root(checkpoint_id, open_store=open_store)
-    if isinstance(root, PosixRoot) and broken_link(Path(root.url)):
+    path = root.local_path
+    if path is not None and broken_link(path):
         return ""  # which the message says
-    if isinstance(root, PosixRoot) and not os.path.lexists(root.url):
-        return f"{root.url} holds no checkpoint: {_beside_missing(Path(root.url))}"
+    if path is not None and not os.path.lexists(path):
+        return f"{root.url} holds no checkpoint: {_beside_missing(path)}"
     names = sorted(root.names(), key=_by_number, reverse=True)
     if names:
         return f"{message}\n{_below(root, names)}"
-    if isinstance(root, ObjectRoot):
+    if root.lists_tree:
         beside = _beside_prefix(root.url, open_store)
         return beside and f"{message}\n{beside}"
     files = sorted(info.name for info in open_store(checkpoint_id).list() if _is_weights(info.name))
@@ -66,7 +67,7 @@ def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenS
 
 
 def _below(root: Root, names: Sequence[str]) -> str:
-    looked_at = _REQUESTS if isinstance(root, ObjectRoot) else _LOOKED_AT
+    looked_at = _REQUESTS if root.lists_tree else _LOOKED_AT
     found = [name for name in names[:looked_at] if has_checkpoint(root.store(name))]
     if not found:
         return f"Folders below it: {_some(names)}; dcp ls finds the checkpoints in them."

@@ -22,7 +22,6 @@ from dcp.storage.formats.safetensors.folder import SAFETENSORS_FORMAT, index_of_
 from dcp.storage.formats.torch.file import TORCH_FORMAT
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, place_text
-from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import broken_link, storage_error
 
 __all__ = [
@@ -122,7 +121,7 @@ def _explain_links(place: SourcePlace) -> None:
     """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow, or is
     itself a link that leads nowhere."""
     folder = Path(place.store.url)
-    fault = broken_link(folder) if isinstance(place.store, PosixStore) else None
+    fault = broken_link(folder) if place.store.capabilities.is_local else None
     if fault is not None:
         raise CheckpointNotFoundError(f"{fault}: there is no checkpoint", path=str(folder))
     links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []

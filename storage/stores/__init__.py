@@ -1,4 +1,8 @@
-"""Moving bytes: where checkpoints are kept, behind one small interface. Imports no torch."""
+"""Moving bytes: where checkpoints are kept, behind one small interface. Imports no torch.
+
+A kind of store is a file here, or anybody's (`register_store`), with its URL schemes and its capabilities as
+data.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
-from urllib.parse import unquote, urlsplit
 
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import (
     ANY,
     Buffer,
+    Capabilities,
     FileInfo,
     ReadHandle,
+    ReadOnlyStore,
     Store,
+    StoreType,
     Version,
     WriteHandle,
     check_name,
@@ -22,32 +28,32 @@ from dcp.storage.stores.base import (
 )
 from dcp.storage.stores.memory import MemoryStore
 from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.registry import known_schemes, register_store, store_type_of
 
 __all__ = [
     "ANY",
     "Buffer",
+    "Capabilities",
     "FileInfo",
     "MemoryStore",
     "OpenStore",
     "PosixStore",
     "ReadHandle",
+    "ReadOnlyStore",
     "Store",
+    "StoreType",
     "Version",
     "WriteHandle",
     "check_name",
     "open_store",
+    "register_store",
+    "type_of_place",
 ]
 
 OpenStore: TypeAlias = Callable[[str | os.PathLike[str]], Store]
 """What makes the store of a checkpoint id, as `open_store` does."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
-
-_MANGLED = re.compile(
-    r"(?:.*/)?(s3|s3a|gs|gcs|abfss?|az|adl|hf|oci|oss|hdfs|https?|s?ftp|file|memory):(/.*)?",
-    re.DOTALL | re.IGNORECASE,
-)
-"""What pathlib makes of a URL: it takes two slashes for one."""
 
 
 def open_store(
@@ -62,33 +68,29 @@ def open_store(
     does.
     """
     text = place_text(checkpoint_id)
-    url = _URL.fullmatch(text)
-    if url is None:
-        _refuse_mangled(text)
-    scheme = url[1].lower() if url is not None else "file"
-    if scheme not in ("file", "memory"):
-        from dcp.storage.stores.objects.store import FsspecStore
-
-        return FsspecStore(text, storage_options)
-    if storage_options:
+    store_type = type_of_place(text)
+    if storage_options and not store_type.takes_options:
         raise StorageError(
             f"{text!r} takes no storage options, and was given {', '.join(sorted(storage_options))}",
             path=text,
             op="open",
         )
+    return store_type.open(text, storage_options)
+
+
+def type_of_place(place: str) -> StoreType:
+    """The kind of store of a path or URL. Raises `StorageError` for what names no place."""
+    url = _URL.fullmatch(place)
     if url is None:
-        return PosixStore(text)
-    if scheme == "memory":
-        return MemoryStore(url[2])
-    parts = urlsplit(text)
-    if parts.netloc not in ("", "localhost") or not parts.path:
-        raise StorageError(f"{text!r} names no local file: write file:///absolute/path", path=text, op="open")
-    return PosixStore(unquote(parts.path))
+        _refuse_mangled(place)
+    return store_type_of(url[1].lower() if url is not None else "file")
 
 
 def _refuse_mangled(text: str) -> None:
     """Raise StorageError for a path that was a URL once, rather than make a local folder of its scheme."""
-    mangled = _MANGLED.fullmatch(text)
+    # pathlib takes two slashes of a URL for one
+    schemes = "|".join(map(re.escape, known_schemes()))
+    mangled = re.fullmatch(rf"(?:.*/)?({schemes}):(/.*)?", text, re.DOTALL | re.IGNORECASE)
     if mangled is not None:
         slashes = "///" if mangled[1].lower() == "file" else "//"
         meant = f"{mangled[1]}:{slashes}{(mangled[2] or '').lstrip('/')}"

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -28,18 +28,22 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "Anything",
     "Buffer",
+    "Capabilities",
     "Expected",
     "FileInfo",
     "Inflow",
     "ReadHandle",
+    "ReadOnlyStore",
     "ReadProfile",
     "Store",
+    "StoreType",
     "Version",
     "Views",
     "WriteHandle",
     "byte_view",
     "check_name",
     "content_version",
+    "is_name",
     "place_text",
 ]
 
@@ -94,6 +98,25 @@ class ReadProfile:
     scatter: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store is, for whoever has to choose a way by it; nobody asks for its class.
+
+    - ``is_local``: `Store.url` is the path of a folder of this machine.
+    - ``is_shared``: other processes see the same files.
+    - ``is_writable``: files can be made and removed.
+    - ``lists_folders``: `Store.folders` tells which folders are below it; `Store.tree`, unless it is local, all
+      that is in them.
+    - ``lists_tree``: that is one listing, and costs less than looking into each folder.
+    """
+
+    is_local: bool = False
+    is_shared: bool = True
+    is_writable: bool = True
+    lists_folders: bool = False
+    lists_tree: bool = False
+
+
 class Anything(Enum):
     """The type of `ANY`."""
 
@@ -127,6 +150,15 @@ def check_name(name: str) -> str:
         "the metadata that names it is damaged or hostile",
         name=name,
     )
+
+
+def is_name(name: str) -> bool:
+    """Whether a file or folder of a store may have this name."""
+    try:
+        check_name(name)
+    except CheckpointFormatError:
+        return False
+    return True
 
 
 def place_text(place: object) -> str:
@@ -286,6 +318,9 @@ class Store(ABC):
     read_profile: ReadProfile = ReadProfile()
     """How reads of it are best scheduled."""
 
+    capabilities: Capabilities = Capabilities()
+    """What it is and can do."""
+
     def path_of(self, name: str) -> str:
         """``name`` below `url`, for messages and the ``path`` of errors."""
         return f"{self.url}/{name}"
@@ -418,5 +453,105 @@ class Store(ABC):
     def remove_root(self) -> None:
         """Remove the folder if it is empty, and leave it alone if it is not; a missing one is fine."""
 
+    # -- folders below, where `Capabilities.lists_folders` says that it knows of any ------------------------
+
+    def exists(self) -> bool:
+        """Whether the folder itself is there. Kinds without folders, which have nothing to make, say yes."""
+        return True
+
+    def folders(self) -> Sequence[str]:
+        """Names of the folders directly below this one, sorted; one listing. ``[]`` if there are none."""
+        return sorted({folder.partition("/")[0] for folder, _ in self.tree() if folder})
+
+    def walk(self) -> Iterator[tuple[str, FileInfo]]:
+        """The files of all folders directly below this one: (folder, file)."""
+        return ((folder, info) for folder, info in self.tree() if folder and "/" not in folder)
+
+    def tree(self) -> Iterator[tuple[str, FileInfo]]:
+        """All files below, however deep: (folder relative to this one, "" is itself; file), in an order in
+        which all that is below a folder comes together."""
+        raise StorageError(
+            f"{self.url}: the checkpoints below a {type(self).__name__} cannot be listed",
+            path=self.url,
+            op="list",
+        )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
+
+
+class ReadOnlyStore(Store):
+    """A store of files that are only read: `list` and `open_read` are all that a subclass has to have.
+
+    It lists the folders below it where it has a `tree` as well, and says so in its `capabilities`.
+    """
+
+    capabilities = Capabilities(is_writable=False)
+
+    def stat(self, name: str) -> FileInfo | None:
+        """Out of the listing."""
+        check_name(name)
+        return next((info for info in self.list() if info.name == name), None)
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """The whole file; as `Store.read`."""
+        with self.open_read(name) as handle:
+            if handle.size_bytes > limit_bytes:
+                raise CheckpointFormatError(
+                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
+                    "such a file may have: it is damaged or hostile",
+                    path=self.path_of(name),
+                    size_bytes=handle.size_bytes,
+                    limit_bytes=limit_bytes,
+                )
+            return handle.pread(handle.size_bytes, 0)
+
+    def version(self, name: str) -> Version | None:
+        """A digest of the content."""
+        info = self.stat(name)
+        return None if info is None else content_version(self.read(name, limit_bytes=info.size_bytes))
+
+    @contextmanager
+    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+        """Nobody writes, so that there is nobody to wait for."""
+        yield
+
+    def sync(self) -> None:
+        """Nothing to do."""
+
+    def make_root(self) -> None:
+        """Refused, as all that writes."""
+        raise self._refused("mkdir")
+
+    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+        """Refused."""
+        raise self._refused("create", name)
+
+    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
+        """Refused."""
+        raise self._refused("publish", name)
+
+    def delete(self, name: str) -> None:
+        """Refused."""
+        raise self._refused("delete", name)
+
+    def remove_root(self) -> None:
+        """Refused."""
+        raise self._refused("rmdir")
+
+    def _refused(self, op: str, name: str | None = None) -> StorageError:
+        path = self.url if name is None else self.path_of(name)
+        return StorageError(f"{path}: a {type(self).__name__} can only be read", path=path, op=op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreType:
+    """What URLs a kind of store is of, and what makes one: see `dcp.storage.stores.register_store`.
+
+    ``open`` gets the URL as it was given (of ``file`` a path, too) and its storage options. A type that is
+    not ``takes_options`` never gets any: whoever gives some is told so.
+    """
+
+    schemes: tuple[str, ...]
+    open: Callable[[str, Mapping[str, Any] | None], Store]
+    takes_options: bool = False

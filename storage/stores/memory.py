@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -18,18 +19,21 @@ from dcp.storage.errors import (
 from dcp.storage.stores.base import (
     ANY,
     Buffer,
+    Capabilities,
     Expected,
     FileInfo,
     ReadHandle,
     Store,
+    StoreType,
     Version,
     WriteHandle,
     byte_view,
     check_name,
     content_version,
+    is_name,
 )
 
-__all__ = ["MemoryStore", "folder_names"]
+__all__ = ["STORE_TYPE", "MemoryStore", "folder_names"]
 
 
 @dataclass
@@ -57,6 +61,8 @@ def folder_names() -> list[str]:
 
 class MemoryStore(Store):
     """Stores of one ``name`` share their files. Nothing survives the process; ``durable`` has no effect."""
+
+    capabilities = Capabilities(is_shared=False, lists_folders=True)
 
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"
@@ -155,6 +161,26 @@ class MemoryStore(Store):
     def remove_root(self) -> None:
         """Nothing to do: an empty folder takes no space, and a store object may still refer to it."""
 
+    def folders(self) -> Sequence[str]:
+        """Only folders with files directly in them: empty ones are what looking at a name leaves."""
+        return sorted(name for name in self._below() if "/" not in name and is_name(name))
+
+    def tree(self) -> Iterator[tuple[str, FileInfo]]:
+        """Of the other stores whose names begin as this one's, and of this one."""
+        for info in self.list():
+            yield "", info
+        for folder in sorted(self._below(), key=lambda name: f"{name}/"):
+            for info in MemoryStore(f"{self._name.rstrip('/')}/{folder}").list():
+                yield folder, info
+
+    def _below(self) -> Sequence[str]:
+        prefix = f"{self._name.rstrip('/')}/"
+        return [name.removeprefix(prefix) for name in folder_names() if name.startswith(prefix)]
+
+    @property
+    def _name(self) -> str:
+        return self.url.removeprefix("memory://")
+
     def _file(self, name: str) -> _File:
         file = self._folder.files.get(check_name(name))
         if file is None:
@@ -235,3 +261,10 @@ class _MemoryWriteHandle(WriteHandle):
 
 def _file_info(name: str, file: _File) -> FileInfo:
     return FileInfo(name, len(file.data), file.modified_seconds)
+
+
+def _open(url: str, options: Mapping[str, Any] | None) -> Store:
+    return MemoryStore(url.partition("://")[2])
+
+
+STORE_TYPE: Final = StoreType(schemes=("memory",), open=_open)

@@ -11,11 +11,12 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -27,12 +28,15 @@ from dcp.storage.stores.base import (
     ANY,
     LOCK_NAME,
     TEMPORARY_PREFIX,
+    Capabilities,
     Expected,
     FileInfo,
     Store,
+    StoreType,
     Version,
     check_name,
     content_version,
+    is_name,
     place_text,
 )
 from dcp.storage.stores.buffers import POOL
@@ -48,7 +52,7 @@ from dcp.storage.stores.posix_files import (
     storage_error,
 )
 
-__all__ = ["NO_LOCKS", "PosixStore"]
+__all__ = ["NO_LOCKS", "STORE_TYPE", "PosixStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,8 @@ class PosixStore(Store):
     On a file system without locks a warning says that writers of other processes are not kept out of a
     replacement; a new name is still given to one writer only, by its hard link.
     """
+
+    capabilities = Capabilities(is_local=True, lists_folders=True)
 
     def __init__(
         self,
@@ -127,6 +133,20 @@ class PosixStore(Store):
             raise StorageError(
                 f"{self.url} is not a folder, so no checkpoint can be stored there", path=self.url, op="mkdir"
             )
+
+    def exists(self) -> bool:
+        """Whether it is a folder, perhaps behind a symbolic link."""
+        return self._root.is_dir()
+
+    def folders(self) -> Sequence[str]:
+        """Folders, also behind symbolic links; names that no checkpoint may have are left out."""
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir() and is_name(entry.name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise storage_error(error, "list", self._root) from error
 
     def list(self) -> list[FileInfo]:
         """Folders, links (unless followed), FIFOs and devices are left out."""
@@ -455,3 +475,17 @@ def _same_file(first: Path, second: Path) -> bool:
         return os.path.samestat(first.stat(follow_symlinks=False), second.stat(follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def _open(place: str, options: Mapping[str, Any] | None) -> Store:
+    if "://" not in place:
+        return PosixStore(place)
+    parts = urlsplit(place)
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise StorageError(
+            f"{place!r} names no local file: write file:///absolute/path", path=place, op="open"
+        )
+    return PosixStore(unquote(parts.path))
+
+
+STORE_TYPE: Final = StoreType(schemes=("file",), open=_open)

@@ -10,10 +10,10 @@ import torch
 
 import dcp
 from dcp.storage import commit
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
-from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.stores import PosixStore
 
 PROBE = bytes(range(256))

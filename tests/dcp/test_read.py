@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, decode_manifest, encode_manifest
+from dcp.storage.commit_names import MANIFEST_NAME
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from tests.support.ranks import run_ranks
 
 

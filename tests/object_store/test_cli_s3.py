@@ -13,7 +13,7 @@ import pytest
 import dcp
 from dcp.cli.common import OPTIONS_VARIABLE
 from dcp.demo.s3_server import S3Server
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from tests.dcp.cli_support import Outcome, run, state
 from tests.support.fault_plan import SLOW_DOWN
 from tests.support.fault_proxy import FaultProxy

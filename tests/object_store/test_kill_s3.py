@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dcp.demo.s3_server import S3Server
-from dcp.storage.formats.native.manifest import METADATA_NAME
+from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.stores.faults import Fault, Operation
 from tests.support.crashes import Child, in_lab
 from tests.support.s3_versions import CLEAN, Place

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CorruptCheckpointError, ReplicaMismatchError
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from dcp.storage.stores.folders import open_root

@@ -13,8 +13,8 @@ import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.inspection.verification import verify
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import StorageError
-from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.s3 import raw_s3
 

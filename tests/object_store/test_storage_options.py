@@ -24,8 +24,8 @@ from dcp.background.session import default_session
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.inspection.verification import verify
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointError, StorageError
-from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.stores import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.store import FsspecStore

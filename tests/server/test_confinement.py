@@ -23,9 +23,10 @@ from dcp.manager.cleanup.removal import remove_checkpoint
 from dcp.server.problems import ProblemError, UnprocessableError
 from dcp.server.roots import Root, check_key
 from dcp.server.settings import RootSettings
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.open import open_index
 from dcp.storage.stores import PosixStore
 from tests.support.app import App, running_app

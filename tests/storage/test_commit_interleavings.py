@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.commit import Names, Previous, commit, discard, previous_state
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME, decode_manifest
+from dcp.storage.formats.native.manifest import decode_manifest
 from dcp.storage.formats.open import open_index
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata

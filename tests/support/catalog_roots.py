@@ -17,8 +17,9 @@ from dcp.server.database.tables import checkpoints
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner, ScanReport
 from dcp.server.settings import RootSettings
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import encode_manifest
 
 __all__ = ["OLD_SECONDS", "age", "index_of", "roots_of", "rows", "scan", "write_manifest"]
 

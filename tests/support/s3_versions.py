@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from dcp.storage.stores.objects.options import ObjectOptions

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.engine.write import DataFile
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, encode_manifest
+from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.stores import PosixStore, Store
 
 __all__ = ["ALL", "Boxes", "grid", "save_sharded", "tensor_bytes"]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from tests.support.values import leaves, raw
 
 __all__ = [

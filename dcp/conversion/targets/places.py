@@ -72,7 +72,7 @@ def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -
     text = place_text(target)
     is_file = to == "torch" or (to == "safetensors" and text.rstrip("/").endswith(".safetensors"))
     store = open_store(text)
-    if isinstance(store, PosixStore):
+    if store.capabilities.is_local:
         try:
             return _local_place(text, Path(store.url), store, is_file=is_file)
         except OSError as error:  # of a name that is too long, or a folder that is not ours
@@ -85,7 +85,7 @@ def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -
     return TargetPlace(store.url, open_store(parent), check_name(name), None)
 
 
-def _local_place(text: str, path: Path, store: PosixStore, *, is_file: bool) -> TargetPlace:
+def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> TargetPlace:
     if not path.name:
         raise PlanError(f"{text!r} names no file or folder that could be made")
     if is_file:

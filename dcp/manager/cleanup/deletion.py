@@ -21,8 +21,8 @@ from dcp.manager.cleanup.removal import (
 )
 from dcp.manager.notes import NOTES_NAME
 from dcp.manager.steps import StepFolders
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, StorageError
-from dcp.storage.formats.open import is_commit_object
 
 __all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeleterClosedError", "DeletionEvent"]
 

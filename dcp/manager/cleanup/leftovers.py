@@ -27,16 +27,17 @@ from dcp.manager.cleanup.removal import (
 )
 from dcp.manager.notes import read_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp.storage.formats.open import is_commit_object, open_index
+from dcp.storage.formats.open import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
-from dcp.storage.stores.folders import PosixRoot, open_root
+from dcp.storage.stores.folders import open_root
 from dcp.storage.stores.posix import PosixStore
 
 __all__ = ["OLD_SECONDS", "Leftovers", "find_leftovers", "leftovers_of", "remove_leftovers"]
@@ -93,9 +94,9 @@ def find_leftovers(
         if left is not None:
             found.append((store, left))
     place = open_root(root, open_store=open_store)
-    if isinstance(place, PosixRoot):
+    if place.local_path is not None:
         for folder in ("", *place.names()):
-            found += _conversions(Path(place.url) / folder, now_seconds - older_than_seconds)
+            found += _conversions(place.local_path / folder, now_seconds - older_than_seconds)
     return found
 
 

@@ -25,14 +25,14 @@ from typing import Final, Literal
 from dcp.manager.notes import NOTES_NAME, Deleting, Notes, read_notes, update_notes
 from dcp.manager.steps import Commit, read_commit
 from dcp.storage.commit import abort_uploads, unfinished_uploads
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
-from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, is_commit_object
+from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 

@@ -31,8 +31,8 @@ from dcp.server.problems import ForbiddenError, UnavailableError
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointFormatError
-from dcp.storage.formats.open import is_commit_object
 from dcp.storage.formats.sources import SourcePlace, index_at
 from dcp.storage.stores.base import FileInfo, Store
 

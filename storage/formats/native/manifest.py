@@ -61,16 +61,12 @@ from dcp.storage.formats.strided_columns import decode_strided, encode_strided, 
 from dcp.storage.formats.versions import reading_version
 
 __all__ = [
-    "MANIFEST_NAME",
     "MAX_MANIFEST_BYTES",
-    "METADATA_NAME",
     "decode_manifest",
     "encode_manifest",
     "unpack_manifest",
 ]
 
-MANIFEST_NAME: Final = "manifest.msgpack"
-METADATA_NAME: Final = ".metadata"
 
 MAX_MANIFEST_BYTES: Final = 1 << 30
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from dcp.storage.errors import CheckpointFormatError
-from dcp.storage.stores.base import LOCK_NAME, FileInfo, check_name
+from dcp.storage.stores.base import FileInfo, is_name
 from dcp.storage.stores.objects.client import ObjectInfo, Page
 
 __all__ = ["deep_files", "file_info", "files_of", "folder_tree", "folders_of", "key_tree", "name_of"]
@@ -19,7 +18,7 @@ def file_info(name: str, info: ObjectInfo) -> FileInfo:
 def name_of(key: str, prefix: str) -> str | None:
     """The file's name below ``prefix``, None for what lies deeper or cannot be a file of a checkpoint."""
     name = key[len(prefix) :]
-    return name if _is_allowed(name) else None
+    return name if is_name(name) else None
 
 
 def files_of(pages: Iterable[Page], prefix: str) -> list[FileInfo]:
@@ -37,7 +36,7 @@ def deep_files(pages: Iterable[Page], prefix: str) -> Iterator[tuple[str, FileIn
     for page in pages:
         for info in page.objects:
             folder, separator, name = info.key[len(prefix) :].partition("/")
-            if separator and _is_allowed(folder) and _is_allowed(name):
+            if separator and is_name(folder) and is_name(name):
                 yield folder, file_info(name, info)
 
 
@@ -46,7 +45,7 @@ def key_tree(pages: Iterable[Page], prefix: str) -> Iterator[tuple[str, FileInfo
     for page in pages:
         for info in page.objects:
             folder, _, name = info.key[len(prefix) :].rpartition("/")
-            if _is_allowed(name) and (not folder or all(map(_is_allowed, folder.split("/")))):
+            if is_name(name) and (not folder or all(map(is_name, folder.split("/")))):
                 yield folder, file_info(name, info)
 
 
@@ -60,7 +59,7 @@ def folder_tree(
             yield folder, file_info(name, info)
     for deeper in page.prefixes:
         name = deeper[len(prefix) :].removesuffix("/")
-        if _is_allowed(name):
+        if is_name(name):
             yield from folder_tree(list_folder, deeper, f"{folder}/{name}".removeprefix("/"))
 
 
@@ -69,14 +68,4 @@ def folders_of(pages: Iterable[Page], prefix: str) -> list[str]:
     found = set()
     for page in pages:
         found |= {deeper[len(prefix) :].removesuffix("/") for deeper in page.prefixes}
-    return sorted(filter(_is_allowed, found))
-
-
-def _is_allowed(name: str) -> bool:
-    if name == LOCK_NAME:
-        return False
-    try:
-        check_name(name)
-    except CheckpointFormatError:
-        return False
-    return True
+    return sorted(filter(is_name, found))

@@ -22,6 +22,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import (
     ANY,
+    Capabilities,
     Expected,
     FileInfo,
     ReadHandle,
@@ -80,6 +81,8 @@ class FsspecStore(Store):
     unless ``conditional_writes="off"`` accepts that one writer may overwrite what another has just written.
     `lock` is between the threads of one process, everywhere.
     """
+
+    capabilities = Capabilities(lists_folders=True, lists_tree=True)
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         s3 = bucket_and_prefix(url)

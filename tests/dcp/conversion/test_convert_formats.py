@@ -16,8 +16,8 @@ from dcp.conversion.run import convert
 from dcp.conversion.targets import safetensors, torch_save
 from dcp.inspection.checkpoints import open_index
 from dcp.inspection.verification import verify
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
-from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.formats.safetensors.writer import EXTRAS_KEY, decode_extras
 from tests.support.conversion import (
     assert_same,

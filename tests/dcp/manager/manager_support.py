@@ -11,8 +11,8 @@ import torch
 
 import dcp
 from dcp.manager.events import Event
+from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import StorageError
-from dcp.storage.formats.native.manifest import MANIFEST_NAME
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.posix import PosixStore

@@ -18,7 +18,8 @@ import dcp
 from dcp.manager.events import Event
 from dcp.manager.notes import Deleting, read_notes, update_notes
 from dcp.manager.steps import read_commit
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, decode_manifest
+from dcp.storage.commit_names import MANIFEST_NAME
+from dcp.storage.formats.native.manifest import decode_manifest
 from dcp.storage.stores.posix import PosixStore
 from tests.dcp.manager.manager_support import (
     Failing,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dcp
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,7 +25,6 @@ from dcp.storage.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from dcp.storage.formats.native.manifest import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store

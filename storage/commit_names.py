@@ -1,0 +1,28 @@
+"""Names of the files that make a folder a checkpoint: its commit objects.
+
+Apart from formats, which read them, and stores, which list folders by them: neither imports the other for a
+name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["MANIFEST_NAME", "METADATA_NAME", "RANK_LOCAL", "is_commit_object"]
+
+MANIFEST_NAME: Final = "manifest.msgpack"
+"""Ours."""
+
+METADATA_NAME: Final = ".metadata"
+"""Stock torch's, which ours has beside the manifest."""
+
+RANK_LOCAL: Final = re.compile(
+    rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"
+)
+"""Of what one rank saved on its own; the group is the rank."""
+
+
+def is_commit_object(name: str) -> bool:
+    """Whether a file of this name makes its folder a checkpoint."""
+    return name in (MANIFEST_NAME, METADATA_NAME) or RANK_LOCAL.fullmatch(name) is not None
