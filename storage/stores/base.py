@@ -105,8 +105,8 @@ class Capabilities:
     - ``is_local``: `Store.url` is the path of a folder of this machine.
     - ``is_shared``: other processes see the same files.
     - ``is_writable``: files can be made and removed.
-    - ``lists_folders``: `Store.folders` tells which folders are below it; `Store.tree`, unless it is local, all
-      that is in them.
+    - ``lists_folders``: `Store.folders` tells the folders below it, and `Store.tree`, unless it is local,
+      all that is in them.
     - ``lists_tree``: that is one listing, and costs less than looking into each folder.
     """
 

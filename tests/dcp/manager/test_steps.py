@@ -272,7 +272,7 @@ def test_notes_that_cannot_be_read_keep_the_checkpoint(
 def test_none_of_it_imports_torch() -> None:
     """A tool that lists, pins or deletes does not need torch."""
     program = "import sys\n"
-    for name in ("retention", "steps", "notes", "removal", "deletion"):
+    for name in ("cleanup.retention", "steps", "notes", "cleanup.removal", "cleanup.deletion"):
         program += f"import dcp.manager.{name}\n"
     program += "assert 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
