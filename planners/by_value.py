@@ -8,6 +8,7 @@ the value is of it again.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["by_value", "encode_by_value", "like"]
+__all__ = ["by_value", "encode_by_value", "has_plain_types", "like"]
 
 _ATOMS: Final = (int, float, str, bytes)
 _EXACT: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor})
@@ -81,6 +82,11 @@ def _is_named(kind: type) -> bool:
 def _is_allowed(kind: type) -> bool:
     allowed = torch.serialization.get_safe_globals()
     return any((item[0] if isinstance(item, tuple) else item) is kind for item in allowed)
+
+
+def has_plain_types(types: Iterable[type]) -> bool:
+    """Whether values of ``types`` are what they are: in place of one of the same type nothing changes."""
+    return _EXACT.issuperset(types)
 
 
 def like(current: Any, value: Any) -> Any:

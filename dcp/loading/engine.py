@@ -7,6 +7,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import compress
 from typing import Any, cast
 
 import msgpack
@@ -174,17 +175,17 @@ class ColumnarLoad:
         return b""
 
     def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
-        objects = engine.index.objects
-        rows, plain = columns.objects.tolist(), objects.plain[columns.objects].tolist()
-        pickled = [objects.fqns[row] for row, number in zip(rows, plain, strict=True) if number < 0]
-        blobs = self._reader.read_objects(engine, pickled)
-        fqns = columns.object_fqns
-        values = decode_values([objects.values[number] for number in plain if number >= 0])
-        names = [fqn for number, fqn in zip(plain, fqns, strict=True) if number >= 0] if pickled else fqns
-        self._planner.store_objects(names, values)
-        for number, fqn in zip(plain, fqns, strict=True) if pickled else ():
-            if number < 0:
-                self._planner.store_blob(fqn, next(blobs))
+        objects, fqns = engine.index.objects, columns.object_fqns
+        plain = objects.plain[columns.objects]
+        is_plain = plain >= 0
+        self._planner.store_objects(
+            fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
+            decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
+        )
+        pickled = [objects.fqns[row] for row in columns.objects[~is_plain].tolist()]
+        names = compress(fqns, (~is_plain).tolist())
+        for fqn, blob in zip(names, self._reader.read_objects(engine, pickled), strict=True):
+            self._planner.store_blob(fqn, blob)
 
 
 def _names(index: CheckpointIndex) -> list[str]:

@@ -78,6 +78,9 @@ class LoadTargets:
         PlanError where tensors are on the meta device still.
         """
         untouched = self._planner.untouched_keys if self._planner is not None else frozenset()
+        if not self._stateful and type(self._state_dict) is dict:
+            self._state_dict.update(self._plain)
+            return
         for key in self._keys:
             if key not in self._stateful:
                 self._state_dict[key] = self._plain[key]

@@ -240,9 +240,11 @@ class _Builder:
         shape."""
         tensors, objects = state_dict, dict[str, Any]()
         if has_objects:
-            is_plain = [KINDS[kind] == PLAIN for kind in map(type, state_dict.values())]
+            types = list(map(type, state_dict.values()))
+            plain_types = {cls for cls in set(types) if KINDS[cls] == PLAIN}
+            is_plain = list(map(plain_types.__contains__, types))
             tensors = dict(compress(state_dict.items(), is_plain))
-            objects = dict(compress(state_dict.items(), map(not_, is_plain)))
+            objects = dict(compress(state_dict.items(), map(not_, is_plain)) if tensors else state_dict)
         sources, plain_forms = list(tensors.values()), _PlainForms(self.forms)
         try:
             self.form_numbers += [plain_forms[source.shape] for source in sources]

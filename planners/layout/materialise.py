@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -19,8 +20,12 @@ __all__ = ["has_meta_tensor", "materialise"]
 
 def has_meta_tensor(values: Iterable[Any]) -> bool:
     """True where a tensor among ``values`` has no memory yet."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if any(issubclass(cls, ShardedTensor) for cls in set(map(type, tensors))):
+    values = list(values)
+    tensor_types = {cls for cls in set(map(type, values)) if issubclass(cls, torch.Tensor)}
+    if not tensor_types:
+        return False
+    tensors = compress(values, map(tensor_types.__contains__, map(type, values)))
+    if any(issubclass(cls, ShardedTensor) for cls in tensor_types):
         return any(map(_is_meta, tensors))
     return any(map(attrgetter("is_meta"), tensors))
 

@@ -118,6 +118,8 @@ def _hint(index: CheckpointIndex, wanted: WantedColumns, tensors: Int64, objects
 def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
     if not len(wanted):
         return np.zeros(0, np.int64)
+    if list(position) == list(wanted):  # the very state that was saved
+        return np.arange(len(wanted), dtype=np.int64)
     lookup = position.get
     return np.array([lookup(fqn, -1) for fqn in wanted], np.int64)
 

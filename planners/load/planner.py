@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse
 from typing import Any, Literal, get_args
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from dcp.planners.by_value import like
+from dcp.planners.by_value import has_plain_types, like
 from dcp.planners.columns import LoadColumns, WantedColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
@@ -127,9 +127,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.left_per_rank: tuple[str, ...] = ()
         self.materialised_keys: tuple[str, ...] = ()
         self._choice: LoadSelection | None = None
-        self._planned: tuple[LoadSelection, set[str]] | None = None
+        self._planned: tuple[LoadSelection, Sequence[str]] | None = None
         self._touched: frozenset[str] = frozenset()
-        self._later: list[tuple[str, Any]] = []
+        self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._lookup = BoxLookup()
 
@@ -198,38 +198,38 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""
         if self.stores_later:
-            self._later.append((fqn, value))
+            self._later.append(([fqn], [value]))
         else:
             self._put(fqn, value)
 
     def store_objects(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
         """`store_object` of many."""
-        pairs = zip(fqns, values, strict=True)
         if self.stores_later:
-            self._later.extend(pairs)
+            self._later.append((fqns, values))
         else:
-            self._put_all(pairs)
+            self._put_all(fqns, values)
 
     def store_values(self) -> None:
         """Put what has waited for the whole load to succeed."""
-        values, self._later = self._later, []
-        self._put_all(values)
+        later, self._later = self._later, []
+        for fqns, values in later:
+            self._put_all(fqns, values)
         copies, self._copies = self._copies, []
         with torch.no_grad():
             for _, tensor, loaded in copies:
                 tensor.copy_(loaded)
 
-    def _put_all(self, pairs: Iterable[tuple[str, Any]]) -> None:
-        """`_put` of many, most of which are of the top level where there are very many."""
-        root = self.original_state_dict
-        paths = self.mappings if self.flatten_state_dict and type(root) is dict else {}
-        current = self.state_dict
-        for fqn, value in pairs:
-            path = paths.get(fqn, ())
-            if len(path) == 1 and path[0] in root:
-                root[path[0]] = like(current.get(fqn), value)
-            else:
-                self._put(fqn, value)
+    def _put_all(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
+        """`_put` of many: all together where the state dict is flat and its values are of the same types."""
+        root, current = self.original_state_dict, self.state_dict
+        # Only a dict in which nothing is opened has the keys that flattening gives.
+        if self.flatten_state_dict and type(root) is dict and list(root) == list(current):
+            types = list(map(type, values))
+            if has_plain_types(types) and types == list(map(type, map(current.get, fqns))):
+                root.update(zip(fqns, values, strict=True))
+                return
+        for fqn, value in zip(fqns, values, strict=True):
+            self._put(fqn, value)
 
     def _put(self, fqn: str, value: Any) -> None:
         value = like(self.state_dict.get(fqn), value)
@@ -284,8 +284,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """Entries that the load, be it done or failed, may have changed, and those of ``must_fill``."""
         if self._planned is None:
             return self._touched
-        choice, untouched = self._planned
-        return self._touched | (choice.values.keys() - untouched - self.made_keys)
+        choice, waiting = self._planned
+        return self._touched | (choice.values.keys() - {*self.missing_keys, *waiting} - self.made_keys)
 
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
@@ -345,7 +345,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         )
         self._note(choice, columns.extra)
         waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self.stores_later else []
-        self._planned = choice, {*self.missing_keys, *waiting}
+        self._planned = choice, waiting
         return columns, wanted, local
 
     def _destinations(self, choice: LoadSelection) -> Mapping[str, Any]:
@@ -377,7 +377,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             for fqn in (choice.values if names else ())
             if names[fqn] != fqn and fqn not in missing
         }
-        stale = sorted(self.must_fill - (choice.values.keys() - missing))
+        stale = sorted(name for name in self.must_fill if name in missing or name not in choice.values)
         if stale:
             raise PlanError(
                 f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
@@ -414,7 +414,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
         tensors, objects = index.position, index.objects.position
         others = filterfalse(tensors.__contains__, chosen(self.state_dict)[1])
-        if not self.flatten_state_dict or all(name in objects for name in others):
+        if not self.flatten_state_dict or all(map(objects.__contains__, others)):
             return
         current, mappings = self.state_dict, self.mappings
         legacy = self._flattened(self.original_state_dict, legacy=True)

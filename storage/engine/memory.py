@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
 
-__all__ = ["copy_small", "gather_small", "item_view", "view"]
+__all__ = ["GATHERED_BYTES", "copy_small", "gather_small", "item_view", "scatter_small", "view"]
 
 _WRITABLE = 0x200
 
@@ -41,7 +41,7 @@ def item_view(column: npt.NDArray[Any]) -> memoryview[int]:
     return np.ascontiguousarray(column).data
 
 
-_GATHERED_BYTES = 32
+GATHERED_BYTES = 32
 """Up to this, copying byte by byte but all together takes less than a call for each."""
 
 
@@ -51,14 +51,35 @@ def gather_small(addresses: Int64, size_bytes: int) -> npt.NDArray[np.uint8]:
     count = len(addresses)
     if not count or not size_bytes:
         return np.zeros((count, size_bytes), np.uint8)
-    if size_bytes <= _GATHERED_BYTES:
-        low = int(addresses.min())
-        # Between the owners may be anything, or nothing: only what is asked for is looked at.
-        memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
-        rows: npt.NDArray[np.uint8] = memory[(addresses - low)[:, None] + np.arange(size_bytes)]
-        return rows
+    if size_bytes <= GATHERED_BYTES:
+        memory, places = _places(addresses, size_bytes)
+        return memory[places]
     rows = np.empty((count, size_bytes), np.uint8)
     first = rows.ctypes.data
     for target, source in zip(range(first, first + rows.nbytes, size_bytes), addresses.tolist(), strict=True):
         copy_small(target, source, size_bytes)
     return rows
+
+
+def scatter_small(addresses: Int64, rows: npt.NDArray[np.uint8]) -> None:
+    """Copy each of ``rows``, of a C-ordered table, to one of ``addresses``; the inverse of `gather_small`."""
+    size_bytes = rows.shape[1]
+    if not rows.size:
+        return
+    if size_bytes <= GATHERED_BYTES:
+        memory, places = _places(addresses, size_bytes)
+        memory[places] = rows
+        return
+    first = rows.ctypes.data
+    for target, source in zip(addresses.tolist(), range(first, first + rows.nbytes, size_bytes), strict=True):
+        copy_small(target, source, size_bytes)
+
+
+def _places(addresses: Int64, size_bytes: int) -> tuple[npt.NDArray[np.uint8], Int64]:
+    """All memory from the first to the last address, and where in it the bytes are.
+
+    Between the owners may be anything, or nothing: only the places are looked at.
+    """
+    low = int(addresses.min())
+    memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
+    return memory, (addresses - low)[:, None] + np.arange(size_bytes)

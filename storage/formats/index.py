@@ -88,7 +88,7 @@ class ObjectColumns:
     @cached_property
     def position(self) -> Mapping[str, int]:
         """Row by fully qualified name."""
-        return {fqn: row for row, fqn in enumerate(self.fqns)}
+        return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class CheckpointIndex:
     @cached_property
     def position(self) -> Mapping[str, int]:
         """Tensor row by fully qualified name."""
-        return {fqn: row for row, fqn in enumerate(self.fqns)}
+        return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
     @cached_property
     def ndims(self) -> Int64:
@@ -378,9 +378,9 @@ def _object_problem(index: CheckpointIndex) -> str | None:
     for name in ("files", "offsets", "lengths", "crcs", "plain"):
         if len(getattr(objects, name)) != len(objects):
             return f"object column {name} has the wrong length"
-    if len(set(objects.fqns)) != len(objects):
+    if len(objects.position) != len(objects):
         return "two objects have one name"
-    if not set(objects.fqns).isdisjoint(index.position):
+    if not objects.position.keys().isdisjoint(index.position):
         return "an object and a tensor have one name"
     if len(objects) == 0:
         return None

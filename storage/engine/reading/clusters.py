@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.memory import copy_small
+from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
 from dcp.storage.engine.reading.requests import Runs
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
 from dcp.storage.formats.index import Int64
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from dcp.storage.engine.reading.worker import ReadWorker
 
 __all__ = ["Cluster", "PlacedRuns", "split_off_clusters"]
+
+
+_ALIKE_FROM = 8
+"""Runs of one small size from which on they are copied together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +72,26 @@ class Cluster:
         else:
             worker.engine.check_runs(worker.stats, self.members.runs, self.copy_out(address, data))
 
-    def copy_out(self, address: int, data: memoryview | None = None) -> list[int]:
+    def copy_out(self, address: int, data: memoryview | None = None) -> npt.NDArray[np.uint32]:
         """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
         runs = self.members.runs
-        begins = (self.members.offsets - self.begin).tolist()
-        crcs = []
-        for begin, size, target in zip(
-            begins, runs.sizes_bytes.tolist(), runs.addresses.tolist(), strict=True
-        ):
+        begins, sizes, targets = self.members.offsets - self.begin, runs.sizes_bytes, runs.addresses
+        crcs = np.zeros(len(begins), np.uint32)
+        one_by_one = np.ones(len(begins), np.bool_)
+        for size in np.unique(sizes[sizes <= GATHERED_BYTES]).tolist():
+            alike = np.flatnonzero(sizes == size)
+            if len(alike) < _ALIKE_FROM:
+                continue
+            rows = gather_small(address + begins[alike], size)
             if data is not None:
-                crcs.append(crc32(data[begin : begin + size]))
+                crcs[alike] = crc32_rows(rows)
+            scatter_small(targets[alike], rows)
+            one_by_one[alike] = False
+        left = np.flatnonzero(one_by_one)
+        columns = (left, begins[left], sizes[left], targets[left])
+        for row, begin, size, target in zip(*(column.tolist() for column in columns), strict=True):
+            if data is not None:
+                crcs[row] = crc32(data[begin : begin + size])
             copy_small(target, address + begin, size)
         return crcs
 

@@ -22,6 +22,7 @@ from functools import partial
 from typing import get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.payloads import Payloads
@@ -236,16 +237,16 @@ class ReadEngine:
         if self._crcs[start + block] != crc:
             raise self.corruption(chunk, block, self._crcs[start + block], crc)
 
-    def check_runs(self, stats: ReadStats, runs: Runs, crcs: Sequence[int]) -> None:
+    def check_runs(self, stats: ReadStats, runs: Runs, got: npt.NDArray[np.uint32]) -> None:
         """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
         one block, and of the others as `check_part`."""
         index, chunks = self.index, runs.chunks
-        first, got = index.crc_start[chunks], np.array(crcs, np.uint32)
+        first = index.crc_start[chunks]
         is_whole = (runs.sizes_bytes == index.payload_lengths[chunks]) & (index.crc_start[chunks + 1] > first)
         expected = got.copy()
         expected[is_whole] = index.crcs[first[is_whole]]
         for row in np.flatnonzero(expected != got).tolist():
-            raise self.corruption(int(chunks[row]), 0, int(expected[row]), crcs[row])
+            raise self.corruption(int(chunks[row]), 0, int(expected[row]), int(got[row]))
         stats.blocks_verified += int(np.count_nonzero(is_whole))
         others = np.flatnonzero(~is_whole)
         columns = (chunks, runs.payload_positions, runs.sizes_bytes, got)

@@ -6,9 +6,12 @@ import ctypes
 import heapq
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.reading.clusters import Cluster
@@ -39,7 +42,7 @@ class StreamingRead:
         self._verify = worker.engine.verify != "none"
         self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
         self._findings: list[Callable[[], None]] = []
-        self._clusters: list[tuple[Runs, list[int]]] = []
+        self._clusters: list[tuple[Runs, npt.NDArray[np.uint32]]] = []
 
     @property
     def follows(self) -> bool:
@@ -77,9 +80,7 @@ class StreamingRead:
             compare()
         if self._clusters:  # together, for there may be hundreds of them
             runs, crcs = zip(*self._clusters, strict=True)
-            self._worker.engine.check_runs(
-                self._worker.stats, Runs.joined(runs), [*chain.from_iterable(crcs)]
-            )
+            self._worker.engine.check_runs(self._worker.stats, Runs.joined(runs), np.concatenate(crcs))
 
     def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
         while size_bytes > 0:

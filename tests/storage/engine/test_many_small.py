@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 import dcp
-from dcp.storage.engine.memory import gather_small
+from dcp.storage.engine.memory import gather_small, scatter_small
 from dcp.storage.engine.write import DataFile
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
@@ -140,3 +141,57 @@ def test_many_values_are_decoded_as_one_by_one() -> None:
     for bad in (b"", b"\xcd\x01", b"\x01\x02", b"\xc1\x80", b"\xc4\x05a"):
         with pytest.raises(CheckpointFormatError):
             decode_values([b"\x01", bad])
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 32, 33])
+def test_small_memories_are_filled(size: int) -> None:
+    """Each at its own address, and nothing beside them is touched."""
+    owners = [np.zeros(40, np.uint8) for _ in range(50)]
+    addresses = np.array([owner.ctypes.data + 3 for owner in owners], np.int64)
+    rows = np.repeat(np.arange(1, 51, dtype=np.uint8)[:, None], size, axis=1)
+    scatter_small(addresses, rows)
+    assert [owner.tolist() for owner in owners] == [
+        [0] * 3 + [number] * size + [0] * (37 - size) for number in range(1, 51)
+    ]
+
+
+@pytest.mark.parametrize("verify", ["blocks", "none"])
+def test_small_tensors_of_several_sizes_are_loaded_and_checked(
+    tmp_path: Path, verify: Literal["blocks", "none"]
+) -> None:
+    """Those of one size together, others alone; a damaged one is named, whichever way it is read."""
+    sizes = [1, 2, 3, 8, 9, 20, 100] * 20 + [5]
+    state = {f"t{row}": torch.full((size,), row + 0.5) for row, size in enumerate(sizes)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    wanted = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True, verify=verify)
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in state.items())
+    file = next(tmp_path.glob("*.distcp"))
+    for row in (1, 6, len(sizes) - 1):
+        data = bytearray(file.read_bytes())
+        at = data.index(state[f"t{row}"].numpy().tobytes())
+        data[at] ^= 1
+        file.write_bytes(data)
+        if verify == "blocks":
+            with pytest.raises(dcp.CorruptCheckpointError, match=f"'t{row}'"):
+                dcp.load(wanted, checkpoint_id=tmp_path, no_dist=True)
+        data[at] ^= 1
+        file.write_bytes(data)
+
+
+def test_values_go_to_their_places_in_any_dict(tmp_path: Path) -> None:
+    """Flat dicts are filled at once; one that only looks flat, and values of other classes, one by one."""
+    states: list[Any] = [
+        {"a": 1, "b": 2.5, "c": "x"},
+        {"a.b": {}, "a": {"b": 1}},
+        {0: 1, "x": None},
+        {"a": 1, "b": (1, 2), "c": [1, {"d": 2}]},
+    ]
+    for row, state in enumerate(states):
+        dcp.save(state, checkpoint_id=tmp_path / str(row), no_dist=True)
+        wanted = copy.deepcopy(state)
+        for key, value in wanted.items():
+            wanted[key] = type(value)() if type(value) in (int, float, str) else value
+        dcp.load(wanted, checkpoint_id=tmp_path / str(row), no_dist=True)
+        assert wanted == state
+        assert list(map(type, wanted.values())) == list(map(type, state.values()))
