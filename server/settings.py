@@ -79,7 +79,7 @@ class Settings(BaseSettings):
     # -- who may --
     auth: Literal["keys", "off"] = "off"
     metrics_need_key: bool = True
-    rate_limit: str = "600/minute"  # by key, or by address without one; of the `limits` package
+    rate_limit: str = "600/minute"  # by key, or by address without one
     login_limit: str = "30/minute"  # of refused keys by address
 
     # -- jobs --

@@ -8,31 +8,39 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from limits import RateLimitItem, parse
-
 from dcp.server.problems import TooManyRequestsError
 
 __all__ = ["RateLimits", "network_of"]
 
+_NOTATION: Final = re.compile(
+    r"\s*(?P<count>[0-9]+)\s*(?:/|per)\s*(?P<many>[0-9]*)\s*(?P<unit>second|minute|hour|day|month|year)s?\s*",
+    re.IGNORECASE,
+)
+_UNIT_SECONDS: Final = {
+    "second": 1.0,
+    "minute": 60.0,
+    "hour": 3_600.0,
+    "day": 86_400.0,
+    "month": 30 * 86_400.0,
+    "year": 360 * 86_400.0,
+}
 _IPV6_PREFIX_BITS: Final = 64
 _MAX_COUNTED: Final = 65_536
 """Callers that are told apart at one time; whoever comes beyond that empties the counts of ended windows."""
 
 
 class RateLimits:
-    """Limits in the notation of the `limits` package: ``600/minute``. Raises ValueError for another.
-
-    Its storage in memory starts a thread for nearly every request, so only its notation is used.
-    """
+    """Limits such as ``600/minute`` or ``10 per 5 minutes``. Raises ValueError for another notation."""
 
     def __init__(self, rate: str, login_rate: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests = _Windows(parse(rate), clock)
-        self._refused = _Windows(parse(login_rate), clock)
+        self._requests = _Windows(*_parsed(rate), clock)
+        self._refused = _Windows(*_parsed(login_rate), clock)
 
     def count(self, who: str) -> None:
         """A request of ``who``. Raises `TooManyRequestsError` where it is one too many."""
@@ -50,12 +58,20 @@ class RateLimits:
         self._refused.count(network_of(address))
 
 
+def _parsed(rate: str) -> tuple[int, float]:
+    """How many, in how many seconds."""
+    found = _NOTATION.fullmatch(rate)
+    if found is None or int(found["count"]) == 0 or found["many"] == "0":
+        raise ValueError(f"{rate!r} is no limit such as 600/minute: of a second, minute, hour, day or month")
+    return int(found["count"]), int(found["many"] or 1) * _UNIT_SECONDS[found["unit"].lower()]
+
+
 class _Windows:
     """Fixed windows, which begin with the first request of each caller."""
 
-    def __init__(self, item: RateLimitItem, clock: Callable[[], float]) -> None:
-        self.amount = item.amount
-        self.window_seconds = float(item.get_expiry())
+    def __init__(self, amount: int, window_seconds: float, clock: Callable[[], float]) -> None:
+        self.amount = amount
+        self.window_seconds = window_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._counts: dict[str, tuple[float, int]] = {}  # when the window ends, requests in it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dcp.server.problems import TooManyRequestsError
@@ -52,7 +54,29 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(limits._requests._counts) <= 100
 
 
-def test_notation() -> None:
-    """What is no limit is refused at the start."""
-    with pytest.raises(ValueError, match="many"):
-        RateLimits("many/minute", "1/minute")
+@pytest.mark.parametrize(
+    "rate", ["many/minute", "0/minute", "5/0 minutes", "5", "1/second;9/minute", "5/fortnight"]
+)
+def test_notation(rate: str) -> None:
+    """What is no limit, or more than one, is refused at the start."""
+    with pytest.raises(ValueError, match=re.escape(rate)):
+        RateLimits("1/minute", rate)
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds"),
+    [
+        ("1/second", 1),
+        ("1 per 5 minutes", 300),
+        (" 1/2Hours ", 7_200),
+        ("1/day", 86_400),
+        ("1/month", 2_592_000),
+    ],
+)
+def test_how_long_a_window_is(rate: str, seconds: int) -> None:
+    """Of one unit or several."""
+    limits = RateLimits(rate, "1/minute", lambda: 0.0)
+    limits.count("a")
+    with pytest.raises(TooManyRequestsError) as refused:
+        limits.count("a")
+    assert refused.value.headers["Retry-After"] == str(seconds)
