@@ -6,6 +6,7 @@ for keys and for passwords in URLs, and whatever is named like a secret is not s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
@@ -73,6 +74,7 @@ def configure_logs(settings: Settings) -> None:
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_is_worth_telling)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -95,6 +97,12 @@ def configure_logs(settings: Settings) -> None:
         "alembic",
     ):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    # uvicorn shows where each request was that it ends itself, by a second signal or behind its time limit.
+    error = record.exc_info[1] if record.exc_info else None
+    return not (record.name == "uvicorn.error" and isinstance(error, asyncio.CancelledError))
 
 
 def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -122,8 +122,20 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:  # by a second signal: then uvicorn leaves out the application's own end
+            await self._cut_short()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_SECONDS)
+
+    async def _cut_short(self) -> None:
+        """Let the clients of requests under way go, as if they had left."""
+        running = list(self.server_state.tasks)
+        if not running:
+            return
+        _log.warning("ended at once; requests were cut short", requests=len(running))
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await asyncio.wait(running, timeout=_FORCED_SECONDS)
 
 
 def _settle() -> None:

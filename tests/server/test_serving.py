@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,34 @@ def test_a_second_signal(tmp_path: Path) -> None:
         assert service.exit_status == 0
         assert "Traceback" not in service.log()
         assert "Application shutdown complete" in service.log()
+
+
+def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
+    """Ctrl-C twice, with downloads under way that nobody reads: at once, and one line says what was cut."""
+    root = tmp_path / "files"
+    root.mkdir()
+    header = b'{"w":{"dtype":"U8","shape":[134217728],"data_offsets":[0,134217728]}}'
+    with (root / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (128 << 20))
+    settings = {"embedded_worker": True, "roots": {"files": {"url": str(root), "scan_seconds": 0.2}}}
+    with Service(tmp_path / "service", settings) as service, ExitStack() as bodies:
+        client = bodies.enter_context(service.client())
+        found = wait_until(lambda: client.get("/api/v1/checkpoints").json()["items"], "a scan")
+        url = f"/api/v1/checkpoints/{found[0]['id']}/download"
+        for _ in range(2):
+            other = bodies.enter_context(service.client())
+            assert bodies.enter_context(other.stream("GET", url)).status_code == 200
+        for _ in range(2):
+            os.kill(service.pid, signal.SIGINT)
+            time.sleep(0.3)
+        begun = time.monotonic()
+        wait_until(lambda: service.exit_status is not None, "the end")
+        assert time.monotonic() - begun < 10
+        assert service.exit_status == 0
+        assert "Traceback" not in service.log()
+        assert "Exception" not in service.log()
+        assert len(re.findall("ended at once; requests were cut short", service.log())) == 1
 
 
 def test_a_root_that_is_away_for_long(tmp_path: Path) -> None:
