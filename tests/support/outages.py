@@ -41,14 +41,19 @@ class StoppablePostgres(PostgresServer):
 
 
 @contextlib.contextmanager
-def limited_files(pid: int, limit_bytes: int) -> Iterator[None]:
-    """No file of the process grows beyond ``limit_bytes``: writes there fail, as those on a full disk do."""
+def limited_files(pid: int, limit_bytes: int, *, with_children: bool = False) -> Iterator[None]:
+    """No file of the process grows beyond ``limit_bytes``: writes there fail, as those on a full disk do.
+
+    Processes that it starts inherit the limit; ``with_children``, they lose it with the process.
+    """
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        for each in _with_children(pid) if with_children else [pid]:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(each, resource.RLIMIT_FSIZE, before)
 
 
 def _with_children(pid: int) -> list[int]:

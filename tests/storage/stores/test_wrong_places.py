@@ -74,7 +74,6 @@ def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
 
 def test_a_host_without_an_address_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """It never answered, so it is no outage; that it "has no such file" is not known either."""
-    pytest.importorskip("aiohttp")
     monkeypatch.setattr(requests, "_UNRESOLVED_SECONDS", 0.5)
     load = functools.partial(USES["load"], "http://no-such-host.invalid/x")
     begun = time.monotonic()
@@ -87,7 +86,6 @@ def test_a_host_without_an_address_is_given_up_soon(monkeypatch: pytest.MonkeyPa
 
 def test_a_host_that_answered_before_may_be_away_for_longer() -> None:
     """The name server of a cluster may fail, too: what was there is waited for."""
-    pytest.importorskip("aiohttp")
     from dcp.storage.stores.objects.client import Failure, RequestError
     from dcp.storage.stores.objects.options import ObjectOptions
 
