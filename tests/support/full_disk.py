@@ -1,7 +1,7 @@
 """The kinds of jobs of the service, on a disk that is full, as any user may have one.
 
-The system really refuses what is above the limit on the size of files (`outages.limited_files`). It calls that
-EFBIG, which would be the fault of one file: in a process that imports this it is ENOSPC, as on a full disk.
+The system really refuses what is above the limit on the size of files (`outages.limited_files`). It calls
+that EFBIG, the fault of one file: in a process that imports this it is ENOSPC, as on a full disk.
 """
 
 from __future__ import annotations
