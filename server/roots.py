@@ -159,6 +159,17 @@ class Root:
         if self.path is not None and not self.path.is_dir():
             raise UnavailableError(f"the folder of root {self.name} is not there")
 
+    def identity(self) -> tuple[int, int] | None:
+        """Tells the folder of a local root from one that has taken its place, by a rename, a link or a mount.
+
+        Raises as `check_there`, and OSError.
+        """
+        if self.path is None:
+            return None
+        self.check_there()
+        status = self.path.stat()
+        return status.st_dev, status.st_ino
+
     def is_empty(self) -> bool:
         """Whether a local root has nothing in it, as a mount point whose disk is away. Raises OSError."""
         if self.path is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, cast
 
 from fastapi import Depends, Request
@@ -17,6 +19,7 @@ from dcp.server.http.context import Service
 from dcp.server.http.dependencies import ServiceDep
 from dcp.server.problems import ConflictError, GoneError
 from dcp.server.roots import Root
+from dcp.server.security.keys import valid_keys
 from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError
 
@@ -34,11 +37,15 @@ _NOT_YET: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A checkpoint as the catalog has it, its root, and its index as the storage has it now."""
+    """A checkpoint as the catalog has it, its root, and its index as the storage has it now.
+
+    ``is_allowed``: whether the key that it was opened with still is one.
+    """
 
     row: CheckpointDetail
     root: Root
     opened: OpenCheckpoint
+    is_allowed: Callable[[], bool]
 
     @contextmanager
     def problems(self) -> Iterator[None]:
@@ -74,7 +81,14 @@ class DataAccess:
         if row.root not in self._service.roots:
             raise GoneError(f"the root {row.root} is not configured any more")
         root = self._service.roots.get(row.root)
-        return Readable(row, root, self.checkpoints.open(root, row.key))
+        opened = self.checkpoints.open(root, row.key)
+        return Readable(row, root, opened, partial(self._is_allowed, caller.key_id))
+
+    def _is_allowed(self, key_id: int | None) -> bool:
+        if key_id is None:
+            return True
+        with self._service.database.read() as connection:
+            return bool(valid_keys(connection, [key_id], time.time()))
 
 
 async def _data(request: Request, service: ServiceDep) -> DataAccess:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,11 +47,18 @@ CACHE: Final = "private, no-cache"
 STALL_SECONDS: Final = 120.0
 """A client that has taken nothing for so long is gone, or means to hold the place of another."""
 
+KEY_SECONDS: Final = 2.0
+"""Between two looks at whether a key still is one, while a body is sent."""
+
 SMALL_BYTES: Final = 4 << 20
 """So little is no download: it holds no place, and waits for no more than a thread."""
 
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
 _log = structlog.get_logger(__name__)
+
+
+class _NotAllowedError(Exception):
+    """Whoever asked may not any more."""
 
 
 class BrokenBodyError(ConnectionError):
@@ -166,7 +174,10 @@ class Streams:
 
 
 class BodyResponse(Response):
-    """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent."""
+    """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.
+
+    ``is_allowed`` is asked now and then by that thread: reading ends when whoever asked may not any more.
+    """
 
     def __init__(
         self,
@@ -177,6 +188,7 @@ class BodyResponse(Response):
         headers: Mapping[str, str],
         problem: Callable[[BaseException], ProblemError] = storage_problem,
         media_type: str = "application/octet-stream",
+        is_allowed: Callable[[], bool] = lambda: True,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         length = chosen.end - chosen.begin
@@ -188,6 +200,7 @@ class BodyResponse(Response):
         self._chosen = chosen
         self._streams = streams
         self._problem = problem
+        self._is_allowed = is_allowed
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,7 +235,8 @@ class BodyResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _send_body(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
-        reader = _Reader(self._source.parts(self._chosen.begin, self._chosen.end), self._streams.pool)
+        parts = _while_allowed(self._source.parts(self._chosen.begin, self._chosen.end), self._is_allowed)
+        reader = _Reader(parts, self._streams.pool)
         left = self._chosen.end - self._chosen.begin
         has_begun = False
         try:
@@ -245,6 +259,9 @@ class BodyResponse(Response):
                 await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             raise BrokenBodyError("the client takes nothing") from None
+        except _NotAllowedError:
+            _log.info("answer broken off", path=scope["path"], left_bytes=left, error="the key has ended")
+            raise BrokenBodyError("the key has ended") from None
         except (CheckpointError, OSError) as error:
             if not has_begun:
                 raise self._problem(error) from error
@@ -299,6 +316,18 @@ async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResp
     if not planning.done():
         raise UnavailableError("the client has gone away")
     return planning.result()
+
+
+def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool]) -> Generator[memoryview]:
+    """``parts``, until they are not allowed any more: then raises `_NotAllowedError`."""
+    asked = time.monotonic()
+    with contextlib.closing(parts):
+        for part in parts:
+            yield part
+            if time.monotonic() - asked >= KEY_SECONDS:
+                if not is_allowed():
+                    raise _NotAllowedError
+                asked = time.monotonic()
 
 
 class _Reader:

@@ -167,6 +167,7 @@ class _Scan:
         self._clock = clock
         self._batch = batch
         self._below = below
+        self._identity: tuple[int, int] | None = None
         self.report = ScanReport(root.name)
         self._known: dict[str, dict[str, Known]] = {}
         """By run, those that have not been found yet; a run is here from its first candidate to its last."""
@@ -197,6 +198,7 @@ class _Scan:
     def steps(self, accepted: int, before: Doubt) -> Iterator[None]:
         """Scan, and come up for air after each batch; the arguments are those of `losses.judge`."""
         self._begun = self._clock()
+        self._identity = self._root.identity()
         for found in walk(self._root, self._below):
             if isinstance(found, Candidate):
                 self._consider(found)
@@ -213,6 +215,7 @@ class _Scan:
         self._write()
         yield
         yield from self._forgotten_runs()
+        self._check_same_place()
         losses = judge(self._missing, self.report.known, accepted=accepted, before=before)
         for run in losses.gone:
             self._vanish(run.keys)
@@ -305,10 +308,12 @@ class _Scan:
 
     def _write(self) -> None:
         candidates, self._waiting = self._waiting, []
+        self._check_same_place()
         facts = [found for found in self._look(candidates) if found is not None]
         self.report.opened += len(facts)
         if not facts:
             return
+        self._check_same_place()
         prepare_structures(self._database, (one.structure for one in facts), clock=self._clock)
         upserted = self._database.transact(
             lambda connection: upsert_checkpoints(connection, facts, now=self._clock())
@@ -319,6 +324,14 @@ class _Scan:
             self.report.committed += row.became_committed
             self.report.incomplete += one.state == "incomplete"
             self.report.unreadable += one.state == "unreadable"
+
+    def _check_same_place(self) -> None:
+        """Raise UnavailableError where another folder has taken the root's place since the scan began: what
+        was found is of both, and what was not found may be there."""
+        if self._root.identity() != self._identity:
+            raise UnavailableError(
+                f"the folder of root {self._root.name} was replaced by another one during the scan"
+            )
 
     def _look(self, candidates: list[Candidate]) -> list[CheckpointFacts | None]:
         if self._root.is_local or len(candidates) < 2:

@@ -17,7 +17,7 @@ from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters, PlainText
-from dcp.server.jobs.kinds.shared.renaming import BoundedRename
+from dcp.server.jobs.kinds.shared.renaming import BoundedRename, check_sets
 from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.jobs.kinds.shared.targets import record_target
 from dcp.server.jobs.ledger.states import Job, JobSpec, Json
@@ -65,6 +65,7 @@ class ConvertOptions(Parameters):
                 check_castable(name)
             except PlanError as error:
                 raise ValueError(str(error)) from None
+        check_sets(self.rename or {})
         for pattern, replacement in (self.rename or {}).items():
             try:
                 _with_its_groups(re.compile(pattern)).sub(replacement, "")

@@ -93,7 +93,14 @@ def download(
         if planned.dropped:
             headers["X-DCP-Dropped"] = str(len(planned.dropped))
         chosen = choose_range(request.headers, planned.body.size_bytes, etag)
-        return BodyResponse(planned.body, chosen, data.streams, headers=headers, problem=found.root.problem)
+        return BodyResponse(
+            planned.body,
+            chosen,
+            data.streams,
+            headers=headers,
+            problem=found.root.problem,
+            is_allowed=found.is_allowed,
+        )
 
     return PlannedResponse(plan, data.streams, lambda: not is_small and etag not in data.plans)
 
@@ -155,4 +162,5 @@ def download_file(
         data.streams,
         headers={"ETag": etag, "Content-Disposition": disposition(name)},
         problem=found.root.problem,
+        is_allowed=found.is_allowed,
     )

@@ -139,7 +139,14 @@ def tensor_data(
         "X-DCP-Shape": ",".join(map(str, planned.shape)),
     }
     chosen = choose_range(request.headers, planned.body.size_bytes, etag)
-    return BodyResponse(planned.body, chosen, data.streams, headers=headers, problem=found.root.problem)
+    return BodyResponse(
+        planned.body,
+        chosen,
+        data.streams,
+        headers=headers,
+        problem=found.root.problem,
+        is_allowed=found.is_allowed,
+    )
 
 
 def _entry(entry: Entry) -> TensorAnswer:

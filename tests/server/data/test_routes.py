@@ -19,7 +19,9 @@ from safetensors.torch import load as load_safetensors
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.checkpoints import set_state
+from dcp.server.data import responses
 from dcp.server.scanning.registering import Registration, register
+from dcp.server.security.keys import list_keys, revoke_key
 from tests.support.app import App, running_app
 from tests.support.asgi_server import served
 from tests.support.databases import MakeDatabase
@@ -291,6 +293,35 @@ def test_over_a_real_socket(tmp_path: Path) -> None:
                 client.get(url)
             part = client.get(url, headers={"Range": "bytes=0-999999"})
             assert part.content == whole.content[:1_000_000]
+
+
+@pytest.mark.parametrize("what", ["download", "files/FILE", "tensors/data?fqn=w"])
+def test_downloads_end_with_their_key(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Revoked while a body is sent, a key gets no more than what is under way already; others get it all."""
+    monkeypatch.setattr(responses, "KEY_SECONDS", 0.1)
+    folder = tmp_path / "main" / "big"
+    dcp.save({"w": torch.arange(12_000_000.0)}, checkpoint_id=folder)
+    (data,) = folder.glob("*.distcp")
+    with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
+        url = f"/api/v1/checkpoints/{known(app, 'big')}/{what.replace('FILE', data.name)}"
+        with served(app.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            one, other = (
+                {"Authorization": f"Bearer {app.key('read', name=name)}"} for name in ("one", "other")
+            )
+            with (
+                client.stream("GET", url, headers=one) as ended,
+                client.stream("GET", url, headers=other) as whole,
+            ):
+                bodies = [answer.iter_raw(1 << 16) for answer in (ended, whole)]
+                received = [len(next(body)) for body in bodies]
+                with app.service.database.read() as connection:
+                    (number,) = [key.id for key in list_keys(connection) if key.name == "one"]
+                app.service.database.transact(lambda connection: revoke_key(connection, number, time.time()))
+                time.sleep(0.3)
+                with pytest.raises(httpx.RemoteProtocolError):
+                    received[0] += sum(map(len, bodies[0]))
+                received[1] += sum(map(len, bodies[1]))
+        assert received[1] == int(whole.headers["content-length"]) >= 48_000_000
 
 
 def test_files_on_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:

@@ -297,6 +297,28 @@ def test_expressions_are_not_searched_with_where_they_are_checked() -> None:
 
 
 @pytest.mark.parametrize(
+    "piece",
+    ["[!-\uffefa]", r"[\x01-\uffffa]", r"[\0-\U0010ffffa]", r"[\x01-\N{HALFWIDTH KATAKANA MIDDLE DOT}a]"],
+)
+@pytest.mark.parametrize("flags", ["", "(?i)"])
+def test_large_sets_of_characters_are_not_compiled(piece: str, flags: str) -> None:
+    """Each takes milliseconds to compile, and a request has room for thousands of them: half a minute of a
+    process that answers others."""
+    many = flags + piece * (1000 // len(piece))
+    begun = time.process_time()
+    with pytest.raises(ValidationError, match="characters together"):
+        ConvertOptions(to="torch", rename={many + "|" * n: "x" for n in range(8)})
+    assert time.process_time() - begun < 0.5
+    plain = {
+        r"[^\x00-\uffff]": "x",
+        r"(?i)[\u0080-\U0010ffff]+": "y",
+        "[a-z]+-[0-9]{2}": "z",
+        r"layers-\d": "w",
+    }
+    assert ConvertOptions(to="torch", rename=plain).rename == plain
+
+
+@pytest.mark.parametrize(
     ("rename", "fault"),
     [
         ({"(a+)+$": "b"}, "(a+)+$"),

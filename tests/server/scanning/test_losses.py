@@ -10,7 +10,9 @@ import pytest
 
 from dcp.server.catalog.roots import RootRow, root_row
 from dcp.server.database.engine import Database
+from dcp.server.problems import UnavailableError
 from dcp.server.scanning.losses import Doubt, Missing, judge
+from dcp.server.scanning.scanner import Scanner, ScanReport
 from tests.support.catalog_roots import roots_of, rows, scan, write_manifest
 
 
@@ -39,6 +41,48 @@ def _a_link_to_another_folder(root: Path, elsewhere: Path) -> None:
     root.rename(elsewhere)
     write_manifest(root.parent / "another" / "theirs" / "step-9")
     root.symlink_to(root.parent / "another")
+
+
+def _removed(root: Path, elsewhere: Path) -> None:
+    root.rename(elsewhere)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("replace", [_removed, _emptied, _with_other_things, _a_link_to_another_folder])
+def test_a_root_that_is_replaced_during_a_scan(
+    database: Database, tmp_path: Path, replace: Callable[[Path, Path], None], batches: int
+) -> None:
+    """What is not found after a good beginning may be a share that is small enough to be believed, and what
+    is found is somebody else's: the scan fails, nothing vanishes, and nothing of the other place is taken in.
+    Once the root is back all is as before, with what is new."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    keys = {f"run-{number:03}/step-{number}" for number in range(200)}
+    for key in keys:
+        write_manifest(root / key)
+    roots = roots_of(root)
+    assert scan(database, roots).new == 200
+    new = {f"run-19{number}/new-{number}" for number in range(10)}
+    for key in new:
+        write_manifest(root / key)
+    seen: list[ScanReport] = []
+
+    def on_progress(report: ScanReport) -> None:
+        seen.append(report)
+        if len(seen) == batches:
+            replace(root, elsewhere)
+
+    with pytest.raises(UnavailableError, match=r"root main (was replaced|is not there)"):
+        Scanner(database, roots, batch=2).scan("main", on_progress=on_progress)
+    found = states(database)
+    assert keys <= found.keys() <= keys | new and set(found.values()) == {"committed"}
+    if root.is_symlink():
+        root.unlink()
+    elif root.exists():
+        shutil.rmtree(root)
+    elsewhere.rename(root)
+    report = scan(database, roots)
+    assert (report.vanished, report.lost) == (0, 0)
+    assert states(database) == dict.fromkeys(keys | new, "committed")
 
 
 @pytest.mark.parametrize("replace", [_emptied, _with_other_things, _a_link_to_another_folder])
