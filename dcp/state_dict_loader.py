@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -19,7 +19,7 @@ from dcp.calls.positional_storage import takes_storage_second
 from dcp.calls.storage_selection import choose_reader
 from dcp.loading.engine import ColumnarLoad
 from dcp.loading.report import LoadReport
-from dcp.loading.targets import LoadTargets, Stored
+from dcp.loading.targets import GivenState, LoadTargets, Targets
 from dcp.planners.load import planner as load_planner
 from dcp.planners.load.planner import DefaultLoadPlanner, PerRankLoad, check_options
 from dcp.planners.load.selection import Patterns, Rename
@@ -183,7 +183,7 @@ def _load_top_level(
     targets = LoadTargets(state_dict, ours)
     with _set_for_now(planner, {"unasked": targets.unasked} if ours is not None else {}):
         try:
-            report = _load(targets.state, reader, ranks, planner, progress)
+            report = _load(targets, reader, ranks, planner, progress)
         except BaseException:
             targets.take_back()
             raise
@@ -275,7 +275,7 @@ def fill(
 ) -> LoadReport:
     """`load` without a look at `Stateful` values: ``planner`` knows what goes into ``state_dict``."""
     with _set_for_now(reader, {"verify": verify} if verify else {}):
-        return _load(lambda _: state_dict, reader, ranks, planner, progress)
+        return _load(GivenState(state_dict), reader, ranks, planner, progress)
 
 
 @contextmanager
@@ -290,18 +290,18 @@ def _set_for_now(target: object, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _load(
-    state: Callable[[Stored], dict[str, Any]],
+    targets: Targets,
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
     progress: bool | ProgressCallback | None = None,
 ) -> LoadReport:
-    """Load into what ``state`` gives, which is asked in a step so that its failure reaches all ranks.
+    """Load into ``targets``, which are asked in a step so that its failure reaches all ranks.
 
     Once more where the checkpoint was replaced after its index was read, so that files of it are gone.
     """
     try:
-        return _load_once(state, reader, ranks, planner, progress)
+        return _load_once(targets, reader, ranks, planner, progress)
     except CheckpointError as error:
         if not isinstance(reader, FileSystemReader) or not all(map(is_damage, causes_of(error))):
             raise
@@ -309,12 +309,12 @@ def _load(
             raise
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     with _set_for_now(planner, {"must_fill": ours.touched_keys} if ours is not None else {}):
-        report = _load_once(state, reader, ranks, planner, progress)
+        report = _load_once(targets, reader, ranks, planner, progress)
     return dataclasses.replace(report, attempts=2)
 
 
 def _load_once(
-    state: Callable[[Stored], dict[str, Any]],
+    targets: Targets,
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
@@ -332,9 +332,9 @@ def _load_once(
             and load_planner.uses_columns(ours)
         ):
             with _set_for_now(ours, {"stores_later": True}):
-                ColumnarLoad(state, reader, ranks, ours, report, progress).run()
+                ColumnarLoad(targets, reader, ranks, ours, report, progress).run()
         else:
-            object_steps.load(state, reader, ranks, planner, report)
+            object_steps.load(targets, reader, ranks, planner, report)
     finally:
         if ours is not None:
             ours.tell_autograd()

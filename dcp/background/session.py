@@ -333,12 +333,16 @@ def _ranks(
 
 
 def own_channel(
-    group: ProcessGroup | None, timeout_seconds: float, *, manner: Sequence[str] = ()
+    group: ProcessGroup | None,
+    timeout_seconds: float,
+    *,
+    manner: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> Channel | None:
     """A gloo group over the store of ``group``: saves run beside the training's collectives, and two threads
     that use one group would take each other's messages. None for one rank. Collective."""
     shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
-    begin(shared, lambda: "", manner=manner)
+    begin(shared, lambda: "", manner=manner, options=options)
     if shared.world_size == 1:
         return None
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.

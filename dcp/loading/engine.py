@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import compress
-from typing import Any, cast
+from typing import cast
 
 import msgpack
 
 from dcp.loading.report import LoadReport
-from dcp.loading.targets import Stored
+from dcp.loading.targets import Stored, Targets
 from dcp.planners.columns import LoadColumns
 from dcp.planners.layout.boxes import row_products
 from dcp.planners.load.planner import DefaultLoadPlanner
@@ -22,6 +22,7 @@ from dcp.planners.load.unexpected import check_left, pack_left
 from dcp.progress import ProgressCallback, reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint
+from dcp.ranks.options import of_load
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
@@ -41,14 +42,14 @@ class ColumnarLoad:
 
     def __init__(
         self,
-        state: Callable[[Stored], dict[str, Any]],
+        targets: Targets,
         reader: FileSystemReader,
         ranks: Ranks,
         planner: DefaultLoadPlanner,
         report: LoadReport,
         progress: bool | ProgressCallback | None,
     ) -> None:
-        self._state = state
+        self._targets = targets
         self._reader = reader
         self._ranks = ranks
         self._planner = planner
@@ -62,7 +63,12 @@ class ColumnarLoad:
         begun = time.perf_counter()
         self._reader.reset()  # it may have served another load, before somebody saved anew
         chosen = self._planner.only is not None or self._planner.exclude is not None
-        places = begin(self._ranks, lambda: self._reader.place.url, manner=["of a part"] if chosen else [])
+        places = begin(
+            self._ranks,
+            lambda: self._reader.place.url,
+            options=of_load(self._reader, self._planner),
+            kinds=self._targets.kinds,
+        )
         shared = self._ranks.broadcast("index", self._read_index)
         if shared:
             check_same_checkpoint(self._ranks, places, lambda: self._fingerprint(shared, places))
@@ -106,7 +112,7 @@ class ColumnarLoad:
             index, ranks = self._index(shared), self._ranks
             values = index.objects.position
             names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
-            state = self._state(Stored(names, values))
+            state = self._targets.state(Stored(names, values))
             self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
             self._ready = index
         return self._ready

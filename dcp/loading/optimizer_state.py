@@ -19,7 +19,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
-from dcp.planners.flatten import MAPPING, kind_of
+from dcp.planners.load.optimizer_dicts import optimizer_dicts
 
 __all__ = ["optimizers_without_state", "parameter_groups", "state_dict_with_state"]
 
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 _DEPTH = 3
 _LOOKED_AT = 64
 """Entries of a list or dict that are looked through: optimizers are not held among thousands."""
-_NESTED = 16
-"""Levels down to which states of optimizers are looked for; a dict may hold itself."""
 _NOT_LOOKED_THROUGH = (torch.Tensor, torch.nn.Module, type, ModuleType)
 
 
@@ -73,24 +71,15 @@ def state_dict_with_state(
     return pruned
 
 
-def parameter_groups(
-    state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
-) -> Iterator[tuple[str, dict[Any, Any]]]:
+def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any]]]:
     """(flat key, group) of the parameter groups in state dicts of optimizers, in ``state`` or below it.
 
     ``prefix`` is what the flat keys of the entries of ``state`` begin with.
     """
-    is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
-    if not is_optimizer and all(kind_of(cls) != MAPPING for cls in set(map(type, state.values()))):
-        return  # quick, for a model of many tensors
-    for key, value in state.items():
-        if kind_of(type(value)) == MAPPING and not (is_optimizer and key == "state"):
-            if depth:
-                yield from parameter_groups(value, f"{prefix}{key}.", depth - 1)
-        elif is_optimizer and key == "param_groups":
-            for number, group in enumerate(value):
-                if isinstance(group, dict):
-                    yield f"{prefix}{key}.{number}", group
+    for begin, optimizer in optimizer_dicts(state, prefix):
+        for number, group in enumerate(optimizer["param_groups"]):
+            if isinstance(group, dict):
+                yield f"{begin}param_groups.{number}", group
 
 
 def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -15,10 +16,11 @@ from dcp.loading.optimizer_state import optimizers_without_state, parameter_grou
 from dcp.planners.flatten import flatten_state_dict
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Selection, renamer
+from dcp.ranks.options import kinds_of
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.near_names import listed
 
-__all__ = ["LoadTargets", "Stored"]
+__all__ = ["GivenState", "LoadTargets", "Stored", "Targets"]
 
 _MAX_LISTED = 5
 
@@ -28,6 +30,28 @@ class Stored(NamedTuple):
 
     names: Collection[str]
     values: Collection[str]
+
+
+class Targets(Protocol):
+    """What a load fills: asked for in a step, so that its failure reaches all ranks."""
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """What is at keys of the top level; see `dcp.ranks.options.kinds_of`."""
+
+    def state(self, stored: Stored) -> dict[str, Any]:
+        """What to load into, from a checkpoint with the entries ``stored``."""
+
+
+class GivenState(NamedTuple):
+    """A state dict as it is: whatever is in it, no object is asked for its state."""
+
+    state_dict: dict[str, Any]
+    kinds: Mapping[str, str] = MappingProxyType({})
+
+    def state(self, stored: Stored) -> dict[str, Any]:
+        """That state dict."""
+        return self.state_dict
 
 
 class LoadTargets:
@@ -53,6 +77,11 @@ class LoadTargets:
         self._plain: dict[str, Any] = {}
         self._stateful: Collection[Any] = ()
         self._added: list[tuple[dict[Any, Any], str]] = []
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """Of those entries; see `dcp.ranks.options.kinds_of`."""
+        return kinds_of(self._keys, [self._state_dict[key] for key in self._keys])
 
     def state(self, stored: Stored) -> dict[str, Any]:
         """What to load into, from a checkpoint with the entries ``stored``.

@@ -12,14 +12,15 @@ import atexit
 import ctypes
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dcp.ranks.collectives import Channel, Ranks
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, PlanError
 
 __all__ = ["Agreement", "RankAgreement", "Votes"]
 
@@ -29,6 +30,8 @@ _LEAVE_SECONDS = 5.0
 """How long `close` waits for the ranks that have not come to the last step yet."""
 
 _LEAVE_POLL_SECONDS = 0.002
+
+_NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,36 @@ class Votes:
         """Those that ``others`` has not."""
         return Votes(*(own and not other for own, other in zip(astuple(self), astuple(others), strict=True)))
 
+    def with_(self, others: Votes) -> Votes:
+        """Those too that ``others`` has."""
+        return Votes(*(own or other for own, other in zip(astuple(self), astuple(others), strict=True)))
+
+
+class _Turn(NamedTuple):
+    """What else a rank tells, of which all see the maxima: its step; its rank where it is at a step, or where
+    it restores; whether it saves the step."""
+
+    latest: int
+    negative_earliest: int
+    steps: int
+    restores: int
+    saves: int
+
 
 class Agreement:
     """Of one rank with itself: whatever it wants is agreed at once."""
 
-    def exchange(self, step: int, votes: Votes) -> Votes:
-        """What is agreed at ``step``, and this rank's ``votes`` for a later one; all ranks call it alike."""
+    def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
+        """What is agreed at ``step``, and this rank's ``votes`` for a later one; all ranks call it alike.
+
+        ``saves`` says, of what is agreed, whether this rank is going to save the step.
+        """
+        saves(votes)
         return votes
+
+    def meet(self) -> None:
+        """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
+        and whether it is being saved (``saving``) among its facts."""
 
     def any_rank(self, value: bool) -> bool:
         """Whether ``value`` is true on any rank, now: waits for all of them."""
@@ -81,39 +107,59 @@ class RankAgreement(Agreement):
         self._every_steps = every_steps
         self._calls = 0
         self._work: Any = None
-        self._cast = torch.zeros(len(astuple(Votes())) + 2, dtype=torch.int64, device="cpu")
+        self._cast = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._kept = Votes()
         self._step = 0
         self._closed = False
         atexit.register(self._abandon)
 
-    def exchange(self, step: int, votes: Votes) -> Votes:
+    def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
         """See `Agreement`. Raises CheckpointError where ranks are at different steps."""
-        agreed = self._read() if self._work is not None else Votes()
+        agreed = self._read().with_(self._kept)
+        self._kept = Votes()
+        is_due = saves(agreed)
         if self._calls % self._every_steps == 0:
             self._step = step
-            self._begin([*map(int, astuple(votes.without(agreed))), step, -step])
+            self._begin(votes.without(agreed), _Turn(step, -step, self._ranks.rank, _NOBODY, int(is_due)))
         self._calls += 1
         return agreed
 
-    def _begin(self, values: list[int]) -> None:
+    def meet(self) -> None:
+        """See `Agreement`."""
+        self._kept = self._read().with_(self._kept)
+        self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, _NOBODY, self._ranks.rank, 0))
+        self._read()
+
+    def _begin(self, votes: Votes, turn: _Turn) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._cast = torch.tensor(values, dtype=torch.int64, device="cpu")
+        self._cast = torch.tensor([*map(int, astuple(votes)), *turn], dtype=torch.int64, device="cpu")
         self._work = self._channel.group.allreduce([self._cast], options)
 
     def _read(self) -> Votes:
+        if self._work is None:
+            return Votes()
         self._ranks.complete("agree", self._work)
         self._work = None
-        *votes, latest, negative_earliest = self._cast.tolist()
-        if latest != -negative_earliest:
+        values = self._cast.tolist()
+        turn = _Turn(*values[-len(_Turn._fields) :])
+        if turn.restores != _NOBODY and turn.steps != _NOBODY:
+            raise PlanError(
+                f"the ranks are not about the same: rank {turn.steps}: save() or should_save() of step "
+                f"{turn.latest}; rank {turn.restores}: restore(). All ranks must call the same",
+                ranks=[turn.restores],
+                step=turn.latest,
+                saving=bool(turn.saves),
+            )
+        if turn.latest != -turn.negative_earliest:
             raise CheckpointError(
                 f"the ranks do not call the manager for the same steps: rank {self._ranks.rank} did so for "
-                f"{self._step}, others for {-negative_earliest} to {latest}; every rank must call save() or "
-                "should_save() for every step",
+                f"{self._step}, others for {-turn.negative_earliest} to {turn.latest}; every rank must call "
+                "save() or should_save() for every step",
                 step=self._step,
                 rank=self._ranks.rank,
             )
-        return Votes(*map(bool, votes))
+        return Votes(*map(bool, values[: -len(_Turn._fields)]))
 
     def any_rank(self, value: bool) -> bool:
         """See `Agreement`."""

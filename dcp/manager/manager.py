@@ -34,7 +34,7 @@ from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
 from dcp.state_dict_loader import LoadOptions
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
 
@@ -167,7 +167,18 @@ class CheckpointManager:
         self._no_dist = alone
         self._expects_no_group = alone and not no_dist and dist.is_available()
         self._process_group = process_group
-        channel = None if alone else own_channel(process_group, timeout_seconds)
+        by_rank = {  # what would leave ranks in different steps
+            "mode": mode,
+            "every_steps": every_steps,
+            "every_seconds": every_seconds and "given",  # by the clock of rank 0
+            "save_first": save_first,
+            "when_busy": when_busy,
+            "on_failure": on_failure,
+            "retries": retries,
+            "handle_sigterm": handle_sigterm,
+            "agree_every_steps": agree_every_steps,
+        }
+        channel = None if alone else own_channel(process_group, timeout_seconds, options=by_rank)
         self.rank = 0 if channel is None else channel.rank
         self.world_size = 1 if channel is None else channel.world_size
         self._registrar = registrar_of(catalog, self._folders, self.rank)
@@ -232,7 +243,7 @@ class CheckpointManager:
         """
         self._check_open()
         step = whole_step(step)
-        self._saver.begin_step(step)
+        self._saver.begin_step(step, last=last)
         return self._turns.reason(step, last=last) is not None
 
     @plain_errors
@@ -280,7 +291,7 @@ class CheckpointManager:
         check_top_level(
             state_dict
         )  # here, because in the background it would fail each save, and only be told
-        self._saver.begin_step(step)
+        self._saver.begin_step(step, last=last, force=force)
         reason = self._turns.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
             reason = "force"
@@ -296,8 +307,10 @@ class CheckpointManager:
         described = user_metadata_of(step, metrics, self._run, user_metadata)
         if not self._saver.may_begin(step, reason):
             return None
-        writer = with_options(self._make_writer(self.checkpoint_id(step)), self._opener)
-        return self._saver.begin(step, reason, state_dict, writer, described, overlap=overlap)
+        return self._saver.begin(step, reason, state_dict, self._writer_of(step), described, overlap=overlap)
+
+    def _writer_of(self, step: int) -> FileSystemWriter:
+        return with_options(self._make_writer(self.checkpoint_id(step)), self._opener)
 
     @property
     def failures(self) -> int:
@@ -360,6 +373,7 @@ class CheckpointManager:
         step = None if step is None else whole_step(step)
         check_group(no_dist=self._no_dist)
         self._ledger.settle(self._timeout_seconds)
+        self._meet_to_restore()
         options.setdefault("progress", self._progress)
         restored = restore(
             state_dict,
@@ -381,6 +395,16 @@ class CheckpointManager:
         report = restored.report
         self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=report.bytes_needed)
         return restored
+
+    def _meet_to_restore(self) -> None:
+        """Raise PlanError where other ranks save, on them too: they would wait in the background, elsewhere
+        than this rank would."""
+        try:
+            self._turns.meet()
+        except PlanError as error:
+            if error.facts.get("saving"):
+                self._saver.refuse(self._writer_of(error.facts["step"]), error)
+            raise
 
     # -- which there are -------------------------------------------------------------------------------------
 

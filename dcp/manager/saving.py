@@ -26,6 +26,20 @@ _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 
 
 @dataclass(frozen=True)
+class _Refused:
+    """An entry of a state dict that fails its save."""
+
+    error: CheckpointError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save."""
+        raise self.error
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+@dataclass(frozen=True)
 class Saver:
     """Begins steps and saves; all ranks do so alike. The parts are the manager's."""
 
@@ -37,10 +51,10 @@ class Saver:
     when_busy: WhenBusy
     timeout_seconds: float
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, last: bool, force: bool = False) -> None:
         """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
         was_stopping = self.turns.stopping
-        agreed = self.turns.begin(step, failed=self.ledger.has_failure)
+        agreed = self.turns.begin(step, failed=self.ledger.has_failure, last=last, force=force)
         if agreed.stop and not was_stopping:
             self.events.emit("stop_requested", step)
         if agreed.failed:
@@ -92,6 +106,10 @@ class Saver:
         if reason == "stop" or self.saves.ends_at_once:
             self.ledger.raise_failure(damage=False)
         return future
+
+    def refuse(self, writer: FileSystemWriter, error: CheckpointError) -> None:
+        """Fail the save by ``writer`` that other ranks have begun, with ``error``, which they all get."""
+        self.saves.begin({"refused": _Refused(error)}, writer, {}, overlap=False)
 
     def _on_ended(self, step: int, reason: Reason, future: SaveFuture, _: object) -> None:
         """In the thread that carried out the save."""

@@ -50,10 +50,11 @@ class StepCoordinator:
         self._finalizer = weakref.finalize(self, _let_go, self._signal, self._agreement)
         self._finalizer.atexit = False
 
-    def begin(self, step: int, *, failed: bool) -> Votes:
+    def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
         """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
 
-        All ranks call it for the same steps; for one that has begun it does nothing.
+        All ranks call it for the same steps; for one that has begun it does nothing. ``last`` and ``force``
+        as for `CheckpointManager.save`.
         """
         if step == self._step:
             return Votes()
@@ -62,11 +63,22 @@ class StepCoordinator:
             time=self._leads_clock and self._schedule.time_is_up(time.monotonic()),
             failed=failed,
         )
-        agreed = self._agreement.exchange(step, wanted) if self._exchanges else Votes()
-        self._step = step
-        self._schedule.begin(step, time_is_up=agreed.time)
-        self.stopping = self.stopping or agreed.stop
-        return agreed
+
+        def saves(agreed: Votes) -> bool:
+            self._step = step
+            self._schedule.begin(step, time_is_up=agreed.time)
+            self.stopping = self.stopping or agreed.stop
+            return not agreed.failed and (force or self.reason(step, last=last) is not None)
+
+        if self._exchanges:
+            return self._agreement.exchange(step, wanted, saves)
+        saves(Votes())
+        return Votes()
+
+    def meet(self) -> None:
+        """Come together to restore: see `Agreement.meet`."""
+        if self._exchanges:
+            self._agreement.meet()
 
     def reason(self, step: int, *, last: bool) -> Reason | None:
         """Why ``step``, which was begun, has to be saved; None if it has not."""

@@ -7,9 +7,9 @@ take each other's messages for something else. One small exchange, where all are
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
@@ -20,6 +20,9 @@ from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
 
+_MAX_VALUE = 1000
+"""Characters of an option: patterns may be many."""
+
 __all__ = ["begin", "check_same_checkpoint", "check_same_target", "told_to_all"]
 
 
@@ -27,6 +30,8 @@ class _Part(NamedTuple):
     operation: str
     manner: str
     place: str
+    options: dict[str, str]
+    kinds: dict[str, str]
 
     def __str__(self) -> str:
         place = f" {self.place}" if self.place else ""
@@ -34,24 +39,70 @@ class _Part(NamedTuple):
         return f"{self.operation}{place}{manner}"
 
 
-def begin(ranks: Ranks, place: Callable[[], str], *, manner: Sequence[str] = ()) -> tuple[str, ...]:
+def begin(
+    ranks: Ranks,
+    place: Callable[[], str],
+    *,
+    manner: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
     """What ``place`` gives on each rank: the id. That may differ, where disks have other names on some hosts.
 
-    ``manner`` is whatever decides which steps follow. Raises PlanError on all ranks where they are about
-    different operations or go about one differently, and what ``place`` raises on any of them.
+    ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
+    to be one (`dcp.ranks.options`). ``kinds`` says what a rank has for a key; keys may differ.
+    Raises PlanError on all ranks where they are about different operations, go about one differently, or have
+    other options or kinds, and what ``place`` raises on any of them.
     """
 
     def part() -> bytes:
-        own = _Part(ranks.operation, ", ".join(manner), place())
+        told = {name: repr(value)[:_MAX_VALUE] for name, value in (options or {}).items()}
+        own = _Part(ranks.operation, ", ".join(manner), place(), told, dict(kinds or {}))
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
     parts = [
         _Part(*msgpack.unpackb(data, unicode_errors="surrogatepass")) for data in ranks.compare("begin", part)
     ]
-    odd = [rank for rank, part in enumerate(parts) if part[:2] != parts[ranks.coordinator][:2]]
+    own = parts[ranks.coordinator]
+    if any(part != own for part in parts):  # there may be very many kinds
+        _check_alike(ranks, parts)
+    return tuple(part.place for part in parts)
+
+
+def _check_alike(ranks: Ranks, parts: Sequence[_Part]) -> None:
+    own = parts[ranks.coordinator]
+    odd = [rank for rank, part in enumerate(parts) if part[:2] != own[:2]]
     if odd:
         raise _not_alike(ranks, parts, odd)
-    return tuple(part.place for part in parts)
+    for name in dict.fromkeys(name for part in parts for name in part.options):
+        values = [f"{name}={part.options.get(name, 'not given')}" for part in parts]
+        _check_same(
+            ranks,
+            values,
+            lambda: f"the option {name!r} is not the same on all ranks",  # noqa: B023
+            "Give all ranks the same",
+        )
+    for key in dict.fromkeys(key for part in parts for key in part.kinds):
+        _check_same(
+            ranks,
+            [part.kinds.get(key, "") for part in parts],
+            lambda: f"{key!r} is not of one kind on all ranks",  # noqa: B023
+            "Give all ranks the same object for it, or leave the key out where a rank has nothing of it",
+            key,
+        )
+
+
+def _check_same(
+    ranks: Ranks, texts: Sequence[str], what: Callable[[], str], advice: str, key: str | None = None
+) -> None:
+    """Raise PlanError where the ranks that have something do not have the same."""
+    if len({text for text in texts if text}) < 2:
+        return
+    common = texts[ranks.coordinator] or next(text for text in texts if text)
+    odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
+    facts: dict[str, Any] = {"ranks": odd} if key is None else {"ranks": odd, "fqns": [key]}
+    error = PlanError(f"{what()}: {_by_rank(texts)}. {advice}", **facts)
+    raise failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
 
 
 @contextmanager
@@ -152,6 +203,8 @@ def _by_rank(texts: Sequence[str]) -> str:
     """Which ranks have which of ``texts``, by the first rank; a few of them."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
+        if not text:
+            continue
         ranks_of.setdefault(text, []).append(rank)
     shown = []
     for text, ranks in [*ranks_of.items()][:6]:

@@ -27,6 +27,7 @@ from dcp.planners.wire.codec import (
 from dcp.progress import ProgressCallback, reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_target
+from dcp.ranks.options import of_save
 from dcp.saving.rank_state import PlanOptions, RankState, encoded_object
 from dcp.storage.engine.reading.assemble import assemble_index
 from dcp.storage.engine.write import WriteOutcome
@@ -110,7 +111,8 @@ class ColumnarSave:
         manner = [] if self._together else ["without collectives"]
         if self._cache is not None:
             manner.append("with a plan cache")
-        places = begin(self._ranks, lambda: self._writer.store.url, manner=manner)
+        options = of_save(self._writer, self._options)
+        places = begin(self._ranks, lambda: self._writer.store.url, manner=manner, options=options)
         if self._together:
             check_same_target(self._ranks, places, lambda: self._writer.store)
         self._scattered = len(set(places)) > 1

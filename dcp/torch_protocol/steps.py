@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 from dcp.loading.report import LoadReport
-from dcp.loading.targets import Stored
+from dcp.loading.targets import Stored, Targets
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.unexpected import unexpected_keys
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.ranks.handshake import begin, check_same_checkpoint, check_same_target
-from dcp.saving.rank_state import warn_of_foreign, warn_of_keys
+from dcp.ranks.options import of_load, of_save
+from dcp.saving.rank_state import PlanOptions, warn_of_foreign, warn_of_keys
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.open import open_index
@@ -55,7 +56,8 @@ def save(
     made."""
     made: list[Metadata] = []
     manner = ["by torch's protocol"] if use_collectives else ["by torch's protocol", "without collectives"]
-    places = begin(ranks, lambda: _place_of(writer), manner=manner)
+    options = of_save(writer, PlanOptions.of(planner) if isinstance(planner, DefaultSavePlanner) else None)
+    places = begin(ranks, lambda: _place_of(writer), manner=manner, options=options)
     if use_collectives:
         check_same_target(
             ranks, places, lambda: writer.store if isinstance(writer, FileSystemWriter) else None
@@ -128,24 +130,29 @@ def save(
 
 
 def load(
-    state: Callable[[Stored], dict[str, Any]],
+    targets: Targets,
     reader: StorageReader,
     ranks: Ranks,
     planner: LoadPlanner,
     report: LoadReport,
 ) -> None:
-    """Load into what ``state`` gives with any planner and any storage; fills ``report`` as far as planner and
+    """Load into ``targets`` with any planner and any storage; fills ``report`` as far as planner and
     storage are ours."""
     begun = time.perf_counter()
     together = True
     refuses = isinstance(planner, DefaultLoadPlanner) and planner.unexpected == "error"
-    manner = ["by torch's protocol"] if refuses else ["by torch's protocol", "whatever is left over"]
-    places = begin(ranks, lambda: _place_of(reader), manner=manner)
+    places = begin(
+        ranks,
+        lambda: _place_of(reader),
+        manner=["by torch's protocol"],
+        options=of_load(reader, planner),
+        kinds=targets.kinds,
+    )
 
     def local_plan() -> LoadPlan:
         nonlocal together
         metadata, together = _read_metadata(reader, ranks.rank)
-        planner.set_up_planner(state(_stored(metadata)), metadata, ranks.is_coordinator)
+        planner.set_up_planner(targets.state(_stored(metadata)), metadata, ranks.is_coordinator)
         _call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),

@@ -25,9 +25,10 @@ from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.materialise import has_meta_tensor, materialise
 from dcp.planners.load.choice import LoadSelection, choose, per_rank_path
 from dcp.planners.load.objects import load_object
+from dcp.planners.load.optimizer_dicts import prefixes_without_state
 from dcp.planners.load.plan import LoadFindings, plan_load
 from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
-from dcp.planners.load.unexpected import Unexpected, names_within
+from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
 from dcp.planners.per_rank import current_rank, rank_holder, rank_key, rank_number
 from dcp.planners.wire.torch_plans import index_from_metadata, read_items
 from dcp.storage.destinations import Destinations
@@ -371,6 +372,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             self.lost_keys = names_within(
                 self.unexpected_keys, self.original_state_dict, self.mappings, renamer(self.rename)
             )
+            self._check_own_optimizers()
         missing, names = set(findings.missing), choice.names or {}
         self.renamed_keys = {
             fqn: names[fqn]
@@ -385,6 +387,16 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
                 "checkpoints; build it anew and load this one alone",
                 fqns=stale[:_MAX_LISTED],
             )
+
+    def _check_own_optimizers(self) -> None:
+        """Raise UnexpectedKeyError for state of parameters that an optimizer's dict of this rank has, and no
+        state of any: that another rank takes it is no help here."""
+        if self.rename is not None or (self.world_size or 1) == 1:
+            return  # what is lost on all ranks is told with all the rest
+        below = prefixes_without_state(self.original_state_dict)
+        lost = [name for name in self.lost_keys if below and name.startswith(below)]
+        if lost and self.metadata is not None:
+            raise unexpected_keys(list(self.metadata.state_dict_metadata), lost)
 
     def _of_no_other_rank(self, unexpected: tuple[str, ...], choice: LoadSelection) -> tuple[str, ...]:
         """Without what other ranks have of the `PerRank` values here, be they loaded or kept."""

@@ -1,0 +1,81 @@
+"""Options of a save or load that must be the same on all ranks, because the outcome would differ by rank.
+
+What they are is said here alone; `dcp.ranks.handshake` compares them. `rename` is not among them: stages of a
+pipeline may number their layers on their own. Nor are what concerns one rank (``progress``, ``thread_count``)
+or one host (``storage_options``), and what the coordinator's alone counts of (``user_metadata``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.optim import Optimizer
+
+from dcp.calls.stateful_values import stateful_keys
+from dcp.planners.flatten import LIST, MAPPING, kind_of
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.saving.rank_state import PlanOptions
+from dcp.storage.reader import FileSystemReader
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["kinds_of", "of_load", "of_save"]
+
+_KINDS = {MAPPING: "a dict", LIST: "a list"}
+_OF_WRITERS = ("overwrite", "torch_compatible", "sync_files", "single_file_per_rank")
+_OF_LOAD_PLANNERS = (
+    "only",
+    "exclude",
+    "per_rank",
+    "unexpected",
+    "dtype",
+    "allow_partial_load",
+    "weights_only",
+    "flatten_state_dict",
+    "flatten_sharded_tensors",
+)
+_OF_PLANS = {
+    "dedup_to_lowest_rank": "dedup_save_to_lowest_rank",
+    "split_bytes": "split_bytes",
+    "replica_check": "replica_check",
+}
+
+
+def of_save(writer: StorageWriter, options: PlanOptions | None) -> dict[str, Any]:
+    """Of a save by ``writer``, by the names that its caller knows; those of others are not known."""
+    told = _values(writer, _OF_WRITERS) if isinstance(writer, FileSystemWriter) else {}
+    if options is not None:
+        told |= {name: getattr(options, field) for field, name in _OF_PLANS.items()}
+    return told
+
+
+def of_load(reader: StorageReader, planner: LoadPlanner) -> dict[str, Any]:
+    """Of a load by ``reader``, by the names that its caller knows; those of others are not known."""
+    told = _values(planner, _OF_LOAD_PLANNERS) if isinstance(planner, DefaultLoadPlanner) else {}
+    for name in ("only", "exclude"):  # in any order; one string is one pattern
+        if isinstance(told.get(name), list | tuple | set | frozenset):
+            patterns = sorted(told[name])
+            told[name] = patterns[0] if len(patterns) == 1 else patterns
+    return told | (_values(reader, ("verify",)) if isinstance(reader, FileSystemReader) else {})
+
+
+def _values(target: object, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(target, name) for name in names}
+
+
+def kinds_of(keys: Sequence[Any], values: Sequence[Any]) -> dict[str, str]:
+    """What kind of container is at each of ``keys``, of the top level, that has one.
+
+    An optimizer is given the state that a checkpoint has; the dict of one that has none is not, and stays
+    empty where another rank takes what there is.
+    """
+    kinds = {cls: _KINDS[kind] for cls in set(map(type, values)) if (kind := kind_of(cls)) in _KINDS}
+    pairs = zip(keys, values, strict=True) if kinds else ()
+    told = {str(key): kinds[type(value)] for key, value in pairs if type(value) in kinds}
+    stateful = set(stateful_keys(keys, values))
+    for key, value in zip(keys, values, strict=True) if stateful else ():
+        if key in stateful:
+            told[str(key)] = "an optimizer" if isinstance(value, Optimizer) else "an object"
+    return told
