@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed import checkpoint as stock
+from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -29,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from dcp.storage.errors import (
     CheckpointFormatError,
@@ -46,6 +50,7 @@ from tests.storage.formats.torch_metadata_cases import (
     rich_state_dict,
     stock_save,
 )
+from tests.support.ranks import run_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 COLUMNS = (
@@ -150,17 +155,8 @@ def test_golden_files() -> None:
     assert local.shape(0) == (2,)
 
 
-TWO_RANKS = """
-import os, sys
-import torch, torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
-
-def work(rank, folder):
-    os.chdir(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def two_ranks_of_torch(rank: int, world_size: int, folder: Path) -> None:
+    """Saves of stock torch, by both ranks together and by each alone."""
     mesh = DeviceMesh("cpu", [0, 1])
     spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     state_dict = {
@@ -172,20 +168,13 @@ def work(rank, folder):
         "plain": torch.ones(3),
         "step": 7,
     }
-    dcp.save(state_dict, checkpoint_id="together")
-    dcp.save({"mine": torch.full((rank + 1,), 1.0)}, checkpoint_id="alone", use_collectives=False)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, args=(sys.argv[1],), nprocs=2)
-"""
+    stock.save(state_dict, checkpoint_id=folder / "together")
+    stock.save({"mine": torch.full((rank + 1,), 1.0)}, checkpoint_id=folder / "alone", use_collectives=False)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     """What two ranks of this torch write, together and each alone, reads as its objects say."""
-    script = tmp_path / "two_ranks.py"
-    script.write_text(TWO_RANKS)
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120)
+    run_ranks(2, two_ranks_of_torch, tmp_path)
     index = decode_torch_metadata((tmp_path / "together" / ".metadata").read_bytes())
     assert_same(index, index_of(read_metadata(tmp_path / "together")))
     assert index.block_crcs(0).size == 0
