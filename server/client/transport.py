@@ -22,6 +22,7 @@ T = TypeVar("T")
 _PASSING: Final = frozenset({429, 502, 503, 504})
 _LOST: Final = frozenset({502, 504})
 """A proxy's: the service may have done what it was asked for."""
+_FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _MAX_PROBLEM_BYTES: Final = 1 << 20
 _BEFORE_SENDING: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -37,7 +38,8 @@ class Policy:
         """How long to wait before attempt ``attempt`` + 1; None if ``failure`` is to be raised."""
         if attempt > self.retries:
             return None
-        pause = min(_LONGEST_PAUSE_SECONDS, 0.25 * 2.0**attempt) * random.uniform(0.75, 1.25)
+        pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** (attempt - 1))
+        pause *= random.uniform(0.75, 1.25)
         if isinstance(failure, ProblemError):
             asked = failure.retry_after_seconds or 0.0
             if not _is_passing(failure) or asked > _LONGEST_PAUSE_SECONDS:

@@ -22,6 +22,7 @@ from dcp.server.client import (
     TransportError,
     UnavailableError,
     WaitTimeoutError,
+    transport,
 )
 from tests.support.both_clients import KINDS, client_of
 from tests.support.scripted_service import Answer, Asked, ScriptedService, scripted_service
@@ -30,6 +31,12 @@ Connect = Callable[..., Client]
 
 BYTES = bytes(range(256)) * 1000
 TAGGED = {"ETag": '"v1"', "Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between attempts: how often one tries is the subject, not how long that takes."""
+    monkeypatch.setattr(transport, "_FIRST_PAUSE_SECONDS", 0.02)
 
 
 @pytest.fixture(params=KINDS)
