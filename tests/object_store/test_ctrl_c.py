@@ -69,7 +69,7 @@ _rare = pytest.mark.exhaustive
         ("load", "GetObject", HANG, 3),  # as many as it has threads beside the main one, which then waits
         pytest.param("load", "GetObject", STALLED, 3, marks=_rare),
         pytest.param("save", "UploadPart", HANG, 2, marks=_rare),
-        ("save in lanes", "UploadPart", HANG, 3),
+        pytest.param("save in lanes", "UploadPart", HANG, 3, marks=_rare),
         pytest.param("verify", "GetObject", HANG, 2, marks=_rare),
         pytest.param("list", "GetObject", HANG, 2, marks=_rare),
         pytest.param("convert", "GetObject", HANG, 2, marks=_rare),

@@ -51,10 +51,10 @@ else:
 """
 
 
-_SLOW = [pytest.param(how, marks=pytest.mark.exhaustive) for how in ("thread", "process")]
+_SLOW = [pytest.param(how, marks=pytest.mark.exhaustive) for how in ("save", "thread", "process")]
 
 
-@pytest.mark.parametrize("how", ["save", "manager", *_SLOW])
+@pytest.mark.parametrize("how", ["manager", *_SLOW])
 def test_a_forked_child_ends(how: str, tmp_path: Path) -> None:
     """By sys.exit and at the end of the program, with process groups that its parent had threads for."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -255,8 +255,15 @@ def test_a_session_is_closed_to_forks(tmp_path: Path) -> None:
 # -- sessions that nobody closes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "early"),
+    [
+        (AsyncCheckpointerType.THREAD, False),
+        (AsyncCheckpointerType.PROCESS, True),
+        pytest.param(AsyncCheckpointerType.THREAD, True, marks=pytest.mark.exhaustive),
+        pytest.param(AsyncCheckpointerType.PROCESS, False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_dropped_session_ends(tmp_path: Path, kind: AsyncCheckpointerType, early: bool) -> None:
     """Without close it goes when its last save has ended, memory and writer with it."""
     session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=240)
