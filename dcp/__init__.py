@@ -5,6 +5,7 @@ submodules are imported when they are first used (PEP 562), so that ``import dcp
 service or the formats does not pay for torch.
 """
 
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,26 +18,10 @@ if TYPE_CHECKING:
     from dcp.conversion.run import convert as convert
     from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
     from dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
-    from dcp.errors import CheckpointConflictError as CheckpointConflictError
     from dcp.errors import CheckpointError as CheckpointError
-    from dcp.errors import CheckpointFormatError as CheckpointFormatError
     from dcp.errors import CheckpointNotFoundError as CheckpointNotFoundError
-    from dcp.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from dcp.errors import CorruptCheckpointError as CorruptCheckpointError
-    from dcp.errors import DtypeMismatchError as DtypeMismatchError
     from dcp.errors import MissingKeyError as MissingKeyError
-    from dcp.errors import PlanError as PlanError
-    from dcp.errors import RemoteError as RemoteError
-    from dcp.errors import ReplicaMismatchError as ReplicaMismatchError
-    from dcp.errors import SaveAbortedError as SaveAbortedError
-    from dcp.errors import ShapeMismatchError as ShapeMismatchError
-    from dcp.errors import StagingError as StagingError
-    from dcp.errors import StorageError as StorageError
-    from dcp.errors import StorageFullError as StorageFullError
-    from dcp.errors import UnexpectedKeyError as UnexpectedKeyError
-    from dcp.errors import UnsafeObjectError as UnsafeObjectError
-    from dcp.errors import UnsupportedFormatError as UnsupportedFormatError
-    from dcp.errors import WriterProcessError as WriterProcessError
     from dcp.filesystem import FileSystemReader as FileSystemReader
     from dcp.filesystem import FileSystemWriter as FileSystemWriter
     from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
@@ -82,26 +67,10 @@ _NAMES = {
     "dcp.conversion.run": ("convert",),
     "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
     "dcp.errors": (
-        "CheckpointConflictError",
         "CheckpointError",
-        "CheckpointFormatError",
         "CheckpointNotFoundError",
-        "CollectiveTimeoutError",
         "CorruptCheckpointError",
-        "DtypeMismatchError",
         "MissingKeyError",
-        "PlanError",
-        "RemoteError",
-        "ReplicaMismatchError",
-        "SaveAbortedError",
-        "ShapeMismatchError",
-        "StagingError",
-        "StorageError",
-        "StorageFullError",
-        "UnexpectedKeyError",
-        "UnsafeObjectError",
-        "UnsupportedFormatError",
-        "WriterProcessError",
     ),
     "dcp.ranks.failures": ("RankFailedError",),
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),
@@ -128,6 +97,28 @@ _NAMES = {
     ),
     "dcp.storage": ("StorageReader", "StorageWriter"),
 }
+_ERRORS = frozenset(
+    {
+        "CheckpointConflictError",
+        "CheckpointFormatError",
+        "CollectiveTimeoutError",
+        "DtypeMismatchError",
+        "PlanError",
+        "RemoteError",
+        "ReplicaMismatchError",
+        "SaveAbortedError",
+        "ShapeMismatchError",
+        "StagingError",
+        "StorageError",
+        "StorageFullError",
+        "UnexpectedKeyError",
+        "UnsafeObjectError",
+        "UnsupportedFormatError",
+        "WriterProcessError",
+    }
+)
+"""Of `dcp.errors`: names that were here before, and still are, with a warning."""
+
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _SUBMODULES = frozenset(
     {
@@ -164,6 +155,9 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
             value = getattr(_imported(_HOMES[name]), name)
             globals()[name] = value
             return value
+        if name in _ERRORS:
+            warnings.warn(f"dcp.{name} is dcp.errors.{name}", DeprecationWarning, stacklevel=2)
+            return getattr(_imported("dcp.errors"), name)
         if name in _SUBMODULES:
             return _imported(f"dcp.{name}")
         raise AttributeError(f"module 'dcp' has no attribute {name!r}")

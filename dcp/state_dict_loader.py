@@ -30,7 +30,7 @@ from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import told_to_all
 from dcp.storage import reader as columnar
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.near_names import listed
 from dcp.storage.reader import FileSystemReader
 from dcp.torch_protocol import steps as object_steps
@@ -245,7 +245,7 @@ def _load_state_dict_from_keys(
 def _planner_options(planner: LoadPlanner, **options: Any) -> dict[str, Any]:
     """Those of the options that are given; PlanError for what cannot be meant."""
     if options["dtype"] not in ("exact", "cast", None):
-        raise PlanError(f'dtype must be "exact" or "cast", not {options["dtype"]!r}')
+        raise OptionError(f'dtype must be "exact" or "cast", not {options["dtype"]!r}')
     check_options(**{name: options[name] for name in ("only", "exclude", "rename", "per_rank", "unexpected")})
     given = {name: value for name, value in options.items() if value is not None}
     if given and not isinstance(planner, DefaultLoadPlanner):

@@ -8,6 +8,7 @@ CheckpointError (Exception)
 │   └── UnsupportedFormatError   recognised, but not readable by this version
 ├── CorruptCheckpointError       bytes differ from what was committed
 ├── PlanError                    the plan of a save or load is not valid
+│   ├── OptionError              an argument or option that cannot be
 │   ├── MissingKeyError          the state dict wants keys the checkpoint lacks
 │   ├── UnexpectedKeyError       the checkpoint has keys that the state dict has no place for
 │   ├── ShapeMismatchError
@@ -20,13 +21,14 @@ CheckpointError (Exception)
 ├── SaveAbortedError             the save was called off
 └── WriterProcessError           the process that writes in the background died or cannot be started
 
-Errors carry data: keyword arguments become attributes (`fqn`, `path`, `rank`, ...), and travel between ranks
-as plain data (`to_wire`, `from_wire`), so no pickle is needed to report a failure of another rank.
+Errors carry facts: typed attributes (`fqn`, `path`, `rank`, `committed`, ...), given by keyword. They travel
+between ranks as plain data (`error_to_wire`, `error_from_wire`), so no pickle is needed for another rank's.
 This module imports neither torch nor anything of ours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DtypeMismatchError",
     "MissingKeyError",
+    "OptionError",
     "PlanError",
     "RemoteError",
     "ReplicaMismatchError",
@@ -58,19 +61,30 @@ __all__ = [
 class CheckpointError(Exception):
     """Base of all errors of this package.
 
-    The message says what happened, where, and what to do. Facts are attributes too: whatever keyword
-    arguments were given (plain data only: str, int, float, bool, None, lists and dicts of these).
+    The message says what happened, where, and what to do. What is known besides is in attributes, and has
+    their default where it is not: plain data only (str, int, float, bool, None, lists and dicts of these).
     """
+
+    committed: bool = False
+    """Whether the checkpoint is committed all the same: what failed came after that."""
+    fqn: str = ""
+    fqns: Sequence[str] = ()
+    key: str = ""
+    """Of a nested state dict, or of an object store."""
+    path: str = ""
+    rank: int | None = None
+    """The rank that it is about."""
+    step: int | str | None = None
+    """The step of a run; of an error that several ranks raise, the step of the operation."""
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         super().__init__(message)
-        self.facts = facts
+        self.__dict__.update(facts)
 
-    def __getattr__(self, name: str) -> Any:
-        facts = self.__dict__.get("facts", {})
-        if name in facts:
-            return facts[name]
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The attributes that are known, by name."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), str(self), self.facts))
@@ -83,6 +97,9 @@ def _rebuild(cls: type[CheckpointError], message: str, facts: dict[str, Any]) ->
 class CheckpointNotFoundError(CheckpointError):
     """No committed checkpoint exists under the id."""
 
+    data_files: int | None = None
+    """How many data files are there without a commit."""
+
 
 class CheckpointConflictError(CheckpointError):
     """Another writer published to the same id since this save began; nothing of this save remains."""
@@ -90,6 +107,14 @@ class CheckpointConflictError(CheckpointError):
 
 class CheckpointFormatError(CheckpointError, ValueError):
     """Bytes that no correct writer of the format produces: hostile, or damaged beyond a checksum's help."""
+
+    global_name: str = ""
+    """The class or function that a pickle names."""
+    limit_bytes: int | None = None
+    name: str = ""
+    position: int | None = None
+    """Where in the bytes."""
+    size_bytes: int | None = None
 
 
 class UnsafeObjectError(CheckpointFormatError):
@@ -99,13 +124,37 @@ class UnsafeObjectError(CheckpointFormatError):
 class UnsupportedFormatError(CheckpointFormatError):
     """The format is recognised, but this version cannot read it."""
 
+    element_type: str = ""
+    protocol: int | None = None
+    tensor_kind: str = ""
+    version: int | str | None = None
+
 
 class CorruptCheckpointError(CheckpointError):
     """Stored bytes differ from the committed ones: checksum, length or a missing file."""
 
+    offset: int | None = None
+    reasons: Sequence[str] = ()
+    """Why the ``steps`` of a run cannot be restored, one each."""
+    size_bytes: int | None = None
+    steps: Sequence[int] = ()
+    wanted_bytes: int | None = None
+
 
 class PlanError(CheckpointError, ValueError):
     """A save or load plan that cannot be carried out: overlap, gap, out of bounds, wrong kind."""
+
+    depth: int | None = None
+    expected: int | None = None
+    got: int | None = None
+    patterns: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    ranks: Sequence[int] = ()
+    type_name: str = ""
+
+
+class OptionError(PlanError, TypeError):
+    """An argument or an option that cannot be: of a wrong type, out of its range, or not with another one."""
 
 
 class MissingKeyError(PlanError, KeyError):
@@ -135,6 +184,12 @@ class StorageError(CheckpointError, OSError):
     """An operation of a store failed; the cause is chained. ``errno`` is the operating system's, if it was
     that."""
 
+    attempts: int | None = None
+    bucket: str = ""
+    op: str = ""
+    """The operation, such as "put"."""
+    timeout_seconds: float | None = None
+
     def __init__(self, message: str = "", **facts: Any) -> None:
         super().__init__(message, **facts)
         self.errno = facts.get("errno")
@@ -148,7 +203,10 @@ class StorageFullError(StorageError):
 
 
 class CollectiveTimeoutError(CheckpointError, TimeoutError):
-    """Ranks did not take part in a step in time; `ranks` names those that gave no sign of life."""
+    """Ranks did not take part in a step in time; ``ranks`` are those that gave no sign of life."""
+
+    ranks: Sequence[int] = ()
+    reporting_rank: int | None = None
 
     def __str__(self) -> str:
         return Exception.__str__(self)
@@ -156,7 +214,10 @@ class CollectiveTimeoutError(CheckpointError, TimeoutError):
 
 class StagingError(CheckpointError):
     """A staged copy differs from its source: the state changed while it was being copied, or a stale copy was
-    about to be saved; ``fqns`` names the tensors."""
+    about to be saved; ``fqns`` names the first of the ``count`` tensors."""
+
+    count: int | None = None
+    kind: str = ""
 
 
 class SaveAbortedError(CheckpointError):
@@ -173,6 +234,9 @@ class WriterProcessError(CheckpointError):
 class RemoteError(CheckpointError):
     """An exception of another rank that is not one of ours: `type_name`, and `traceback_text` from there."""
 
+    traceback_text: str = ""
+    type_name: str = ""
+
 
 _BY_NAME: dict[str, type[CheckpointError]] = {
     cls.__name__: cls
@@ -185,6 +249,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         UnsupportedFormatError,
         CorruptCheckpointError,
         PlanError,
+        OptionError,
         MissingKeyError,
         UnexpectedKeyError,
         ShapeMismatchError,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import PlanError, UnsupportedFormatError
+from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import SourcePlace
 from dcp.storage.reader import FileSystemReader
@@ -26,7 +26,9 @@ class _OneFormatReader(FileSystemReader):
     def place(self) -> SourcePlace:
         """The folder or file of the current id; `PlanError` without one."""
         if not self.path:
-            raise PlanError(f"{type(self).__name__} was given no checkpoint_id, neither here nor by dcp.load")
+            raise OptionError(
+                f"{type(self).__name__} was given no checkpoint_id, neither here nor by dcp.load"
+            )
         return super().place
 
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:

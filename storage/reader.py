@@ -26,6 +26,7 @@ from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CorruptCheckpointError,
+    OptionError,
     PlanError,
     ShapeMismatchError,
 )
@@ -77,7 +78,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
     ) -> None:
         super().__init__()
         if _extension_registry is not None:
-            raise PlanError(
+            raise OptionError(
                 "stream extensions are torch's experiment; give dcp.load torch's own FileSystemReader to "
                 "read a checkpoint that was saved with them"
             )

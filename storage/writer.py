@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from dcp.storage import commit, torch_metadata
 from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name, file_bytes
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
 from dcp.storage.file_partitions import Lane, WriteRequest, Written, collect, write_lane
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.item_writer import ItemWriter
@@ -93,12 +93,12 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     ) -> None:
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
-            raise PlanError(
+            raise OptionError(
                 "stream extensions are torch's experiment and would hide the payloads' bytes; give "
                 "torch.distributed.checkpoint.FileSystemWriter to dcp.save if you need them"
             )
         if serialization_format is not SerializationFormat.TORCH_SAVE:
-            raise PlanError(
+            raise OptionError(
                 "this writer stores the dcp format; give dcp.save torch's own FileSystemWriter for "
                 f"{serialization_format}"
             )

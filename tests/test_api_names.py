@@ -236,14 +236,23 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 
 def test_our_errors_are_exceptions_and_exported() -> None:
-    """Every error class is importable from dcp and dcp.errors, and ``except Exception`` catches it."""
+    """Every error class is in dcp.errors, the most wanted in dcp, and ``except Exception`` catches it."""
     errors = importlib.import_module("dcp.errors")
     for name in errors.__all__:
+        assert issubclass(getattr(errors, name), dcp.CheckpointError)
+    for name in set(errors.__all__) & set(dcp.__all__):
         assert getattr(dcp, name) is getattr(errors, name)
-        assert issubclass(getattr(dcp, name), dcp.CheckpointError)
+    assert {"CheckpointError", "CheckpointNotFoundError", "MissingKeyError"} <= set(dcp.__all__)
     assert issubclass(dcp.CheckpointError, Exception)
     assert issubclass(dcp.RankFailedError, dcp.CheckpointError)
     assert issubclass(dcp.RankFailedError, dcp.CheckpointException)
+
+
+def test_errors_that_were_in_dcp_still_are_with_a_warning() -> None:
+    """Code that catches ``dcp.PlanError`` goes on, and is told the new place."""
+    for name in dcp._ERRORS:
+        with pytest.warns(DeprecationWarning, match=rf"dcp\.{name} is dcp\.errors\.{name}"):
+            assert getattr(dcp, name) is getattr(dcp.errors, name)
 
 
 def test_format_utils_converts_from_the_command_line_as_torchs_does(tmp_path: Path) -> None:

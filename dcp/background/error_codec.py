@@ -27,7 +27,7 @@ def error_to_data(error: BaseException) -> dict[str, Any]:
     """Plain data that describes ``error``, the failures by rank of a `RankFailedError` included."""
     data: dict[str, Any] = {"own": plain_error(error), "step": "", "ranks": {}}
     if isinstance(error, RankFailedError):
-        data["step"] = str(error.facts.get("step", "save"))
+        data["step"] = str(error.step or "save")
         data["ranks"] = {rank: plain_error(cause) for rank, (cause, _) in error.failures.items()}
     return data
 
@@ -39,7 +39,7 @@ def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
     failures = {int(failed): _described(wire) for failed, wire in data["ranks"].items()}
     error = failure_of(data["step"], failures, rank, None)
     if isinstance(error, CheckpointError):
-        error.facts.update(data["own"]["facts"])
+        error.__dict__.update(data["own"]["facts"])
     return error
 
 
@@ -92,7 +92,7 @@ class Ending:
     @property
     def committed(self) -> bool:
         """Whether this rank knows that the checkpoint is committed."""
-        return self.saved or bool(self.error and self.error["own"]["facts"].get("committed"))
+        return self.saved or (bool(self.error) and error_from_wire(self.error["own"]).committed)
 
 
 @dataclass(frozen=True)

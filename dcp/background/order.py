@@ -28,6 +28,7 @@ from dcp.storage.errors import (
     CheckpointError,
     SaveAbortedError,
     StorageError,
+    StorageFullError,
 )
 from dcp.storage.writer import FileSystemWriter
 from dcp.torch_protocol import steps as object_steps
@@ -93,8 +94,10 @@ def carry_out(
 
 
 def is_passing(error: CheckpointError) -> bool:
-    """Whether another attempt may succeed. The class of the error is the same on all ranks."""
-    if error.facts.get("committed") or isinstance(error, CheckpointConflictError):
+    """Whether another attempt may succeed: not on a full disk, which stays full until somebody frees space.
+
+    The class of the error is the same on all ranks."""
+    if error.committed or isinstance(error, CheckpointConflictError | StorageFullError):
         return False
     return isinstance(error, StorageError)
 

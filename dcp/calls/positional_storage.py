@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError
 
 __all__ = ["refuse_a_place", "takes_storage_second"]
 
@@ -46,7 +46,7 @@ def takes_storage_second(argument: str) -> Callable[[Callable[P, R]], Callable[P
 def refuse_a_place(function: str, state_dict: object) -> None:
     """Raise PlanError if the state dict that ``function`` was given is a place."""
     if isinstance(state_dict, str | bytes | os.PathLike):
-        raise PlanError(
+        raise OptionError(
             f"{function} takes the state dict first, and {state_dict!r} is a place: "
             f"dcp.{function}(state_dict, checkpoint_id={state_dict!r})"
         )

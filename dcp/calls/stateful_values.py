@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError
 
 __all__ = ["check_top_level", "is_stateful", "stateful_keys", "stateful_to_plain"]
 
@@ -33,7 +33,7 @@ def check_top_level(state_dict: Any) -> None:
     way = (
         f'put the {name} into one, {{"model": ...}}' if is_stateful(state_dict) else "give names to its parts"
     )
-    raise PlanError(f"a state dict is wanted, a dict by names, not a {name}: {way}")
+    raise OptionError(f"a state dict is wanted, a dict by names, not a {name}: {way}")
 
 
 def _may_be_stateful(cls: type) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 
 __all__ = ["CASTABLE", "cast", "check_castable"]
@@ -40,7 +40,7 @@ def check_castable(name: object) -> int:
     """The code of the dtype called ``name`` (``torch.`` before it is fine); PlanError if there is no cast."""
     text = str(name).removeprefix("torch.")
     if text not in _STORED:
-        raise PlanError(f"dtype must be one of {', '.join(_STORED)}, not {text!r}")
+        raise OptionError(f"dtype must be one of {', '.join(_STORED)}, not {text!r}")
     return dtypes.BY_NAME[text].code
 
 

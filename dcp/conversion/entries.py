@@ -18,7 +18,13 @@ import numpy as np
 from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
-from dcp.storage.errors import CheckpointFormatError, MissingKeyError, PlanError, UnsupportedFormatError
+from dcp.storage.errors import (
+    CheckpointFormatError,
+    MissingKeyError,
+    OptionError,
+    PlanError,
+    UnsupportedFormatError,
+)
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
 
@@ -233,7 +239,7 @@ def _check_patterns(selection: Selection, names: Sequence[str]) -> None:
         ]
         raise MissingKeyError(f"{'; '.join(told[:_MAX_LISTED])}: nothing in the checkpoint matches")
     if not matches.selected:
-        raise PlanError("only and exclude together leave nothing of the checkpoint")
+        raise OptionError("only and exclude together leave nothing of the checkpoint")
 
 
 def _check_unique(new_names: Mapping[str, str]) -> None:

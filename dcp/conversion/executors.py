@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from dcp.conversion.worker import receive, send
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 __all__ = ["DEFAULT_WORKERS", "Inline", "LocalProcesses", "open_executor"]
 
@@ -168,7 +168,6 @@ def _ask(process: subprocess.Popen[bytes], function: Callable[..., Any], args: t
             f"a process of the conversion ended with exit code {code} (negative: killed by that signal, 9 is "
             "often for want of memory). Convert again: what is done is not done twice; fewer workers need "
             "less memory",
-            exit_code=code,
         ) from error
 
 
@@ -189,7 +188,7 @@ def open_executor(executor: str | Executor, workers: int | None) -> Iterator[tup
     ``executor`` is ``inline``, ``processes``, ``dask://host:port`` or an executor. PlanError for other names.
     """
     if workers is not None and workers < 1:
-        raise PlanError(f"workers must be positive, not {workers}")
+        raise OptionError(f"workers must be positive, not {workers}")
     if isinstance(executor, Executor):
         yield executor, workers or 4 * DEFAULT_WORKERS
     elif executor == "inline":
@@ -207,7 +206,7 @@ def open_executor(executor: str | Executor, workers: int | None) -> Iterator[tup
         with _dask(executor.removeprefix("dask://")) as (cluster, threads):
             yield cluster, workers or 2 * threads
     else:
-        raise PlanError(
+        raise OptionError(
             f"executor must be 'inline', 'processes', 'dask://host:port' or an Executor, not {executor!r}"
         )
 

@@ -36,7 +36,7 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, PlanError
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import Source, open_source
 from dcp.storage.stores.opening import OpenWith
@@ -113,7 +113,7 @@ def convert(
         StorageError: The storage failed; `StorageFullError` where it is full.
     """
     if to not in _FORMATS:
-        raise PlanError(f"to must be one of {', '.join(_FORMATS)}, not {to!r}")
+        raise OptionError(f"to must be one of {', '.join(_FORMATS)}, not {to!r}")
     begun = time.perf_counter()
     opened = OpenWith(storage_options)
     place = place_of(target, to, OpenWith(target_options))
@@ -164,7 +164,7 @@ def _results(entries: list[bytes]) -> list[TaskResult] | None:
 
 def _refuse_itself(source: Source, place: TargetPlace) -> None:
     if source.store.url == place.store.url and source.file == place.file_name:
-        raise PlanError(f"source and target are both {place.url}; convert to another place", path=place.url)
+        raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
 
 
 @dataclass

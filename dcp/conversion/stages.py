@@ -40,11 +40,7 @@ from dcp.conversion.tasks import Task, TaskResult, carry_out, make_tasks
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import (
-    CheckpointError,
-    PlanError,
-    StorageError,
-)
+from dcp.storage.errors import CheckpointError, OptionError, StorageError
 from dcp.storage.formats.sources import Source
 
 __all__ = [
@@ -131,7 +127,7 @@ class StagedConversion:
         if not _ATTEMPT.fullmatch(attempt):
             raise ValueError(f"attempt: must be 16 hexadecimal digits, not {attempt!r}")
         if source.store.url == target.store.url and source.file == target.file_name:
-            raise PlanError(f"source and target are both {target.url}; convert to another place")
+            raise OptionError(f"source and target are both {target.url}; convert to another place")
         self._source = source
         self._target = staged_target(target, attempt)
         self._options = options

@@ -76,7 +76,7 @@ def verify_place(
         index = index_at(place)
     except (CheckpointFormatError, CorruptCheckpointError) as error:
         kind = "unsupported" if isinstance(error, UnsupportedFormatError) else "index"
-        report.findings.append(Finding(kind, str(error), error.facts.get("path")))
+        report.findings.append(Finding(kind, str(error), error.path or None))
         return report
     listing = {file.name: file for file in store.list()}
     if index.format in FILE_FORMATS:  # what else is there is no concern of theirs

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dcp.ranks.collectives import Channel, Ranks
-from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 __all__ = ["Agreement", "RankAgreement", "Votes"]
 
@@ -99,7 +99,7 @@ class RankAgreement(Agreement):
 
     def __init__(self, channel: Channel, *, timeout_seconds: float, every_steps: int = 1) -> None:
         if every_steps < 1:
-            raise ValueError(f"agree_every_steps must be at least 1, not {every_steps}")
+            raise OptionError(f"agree_every_steps must be at least 1, not {every_steps}")
         self._channel = channel
         self._ranks = Ranks(
             use_dist=True, channel=channel, timeout_seconds=timeout_seconds, operation="agreement"

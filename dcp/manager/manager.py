@@ -34,7 +34,7 @@ from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
 from dcp.state_dict_loader import LoadOptions
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, PlanError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
 
@@ -113,7 +113,7 @@ class CheckpointManager:
             URL, or a `CatalogRegistration`. That it is away never slows or fails training.
 
     Raises:
-        ValueError: An option is none of its choices, or cannot be meant.
+        OptionError: An option is none of its choices, or cannot be meant.
         ModuleNotFoundError: ``catalog`` needs httpx, which is not there.
         CheckpointError: There are several ranks and no process group.
         CollectiveTimeoutError: Ranks did not answer in time.
@@ -153,7 +153,7 @@ class CheckpointManager:
         _check_choice("on_failure", on_failure, ("warn", "raise"))
         _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
         if keep is not None and not isinstance(keep, Retention):
-            raise ValueError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+            raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
         self._opener = OpenWith(storage_options)
         self._folders = StepFolders(root, name, open_store=self._opener)
         self._make_writer = writer if writer is not None else FileSystemWriter
@@ -237,7 +237,7 @@ class CheckpointManager:
             True if it would.
 
         Raises:
-            ValueError: ``step`` is no whole number from 0.
+            OptionError: ``step`` is no whole number from 0.
             CheckpointError: The manager is closed; with ``on_failure="raise"`` also what an earlier save
                 raised.
         """
@@ -282,8 +282,8 @@ class CheckpointManager:
             CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; with
                 ``on_failure="raise"`` also what an earlier save raised.
             PlanError: ``state_dict`` is no dict.
-            TypeError: A metric is no number, or ``user_metadata`` no plain data.
-            ValueError: ``step`` is no whole number from 0.
+            OptionError: A metric is no number, or ``user_metadata`` no plain data.
+            OptionError: ``step`` is no whole number from 0.
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
@@ -366,7 +366,7 @@ class CheckpointManager:
             CorruptCheckpointError: There are steps, and none of them is whole.
             CheckpointNotFoundError: Nothing is committed at ``step``.
             CheckpointError: Others of `dcp.load`.
-            ValueError: ``step`` is no whole number from 0.
+            OptionError: ``step`` is no whole number from 0.
         """
         self._check_open()
         self._events.refuse_to_wait("restore()")
@@ -418,7 +418,7 @@ class CheckpointManager:
             A path or URL.
 
         Raises:
-            ValueError: ``step`` is no whole number from 0.
+            OptionError: ``step`` is no whole number from 0.
         """
         return self._folders.checkpoint_id(step)
 
@@ -464,7 +464,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is none.
             CheckpointError: It is pinned, or being saved or verified, or the manager is closed.
-            ValueError: ``step`` is no whole number from 0.
+            OptionError: ``step`` is no whole number from 0.
         """
         self._check_open()
         if self._upkeep is None:
@@ -624,4 +624,4 @@ class CheckpointManager:
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

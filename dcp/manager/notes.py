@@ -18,6 +18,7 @@ from dcp.storage.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    OptionError,
     UnsupportedFormatError,
 )
 from dcp.storage.formats.checksums import crc32
@@ -103,7 +104,7 @@ class Notes:
 
 
 def encode_notes(notes: Notes) -> bytes:
-    """The bytes of the file. Raises ValueError if they would be above `MAX_NOTES_BYTES`."""
+    """The bytes of the file. Raises OptionError if they would be above `MAX_NOTES_BYTES`."""
     verified, deleting = notes.verified, notes.deleting
     fields: dict[str, Any] = {
         "kind": _KIND,
@@ -130,7 +131,9 @@ def encode_notes(notes: Notes) -> bytes:
     }
     data = encode_plain(fields, limit_bytes=MAX_NOTES_BYTES)
     if data is None:
-        raise ValueError(f"notes may have {MAX_NOTES_BYTES} bytes of plain data, and these are more or other")
+        raise OptionError(
+            f"notes may have {MAX_NOTES_BYTES} bytes of plain data, and these are more or other"
+        )
     body = data[: -_CRC.size]
     return body + _CRC.pack(crc32(body))
 

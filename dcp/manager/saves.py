@@ -17,7 +17,7 @@ from dcp.background.order import is_passing
 from dcp.background.session import AsyncSession
 from dcp.progress import ProgressCallback
 from dcp.state_dict_saver import AsyncCheckpointerType, save
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -196,6 +196,6 @@ def saves_of(mode: Mode, options: SaveOptions) -> Saves:
     if mode == "sync":
         return _SyncSaves(options)
     if mode not in ("thread", "process"):
-        raise ValueError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
+        raise OptionError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
     kind = AsyncCheckpointerType.PROCESS if mode == "process" else AsyncCheckpointerType.THREAD
     return _BackgroundSaves(options, kind)

@@ -116,7 +116,7 @@ class Saver:
         error = future.exception()
         try:
             self._tell_end(step, reason, future, error)
-            committed = error is None or bool(getattr(error, "facts", {}).get("committed"))
+            committed = error is None or (isinstance(error, CheckpointError) and error.committed)
             if self.upkeep is not None:
                 (self.upkeep.committed if committed else self.upkeep.failed)(step)
         finally:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from dcp.storage.errors import OptionError
+
 __all__ = ["Reason", "Schedule"]
 
 Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
@@ -28,9 +30,9 @@ class Schedule:
         self, *, every_steps: int | None, every_seconds: float | None, save_first: bool, now_seconds: float
     ) -> None:
         if every_steps is not None and every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, not {every_steps}")
+            raise OptionError(f"every_steps must be at least 1, not {every_steps}")
         if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(f"every_seconds must be more than 0, not {every_seconds}")
+            raise OptionError(f"every_seconds must be more than 0, not {every_seconds}")
         self._every_steps = every_steps
         self._every_seconds = every_seconds
         self._save_first = save_first

@@ -21,7 +21,7 @@ from dcp.inspection.checkpoints import header_of
 from dcp.manager.cleanup.retention import StepState
 from dcp.manager.notes import NOTES_NAME, Notes, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
-from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.stores import OpenStore, open_store
@@ -78,13 +78,13 @@ class Commit:
 
 
 def whole_step(step: SupportsIndex) -> int:
-    """``step`` as an int: numpy's whole numbers are taken too. Raises ValueError for what is no step."""
+    """``step`` as an int: numpy's whole numbers are taken too. Raises OptionError for what is no step."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
     if not 0 <= number < _END_OF_STEPS:
-        raise ValueError(f"step: must be a whole number from 0 to {_END_OF_STEPS - 1}, not {step!r}")
+        raise OptionError(f"step: must be a whole number from 0 to {_END_OF_STEPS - 1}, not {step!r}")
     return number
 
 
@@ -121,7 +121,7 @@ class StepFolders:
     """The step folders below a root; safe to use from several threads.
 
     ``name_format`` has one field ``{step}``, or is a function of the step; it must write the step in decimal
-    digits. Raises ValueError if it does not, or if names could not be told apart. ``open_store`` makes the
+    digits. Raises OptionError if it does not, or if names could not be told apart. ``open_store`` makes the
     stores below a root that is given by its name.
     """
 
@@ -141,13 +141,13 @@ class StepFolders:
     # -- names -----------------------------------------------------------------------------------------------
 
     def name(self, step: int) -> str:
-        """The folder's name. Raises ValueError as `whole_step`, and for a name that is not a plain one."""
+        """The folder's name. Raises OptionError as `whole_step`, and for a name that is not a plain one."""
         step = whole_step(step)
         form = self._name_format
         try:
             return check_name(form.format(step=step) if isinstance(form, str) else form(step))
         except (CheckpointFormatError, KeyError, IndexError) as error:
-            raise ValueError(f"name: {form!r} gives no folder name for step {step}: {error}") from error
+            raise OptionError(f"name: {form!r} gives no folder name for step {step}: {error}") from error
 
     def step_of(self, name: str) -> int | None:
         """The step whose folder is called ``name``; None if no step's is."""
@@ -168,7 +168,7 @@ class StepFolders:
     def _check_format(self) -> None:
         names = [self.name(step) for step in _PROBES]
         if [self.step_of(name) for name in names] != list(_PROBES):
-            raise ValueError(
+            raise OptionError(
                 f"name: {self._name_format!r} makes {names[1]!r} of step {_PROBES[1]}, from which the step "
                 "cannot be read; use a format such as 'step-{step:08d}'"
             )

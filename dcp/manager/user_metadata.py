@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp.storage.errors import OptionError
+
 __all__ = ["Metrics", "user_metadata_of"]
 
 Metrics = Mapping[str, SupportsFloat]
@@ -25,18 +27,20 @@ def user_metadata_of(
 ) -> dict[str, Any]:
     """The user metadata of a save; ``metrics`` as floats.
 
-    Raises TypeError for a metric that is not a number and for ``others`` that are not plain data, ValueError
-    for ``others`` under names of ours.
+    Raises OptionError for a metric that is not a number, and for ``others`` that are not plain data or under
+    names of ours.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
+        raise OptionError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
     try:  # now, because in the background each save would fail by it
         msgpack.packb(dict(others or {}))
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"user_metadata must be plain data (numbers, text, lists, dicts): {error}") from error
+        raise OptionError(
+            f"user_metadata must be plain data (numbers, text, lists, dicts): {error}"
+        ) from error
     taken = sorted(_OURS.intersection(others or {}))
     if taken:
-        raise ValueError(
+        raise OptionError(
             f"user_metadata may not have {taken[0]!r}: the manager stores its own under that name"
         )
     described: dict[str, Any] = {**(others or {}), "step": step}
@@ -49,9 +53,9 @@ def user_metadata_of(
 
 def _number(name: object, value: object) -> float:
     if not isinstance(name, str):
-        raise TypeError(f"metrics: the name {name!r} is not a string")
+        raise OptionError(f"metrics: the name {name!r} is not a string")
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        raise TypeError(f"metrics: {name!r} is not reduced over the ranks yet: give its full_tensor()")
+        raise OptionError(f"metrics: {name!r} is not reduced over the ranks yet: give its full_tensor()")
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.dtype.is_complex:
         return float(value.item())
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -59,4 +63,4 @@ def _number(name: object, value: object) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     shown = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"a {type(value).__name__}"
-    raise TypeError(f"metrics: {name!r} must be a number or a 0-d tensor of one, not {shown}")
+    raise OptionError(f"metrics: {name!r} must be a number or a 0-d tensor of one, not {shown}")

@@ -93,7 +93,6 @@ def _tell_of_no_group(processes: int, operation: str) -> None:
     raise CheckpointError(
         f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
         "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
-        world_size=processes,
     )
 
 

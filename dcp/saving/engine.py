@@ -136,7 +136,7 @@ class ColumnarSave:
             if ranks.is_coordinator or self._scattered:
                 writer.discard()
             if ranks.is_coordinator and writer.index is not None and isinstance(error, CheckpointError):
-                error.facts["committed"] = True
+                error.committed = True
                 error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
             raise
 

@@ -32,7 +32,7 @@ from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_ke
 from dcp.planners.per_rank import current_rank, rank_holder, rank_key, rank_number
 from dcp.planners.wire.torch_plans import index_from_metadata, read_items
 from dcp.storage.destinations import Destinations
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
@@ -56,9 +56,9 @@ def check_options(
     Selection.of(only, exclude)
     renamer(rename)
     if per_rank is not None and per_rank not in get_args(PerRankLoad):
-        raise PlanError(f'per_rank must be "exact" or "keep", not {per_rank!r}')
+        raise OptionError(f'per_rank must be "exact" or "keep", not {per_rank!r}')
     if unexpected is not None and unexpected not in get_args(Unexpected):
-        raise PlanError(f'unexpected must be "error" or "ignore", not {unexpected!r}')
+        raise OptionError(f'unexpected must be "error" or "ignore", not {unexpected!r}')
 
 
 class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.near_names import close_to
 
 __all__ = ["Matches", "Patterns", "Rename", "Selection", "check_matches", "renamer"]
@@ -71,7 +71,7 @@ class Selection:
             return None
         chosen = None if only is None else _patterns("only", only)
         if chosen == ():
-            raise PlanError("only=[] selects nothing; leave it out to load everything")
+            raise OptionError("only=[] selects nothing; leave it out to load everything")
         return cls(chosen, () if exclude is None else _patterns("exclude", exclude))
 
     def selects(self, key: str) -> bool:
@@ -140,7 +140,7 @@ def check_matches(ranks: Sequence[Matches]) -> None:
             patterns=list(idle)[:_MAX_LISTED],
         )
     if ranks and not any(rank.selected for rank in ranks):
-        raise PlanError("only and exclude together leave nothing of the state dict to load")
+        raise OptionError("only and exclude together leave nothing of the state dict to load")
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str] | None:
@@ -165,7 +165,7 @@ class _Rules:
         try:
             return cls(tuple((re.compile(regex), replacement) for regex, replacement in rename.items()))
         except (re.error, TypeError) as error:
-            raise PlanError(f"rename has a key that is no regular expression: {error}") from error
+            raise OptionError(f"rename has a key that is no regular expression: {error}") from error
 
     def __call__(self, key: str) -> str:
         name: Any = key
@@ -183,7 +183,7 @@ class _Rules:
 
 def _checked(key: str, name: Any) -> str:
     if not isinstance(name, str):
-        raise PlanError(f"rename must give a string, and gave {name!r} for {key!r}", fqn=key)
+        raise OptionError(f"rename must give a string, and gave {name!r} for {key!r}", fqn=key)
     return name
 
 
@@ -191,7 +191,7 @@ def _patterns(option: str, given: Patterns) -> tuple[_Pattern, ...]:
     texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     wrong = next((text for text in texts if not isinstance(text, str) or not text), None)
     if wrong is not None:
-        raise PlanError(f"{option} takes shell globs on flat keys, such as 'model.*', not {wrong!r}")
+        raise OptionError(f"{option} takes shell globs on flat keys, such as 'model.*', not {wrong!r}")
     return tuple(map(_Pattern.of, texts))
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from dcp.storage.errors import OptionError
 from dcp.storage.stores import open_store
 from dcp.storage.stores.base import Store, place_text
 
@@ -60,7 +61,7 @@ def check_storage_options(storage_options: object) -> None:
     if storage_options is None:
         return
     if not isinstance(storage_options, Mapping) or any(type(name) is not str for name in storage_options):
-        raise TypeError(
+        raise OptionError(
             "storage_options must map names of options to their values, not be a "
             f"{type(storage_options).__name__}"
         )

@@ -70,7 +70,7 @@ def test_the_warning_is_right(name: str, tmp_path: Path, caplog: pytest.LogCaptu
         return
     (said,) = warnings_of(caplog)
     assert "'x" in said and "weights_only=False" in said
-    with pytest.raises(dcp.UnsafeObjectError):
+    with pytest.raises(dcp.errors.UnsafeObjectError):
         dcp.load(target, checkpoint_id=str(tmp_path / "c"))
 
 

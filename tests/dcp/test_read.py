@@ -84,7 +84,7 @@ def test_parts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
     assert same(found, {"optim": {"state": {0: state["optim"]["state"][0]}}})
     with pytest.raises(dcp.MissingKeyError, match="did you mean model"):
         dcp.read(tmp_path, only="modle")
-    with pytest.raises(dcp.PlanError, match="leave nothing"):
+    with pytest.raises(dcp.errors.PlanError, match="leave nothing"):
         dcp.read(tmp_path, only="step", exclude="st*")
 
 
@@ -98,7 +98,7 @@ def test_names_and_dtypes_are_changed_as_in_a_conversion(tmp_path: Path) -> None
     assert found["step"] == 1
     found = dcp.read(tmp_path, only="net", dtype={"*.w": "float64"})
     assert found["net"]["w"].dtype is torch.float64
-    with pytest.raises(dcp.PlanError, match="dtype"):
+    with pytest.raises(dcp.errors.PlanError, match="dtype"):
         dcp.read(tmp_path, dtype="int3")
 
 
@@ -159,7 +159,7 @@ def test_values_that_need_trust(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(2), "own": Own()}, checkpoint_id=tmp_path / "dcp")
     torch.save({"w": torch.ones(2), "own": Own()}, tmp_path / "x.pt")
     for place in (tmp_path / "dcp", tmp_path / "x.pt"):
-        with pytest.raises(dcp.UnsafeObjectError, match="own"):
+        with pytest.raises(dcp.errors.UnsafeObjectError, match="own"):
             dcp.read(place)
         assert list(dcp.read(place, exclude="own")) == ["w"]
     assert isinstance(dcp.read(tmp_path / "dcp", weights_only=False)["own"], Own)
@@ -172,7 +172,7 @@ def test_storages_of_others_and_options_that_cannot_be_meant(tmp_path: Path) -> 
     assert same(found, {"a": {"w": torch.arange(3.0)}})
     with pytest.raises(dcp.CheckpointError, match="verify"):
         dcp.read(storage_reader=stock.FileSystemReader(tmp_path), verify="full")
-    with pytest.raises(dcp.PlanError, match="only"):
+    with pytest.raises(dcp.errors.PlanError, match="only"):
         dcp.read(tmp_path, only=[])
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.read(tmp_path / "absent")
@@ -210,12 +210,12 @@ def test_notes_on_containers_that_nobody_writes(
     index = decode_manifest(manifest.read_bytes())
     provenance = {**index.provenance, "structure": {"version": 1, **notes}}
     manifest.write_bytes(encode_manifest(replace(index, provenance=provenance)))
-    with pytest.raises(dcp.CheckpointFormatError, match="notes on the structure"):
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on the structure"):
         dcp.read(tmp_path)
     if has_parts:
         assert torch.equal(dcp.read(tmp_path, only="a")["a"]["0"], torch.ones(2))
     else:
-        with pytest.raises(dcp.CheckpointFormatError, match="notes on the structure"):
+        with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on the structure"):
             dcp.read(tmp_path, only="a")
 
 

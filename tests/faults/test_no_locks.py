@@ -50,7 +50,7 @@ for number in (1, 2):
 def race(number):
     try:
         save(number, "raced")
-    except dcp.CheckpointConflictError:
+    except dcp.errors.CheckpointConflictError:
         pass
 
 threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]

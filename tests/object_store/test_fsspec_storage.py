@@ -160,5 +160,5 @@ def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="dcp format"):
         dcp.FsspecWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     writer = dcp.FsspecWriter(tmp_path, key="k")
-    with pytest.raises(dcp.StorageError, match="takes no storage options, and was given key"):
+    with pytest.raises(dcp.errors.StorageError, match="takes no storage options, and was given key"):
         dcp.save({"n": 1}, storage_writer=writer, no_dist=True)

@@ -316,7 +316,7 @@ def test_a_folder_whose_name_begins_like_another(place: Place) -> None:
     short.raw.begin_upload(f"{long.url}/__0_0.0a1b2c3d.distcp")
     for version in (1, 2):
         short.save(version)
-    with pytest.raises(dcp.StorageError):
-        short.save(3, Fault("finish", error=dcp.StorageError("injected")))
+    with pytest.raises(dcp.errors.StorageError):
+        short.save(3, Fault("finish", error=dcp.errors.StorageError("injected")))
     assert (short.seen(), short.listing(), short.uploads()) == (2, CLEAN, 0)
     assert (long.seen(), long.listing(), long.uploads()) == (OLD, CLEAN, 1)

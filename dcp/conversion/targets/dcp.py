@@ -17,7 +17,7 @@ from dcp.conversion.entries import Entries, Value
 from dcp.conversion.layout import CopyBuilder, Hole, Literals, TargetLayout
 from dcp.conversion.layout import Literal as Bytes
 from dcp.storage.engine.write import data_file_name
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, starts
@@ -62,9 +62,9 @@ def dcp_layout(
 ) -> TargetLayout:
     """``files`` data files of about the same size; fewer if there are not as many chunks."""
     if files < 1:
-        raise PlanError(f"files must be positive, not {files}")
+        raise OptionError(f"files must be positive, not {files}")
     if chunks not in ("keep", "split"):
-        raise PlanError(f"chunks must be 'keep' or 'split', not {chunks!r}")
+        raise OptionError(f"chunks must be 'keep' or 'split', not {chunks!r}")
     placed = _place(entries, files, chunks)
     count = max((chunk.file for chunk in placed), default=0) + 1
     writer = _Writer(count)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp.storage.errors import CheckpointConflictError, PlanError
+from dcp.storage.errors import CheckpointConflictError, OptionError, PlanError
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
@@ -81,17 +81,17 @@ def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -
         return TargetPlace(store.url, store, None, None)
     parent, _, name = store.url.rpartition("/")
     if not name or parent.endswith("/") or "://" not in parent:
-        raise PlanError(f"{text!r} names no file below a bucket or folder")
+        raise OptionError(f"{text!r} names no file below a bucket or folder")
     return TargetPlace(store.url, open_store(parent), check_name(name), None)
 
 
 def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> TargetPlace:
     if not path.name:
-        raise PlanError(f"{text!r} names no file or folder that could be made")
+        raise OptionError(f"{text!r} names no file or folder that could be made")
     if is_file:
         if path.is_dir():
-            raise PlanError(f"{path} is a folder; give the name of the file to write", path=str(path))
+            raise OptionError(f"{path} is a folder; give the name of the file to write", path=str(path))
         return TargetPlace(str(path), PosixStore(path.parent), check_name(path.name), path)
     if path.exists() and not path.is_dir():
-        raise PlanError(f"{path} is a file; give the name of a folder to write", path=str(path))
+        raise OptionError(f"{path} is a file; give the name of a folder to write", path=str(path))
     return TargetPlace(str(path), store, None, path)

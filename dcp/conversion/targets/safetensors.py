@@ -17,7 +17,7 @@ import numpy as np
 
 from dcp.conversion.entries import Entries
 from dcp.conversion.layout import Copies, Literals, TargetLayout
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import starts
 from dcp.storage.formats.safetensors.folder import MAX_WEIGHT_MAP_BYTES
@@ -54,7 +54,7 @@ def safetensors_layout(
     file, ``extras`` (plain data, if there is any) into the first one. PlanError for more than readers accept.
     """
     if shard_bytes < 1:
-        raise PlanError(f"shard_bytes must be positive, not {shard_bytes}")
+        raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
     tensors = _described(entries)
     shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
     names = [file_name] if file_name is not None else _names(len(shards))

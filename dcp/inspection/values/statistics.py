@@ -19,7 +19,7 @@ from dcp.inspection.values.elements import is_opaque
 from dcp.inspection.values.summaries import MIN_BINS, Collector, Histogram, Statistics, Summary
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns, Selection
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = [
@@ -102,7 +102,7 @@ def statistics_of(
 ) -> CheckpointStatistics:
     """`statistics` of an open checkpoint."""
     if bins < MIN_BINS:
-        raise PlanError(f"bins must be at least {MIN_BINS}, not {bins}")
+        raise OptionError(f"bins must be at least {MIN_BINS}, not {bins}")
     index = reader.index
     rows = _selected(reader, only, exclude)
     firsts = _first_of_ties(index, rows)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from dcp.manager.catalog.spool import Note, Spool
+from dcp.storage.errors import OptionError
 from dcp.version import __version__
 
 if TYPE_CHECKING:
@@ -80,13 +81,13 @@ class CatalogRegistration:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"catalog: {self.url!r} is no URL of a service, such as https://host:8470")
+            raise OptionError(f"catalog: {self.url!r} is no URL of a service, such as https://host:8470")
         if self.folder and self.root is None:
-            raise ValueError("catalog: folder is the run's folder below a root: name the root, too")
+            raise OptionError("catalog: folder is the run's folder below a root: name the root, too")
         if self.spool_notes < 1 or self.request_seconds <= 0 or self.close_seconds < 0:
-            raise ValueError("catalog: spool_notes, request_seconds and close_seconds must be positive")
+            raise OptionError("catalog: spool_notes, request_seconds and close_seconds must be positive")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
-            raise ValueError("catalog: the key has characters that no key has")
+            raise OptionError("catalog: the key has characters that no key has")
 
 
 class Registrar:
@@ -297,7 +298,7 @@ def registrar_of(
 ) -> Registrar | None:
     """The registrar of a manager: on the coordinator, if there is a ``catalog``.
 
-    Raises ValueError for what is no URL, and ModuleNotFoundError without httpx, on all ranks.
+    Raises OptionError for what is no URL, and ModuleNotFoundError without httpx, on all ranks.
     """
     if catalog is None:
         return None

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
 
+from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
 
 __all__ = ["Best", "Health", "Plan", "Retention", "StepState", "plan"]
@@ -48,10 +49,10 @@ class Best:
 
     def __post_init__(self) -> None:
         if type(self.metric) is not str or not self.metric:
-            raise ValueError(f"best.metric: must be the name of a metric, not {self.metric!r}")
+            raise OptionError(f"best.metric: must be the name of a metric, not {self.metric!r}")
         _check_count("best.count", self.count)
         if self.mode not in _MODES:
-            raise ValueError(f"best.mode: must be 'min' or 'max', not {self.mode!r}")
+            raise OptionError(f"best.mode: must be 'min' or 'max', not {self.mode!r}")
 
     def pick(self, steps: Iterable[StepState]) -> list[int]:
         """The best of ``steps``, the best one first."""
@@ -70,7 +71,7 @@ class Retention:
     - ``best``: by one metric or several; a tuple once constructed. All steps, until one has the metric.
     - ``younger_than_seconds``: by the time of the commit; one that is not known counts as young.
 
-    Raises ValueError, which names the field.
+    Raises OptionError, which names the field.
     """
 
     last: int | None = None
@@ -83,16 +84,16 @@ class Retention:
         if best is not None:
             best = (best,) if isinstance(best, Best) else best
             if not isinstance(best, Sequence) or not all(isinstance(rule, Best) for rule in best):
-                raise ValueError(f"best: must be a Best or a sequence of them, not {best!r}")
+                raise OptionError(f"best: must be a Best or a sequence of them, not {best!r}")
             object.__setattr__(self, "best", tuple(best) or None)
         for name in ("last", "every_steps"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         young = self.younger_than_seconds
         if young is not None and (type(young) not in (int, float) or not math.isfinite(young) or young <= 0):
-            raise ValueError(f"younger_than_seconds: must be a number above 0, not {young!r}")
+            raise OptionError(f"younger_than_seconds: must be a number above 0, not {young!r}")
         if (self.last, self.every_steps, self.best, young) == (None, None, None, None):
-            raise ValueError(
+            raise OptionError(
                 "Retention: give at least one of last, every_steps, best and younger_than_seconds; to keep "
                 "all checkpoints, give no Retention"
             )
@@ -109,7 +110,7 @@ class Retention:
         best = fields.get("best")
         if best is not None:
             if not isinstance(best, (Mapping, list, tuple)):
-                raise ValueError(f"best: must be a map or a list of maps, not {best!r}")
+                raise OptionError(f"best: must be a map or a list of maps, not {best!r}")
             rules = [best] if isinstance(best, Mapping) else best
             fields["best"] = [_best_of(rule) for rule in rules]
         return cls(**fields)
@@ -229,20 +230,20 @@ def _spare_damaged(retention: Retention, states: Sequence[StepState], reasons: d
 
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{name}: must be a whole number of at least 1, not {value!r}")
+        raise OptionError(f"{name}: must be a whole number of at least 1, not {value!r}")
 
 
 def _best_of(data: Any) -> Best:
     fields = _known(data, "best", ("metric", "count", "mode"))
     if "metric" not in fields:
-        raise ValueError("best.metric: is missing")
+        raise OptionError("best.metric: is missing")
     return Best(**fields)
 
 
 def _known(data: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise ValueError(f"{what}: must be a map, not {data!r}")
+        raise OptionError(f"{what}: must be a map, not {data!r}")
     unknown = [name for name in data if name not in names]
     if unknown:
-        raise ValueError(f"{what}: unknown field {unknown[0]!r}; known are {', '.join(names)}")
+        raise OptionError(f"{what}: unknown field {unknown[0]!r}; known are {', '.join(names)}")
     return dict(data)

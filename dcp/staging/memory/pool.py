@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from dcp.staging.errors import StagingTimeoutError
 from dcp.staging.machine import Memory, Slot
-from dcp.storage.errors import StagingError
+from dcp.storage.errors import OptionError, StagingError
 
 __all__ = ["SlotPool"]
 
@@ -17,7 +17,7 @@ class SlotPool:
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
-            raise ValueError(f"a stager needs at least one arena, not {limit}")
+            raise OptionError(f"a stager needs at least one arena, not {limit}")
         self._limit = limit
         self._changed = threading.Condition()
         self._free: list[Slot] = []

@@ -32,7 +32,7 @@ from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, joi
 from dcp.storage.engine.reading.requests import Box, ReadStats, Region, Runs, Verify
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker
-from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, PlanError
+from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.stores.base import ReadHandle, Store
@@ -51,7 +51,7 @@ class ReadEngine:
         self.store = store
         self.index = index
         if verify not in get_args(Verify):
-            raise PlanError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
+            raise OptionError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
         self.verify = verify
         self.threads = max(1, threads)
         self.profile = store.read_profile
@@ -209,7 +209,7 @@ class ReadEngine:
         try:
             yield
         except CheckpointNotFoundError as error:
-            path = str(error.facts.get("path", self.store.url))
+            path = error.path or self.store.url
             raise CorruptCheckpointError(
                 f"{self.store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
                 "refers to it; restore the file or resume from another checkpoint",

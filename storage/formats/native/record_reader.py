@@ -65,7 +65,7 @@ def locate_payload(
             return _locate_in_zip(Window(read, record_offset, record_length), record_offset)
         return _locate_in_safetensors(read, record_offset, fqn)
     except CheckpointFormatError as error:
-        if "fqn" in error.facts:
+        if error.fqn:
             raise
         raise type(error)(f"the record of {fqn!r}: {error}", **error.facts, fqn=fqn) from error
 

@@ -139,7 +139,7 @@ def _tensor(name: str, rebuild: Callable[[tuple[Any, ...]], Any]) -> Constructor
         try:
             return rebuild(args)
         except UnsupportedFormatError as error:
-            kind = error.facts.get("tensor_kind", "lazily conjugated or negated")
+            kind = error.tensor_kind or "lazily conjugated or negated"
             return Ignored(f"{kind} tensor", is_tensor=True)
 
     return Constructor(name, reduce=reduce)

@@ -149,12 +149,12 @@ def test_a_stale_or_shared_copy_is_an_error_that_names_the_tensor(tmp_path: Path
     dcp.async_save({"w": w}, checkpoint_id=tmp_path / "1", async_stager=stale, no_dist=True).result(240)
     w += 1
     future = dcp.async_save({"w": w}, checkpoint_id=tmp_path / "2", async_stager=stale, no_dist=True)
-    with pytest.raises(dcp.StagingError, match="'w'"):
+    with pytest.raises(dcp.errors.StagingError, match="'w'"):
         future.result(240)
     shared = dcp.async_save({"w": w}, checkpoint_id=tmp_path / "3", async_stager=Lazy(), no_dist=True)
-    with pytest.raises(dcp.StagingError, match="'w'"):
+    with pytest.raises(dcp.errors.StagingError, match="'w'"):
         shared.result(240)
-    assert isinstance(shared.staging_completion.exception(240), dcp.StagingError)
+    assert isinstance(shared.staging_completion.exception(240), dcp.errors.StagingError)
     assert not (tmp_path / "2" / ".metadata").exists()
 
 
@@ -162,10 +162,10 @@ def test_errors_are_those_of_the_future(tmp_path: Path) -> None:
     """What fails in the background raises at `result()`, typed; the next save is not affected by it."""
     (tmp_path / "file").write_text("in the way")
     future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "file" / "x", no_dist=True)
-    with pytest.raises(dcp.StorageError):
+    with pytest.raises(dcp.errors.StorageError):
         future.result(240)
     bad = dcp.async_save({"s": torch.eye(3).to_sparse()}, checkpoint_id=tmp_path / "s", no_dist=True)
-    with pytest.raises(dcp.PlanError, match="to_dense"):
+    with pytest.raises(dcp.errors.PlanError, match="to_dense"):
         bad.result(240)
     dcp.async_save(version_state(3), checkpoint_id=tmp_path / "x", no_dist=True).result(240)
     assert seen_by_dcp(tmp_path / "x") == 3
@@ -180,7 +180,7 @@ def failing(path: Any, *, faults: tuple[Fault, ...]) -> FaultInjectingStore:
 
 def test_failed_attempts_are_repeated_from_the_same_copy(tmp_path: Path) -> None:
     """With retries a passing fault costs an attempt, not the checkpoint, and what is saved is the copy."""
-    faults = (Fault("create", at=1, error=dcp.StorageError("injected", errno=errno.EIO)),)
+    faults = (Fault("create", at=1, error=dcp.errors.StorageError("injected", errno=errno.EIO)),)
     stores: list[FaultInjectingStore] = []
 
     def open_store(path: Any) -> FaultInjectingStore:
@@ -200,6 +200,27 @@ def test_failed_attempts_are_repeated_from_the_same_copy(tmp_path: Path) -> None
     assert seen_by_dcp(tmp_path / "x") == 5
 
 
+def test_a_full_disk_is_not_tried_again(tmp_path: Path) -> None:
+    """It stays full until somebody frees space: the error comes at once, from the first attempt."""
+    faults = tuple(
+        Fault("create", at=at, error=dcp.errors.StorageFullError("injected", errno=errno.ENOSPC))
+        for at in (1, 2, 3)
+    )
+    stores: list[FaultInjectingStore] = []
+
+    def open_store(path: Any) -> FaultInjectingStore:
+        stores.append(failing(path, faults=faults))
+        return stores[-1]
+
+    session = AsyncSession(no_dist=True, timeout_seconds=240)
+    writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
+    future = session.save(version_state(5), storage_writer=writer, retries=2, retry_pause_seconds=60)
+    with pytest.raises(dcp.errors.StorageFullError):
+        future.result(30)
+    session.close()
+    assert sum(operation.op == "create" for store in stores for operation in store.log) == 1
+
+
 def test_abort_calls_a_save_off(tmp_path: Path) -> None:
     """A save that was called off leaves nothing, and the session goes on."""
     reached, gate = threading.Event(), threading.Event()
@@ -216,7 +237,7 @@ def test_abort_calls_a_save_off(tmp_path: Path) -> None:
     assert not future.cancel()
     future.abort()
     gate.set()
-    with pytest.raises(dcp.SaveAbortedError):
+    with pytest.raises(dcp.errors.SaveAbortedError):
         future.result(240)
     assert list((tmp_path / "x").iterdir()) == []
     session.save(version_state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "x")).result(240)
@@ -320,7 +341,11 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     future = dcp.async_save(state, checkpoint_id=root / "bad")
     error = future.exception(240)
     dcp.async_save(sharded_state(rank, 2), checkpoint_id=root / "good").result(240)
-    return [type(error).__mro__[1].__name__, getattr(error, "ranks", None), isinstance(error, dcp.PlanError)]
+    return [
+        type(error).__mro__[1].__name__,
+        getattr(error, "ranks", None),
+        isinstance(error, dcp.errors.PlanError),
+    ]
 
 
 def test_staging_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
@@ -349,7 +374,7 @@ def abort_on_one_rank(rank: int, world_size: int, root: Path) -> list[Any]:
     error = future.exception(240)
     session.save(sharded_state(rank, 2), storage_writer=dcp.FileSystemWriter(root / "x")).result(240)
     session.close()
-    return [isinstance(error, dcp.SaveAbortedError), getattr(error, "ranks", None)]
+    return [isinstance(error, dcp.errors.SaveAbortedError), getattr(error, "ranks", None)]
 
 
 def test_an_abort_reaches_all_ranks(tmp_path: Path) -> None:
@@ -380,7 +405,8 @@ def two_sessions(rank: int, world_size: int, root: Path) -> list[bool]:
     """Two sessions of one process in turn; one of them fails all the time."""
     good, bad = AsyncSession(timeout_seconds=240), AsyncSession(timeout_seconds=240)
     broken = partial(
-        failing, faults=(Fault("create", onwards=True, error=dcp.StorageError("injected", errno=errno.EIO)),)
+        failing,
+        faults=(Fault("create", onwards=True, error=dcp.errors.StorageError("injected", errno=errno.EIO)),),
     )
     results = []
     for version in range(1, 5):
@@ -390,7 +416,7 @@ def two_sessions(rank: int, world_size: int, root: Path) -> list[bool]:
         saved = good.save(
             sharded_state(rank, version), storage_writer=dcp.FileSystemWriter(root / str(version))
         )
-        results += [saved.exception(240) is None, isinstance(failed.exception(240), dcp.StorageError)]
+        results += [saved.exception(240) is None, isinstance(failed.exception(240), dcp.errors.StorageError)]
     good.close()
     bad.close()
     return results

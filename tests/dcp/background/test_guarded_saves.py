@@ -107,9 +107,9 @@ def meddle(
         with meddler.changing(tensor, element) if here else nullcontext():
             future = session.save(state, storage_writer=writer, overlap=number % 2 == 0)
             error = future.exception(TIMEOUT_SECONDS)
-        assert isinstance(error, dcp.StagingError), error
+        assert isinstance(error, dcp.errors.StagingError), error
         assert listing(folder / str(number)) == {}
-        own = isinstance(future.staging_completion.exception(TIMEOUT_SECONDS), dcp.StagingError)
+        own = isinstance(future.staging_completion.exception(TIMEOUT_SECONDS), dcp.errors.StagingError)
         named = [each for each in (*NAMES, "model.count", "model.empty") if f"'{each}'" in str(error)]
         found.append((named, list(getattr(error, "ranks", [])), own))
         session.save(

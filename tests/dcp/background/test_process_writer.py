@@ -170,7 +170,7 @@ def test_what_the_process_cannot_import_is_refused(session: AsyncSession, tmp_pa
 def test_an_error_of_the_storage_arrives_with_its_class(session: AsyncSession, tmp_path: Path) -> None:
     """A folder below a file cannot be made: StorageError with the operating system's number."""
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(dcp.StorageError) as caught:
+    with pytest.raises(dcp.errors.StorageError) as caught:
         save(session, tmp_path / "file" / "x", 1).result(TIMEOUT_SECONDS)
     assert isinstance(caught.value, dcp.RankFailedError)
     assert caught.value.ranks == [0]
@@ -209,7 +209,7 @@ def test_metadata_of_a_replaced_checkpoint_is_not_given_for_the_old_one(
     old = save(session, tmp_path / "x", 1).result(TIMEOUT_SECONDS)
     new = save(session, tmp_path / "x", 2).result(TIMEOUT_SECONDS)
     assert "large" in new.state_dict_metadata
-    with pytest.raises(dcp.CheckpointConflictError, match="replaced"):
+    with pytest.raises(dcp.errors.CheckpointConflictError, match="replaced"):
         _ = old.state_dict_metadata
 
 
@@ -280,7 +280,7 @@ def deadly_for(path: Any, rank: int) -> Store:
     """A store that cannot write on one rank."""
     store = FaultInjectingStore(PosixStore(path))
     if dist.get_rank() == rank:
-        store.add(Fault("write", error=dcp.StorageError("injected", errno=5)))
+        store.add(Fault("write", error=dcp.errors.StorageError("injected", errno=5)))
     return store
 
 

@@ -309,4 +309,4 @@ def test_an_error_keeps_class_ranks_facts_and_the_traceback() -> None:
     assert error.ranks == [1]
     assert error.facts["fqn"] == "'w'" or error.facts["fqn"] == "w"
     assert "object object" in error.facts["odd"]
-    assert any("traceback of the writer" in note for note in error.__cause__.__notes__)  # type: ignore[union-attr]
+    assert any("traceback of the writer" in note for note in error.__cause__.__notes__)

@@ -357,9 +357,9 @@ def test_a_failing_progress_callback_harms_no_save(tmp_path: Path, kind: AsyncCh
 def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     """By async_save as by save."""
     state = {"w": torch.ones(3), "hooks": {"scale": lambda loss: loss * 2}}
-    with pytest.raises(dcp.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
+    with pytest.raises(dcp.errors.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
         dcp.async_save(state, checkpoint_id=tmp_path / "x", no_dist=True).result(240)
-    with pytest.raises(dcp.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
+    with pytest.raises(dcp.errors.PlanError, match=r"'hooks\.scale', a function, cannot be stored"):
         dcp.save(state, checkpoint_id=tmp_path / "y", no_dist=True)
 
 

@@ -50,7 +50,7 @@ def test_absent_keys_and_filled_dicts_are_errors(tmp_path: Path) -> None:
     with pytest.raises(dcp.MissingKeyError, match="'modle'"):
         _load_state_dict_from_keys({"modle", "step"}, checkpoint_id=tmp_path)
     reader, planner = dcp.FileSystemReader(tmp_path), _EmptyStateDictLoadPlanner()
-    with pytest.raises(dcp.PlanError, match="empty dict"):
+    with pytest.raises(dcp.errors.PlanError, match="empty dict"):
         _load_state_dict({"step": 1}, reader, no_dist=True, planner=planner)
 
 
@@ -72,7 +72,7 @@ def test_planners_of_either_package_fill_an_empty_dict(planners: str, tmp_path: 
 def test_no_pickle_is_run(tmp_path: Path) -> None:
     """A value of a class of one's own is refused, where torch's planner builds it."""
     stock.save({"path": _Own()}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(dcp.UnsafeObjectError):
+    with pytest.raises(dcp.errors.UnsafeObjectError):
         _load_state_dict_from_keys(checkpoint_id=tmp_path)
 
 

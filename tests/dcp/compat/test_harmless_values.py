@@ -205,7 +205,7 @@ def test_a_conversion_tells_what_torch_load_will_refuse(
 def test_safetensors_refuses_and_names_them(tmp_path: Path) -> None:
     """It holds plain data only; the error names the value, and the way out works."""
     dcp.save({"w": torch.ones(2), "x": np.ones(2)}, checkpoint_id=str(tmp_path / "c"))
-    with pytest.raises(dcp.PlanError, match=r"'x'.*drop_objects"):
+    with pytest.raises(dcp.errors.PlanError, match=r"'x'.*drop_objects"):
         convert(tmp_path / "c", tmp_path / "out", to="safetensors")
     assert convert(tmp_path / "c", tmp_path / "out", to="safetensors", drop_objects=True).dropped_objects == (
         "x",

@@ -164,10 +164,10 @@ def test_subclasses_of_keys_are_kept_by_value_and_others_told(
 )
 def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> None:
     """A checkpoint has one name for both, so one would be lost, or both become one dict."""
-    with pytest.raises(dcp.PlanError, match="duplicated flatten key"):
+    with pytest.raises(dcp.errors.PlanError, match="duplicated flatten key"):
         dcp.save(clash, checkpoint_id=tmp_path / "c", no_dist=True)
     torch.save(clash, tmp_path / "c.pt")
-    with pytest.raises(dcp.CheckpointFormatError, match="flatten to the name"):
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="flatten to the name"):
         open_index(tmp_path / "c.pt")
 
 
@@ -280,7 +280,7 @@ def keys_of_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
     try:
         dcp.save({"x": {(0 if rank else "0"): {str(rank): rank}}}, checkpoint_id=f"{root}/clash")
         clash = ""
-    except dcp.PlanError as error:
+    except dcp.errors.PlanError as error:
         clash = str(error)
     return {"clash": clash, "own": target["own"].value}
 

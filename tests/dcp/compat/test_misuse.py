@@ -19,15 +19,15 @@ import dcp
 def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
     """Save, asynchronous save and load say so, and what to do."""
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(dcp.PlanError, match="not a Linear: put the Linear into one"):
+    with pytest.raises(dcp.errors.PlanError, match="not a Linear: put the Linear into one"):
         dcp.save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     future = dcp.async_save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
-    with pytest.raises(dcp.PlanError, match="not a Linear"):
+    with pytest.raises(dcp.errors.PlanError, match="not a Linear"):
         future.result(240)
-    with pytest.raises(dcp.PlanError, match="not a list: give names"):
+    with pytest.raises(dcp.errors.PlanError, match="not a list: give names"):
         dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     dcp.save({"model": module}, checkpoint_id=tmp_path / "b", no_dist=True)
-    with pytest.raises(dcp.PlanError, match="not a Linear: put the Linear into one"):
+    with pytest.raises(dcp.errors.PlanError, match="not a Linear: put the Linear into one"):
         dcp.load(module, checkpoint_id=tmp_path / "b", no_dist=True)  # type: ignore[arg-type]
     assert not (tmp_path / "a" / ".metadata").exists()
 
@@ -63,7 +63,7 @@ def test_a_file_system_that_nothing_would_go_through_is_refused(storage: type[An
             super().__init__(path)
             self.fs = FileSystem()
 
-    with pytest.raises(dcp.PlanError, match=r"past the fs.*open_store="):
+    with pytest.raises(dcp.errors.PlanError, match=r"past the fs.*open_store="):
         Encrypting(tmp_path)
     assert not hasattr(storage(tmp_path), "fs")
 
@@ -106,11 +106,11 @@ def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
         deep = {"x": deep}
     dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", no_dist=True)
     for state in (ring, {"l": loop}, {"l": plain}, {"p": dcp.PerRank(plain)}, deep):
-        with pytest.raises(dcp.PlanError, match="nested deeper than 256 levels"):
+        with pytest.raises(dcp.errors.PlanError, match="nested deeper than 256 levels"):
             dcp.save(state, checkpoint_id=tmp_path / "s", no_dist=True)
-        with pytest.raises(dcp.PlanError, match="nested deeper than 256 levels"):
+        with pytest.raises(dcp.errors.PlanError, match="nested deeper than 256 levels"):
             dcp.async_save(state, checkpoint_id=tmp_path / "s", no_dist=True).result(120)
-        with pytest.raises(dcp.PlanError, match="nested deeper than 256 levels"):
+        with pytest.raises(dcp.errors.PlanError, match="nested deeper than 256 levels"):
             dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
 
 

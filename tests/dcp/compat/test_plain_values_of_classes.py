@@ -164,7 +164,7 @@ def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.L
         dcp.save(values, checkpoint_id=tmp_path, no_dist=True)
     assert "Plain" in caplog.text and "Tagged" in caplog.text
     target = {"enum": None, "tagged": None}
-    with pytest.raises(dcp.UnsafeObjectError):
+    with pytest.raises(dcp.errors.UnsafeObjectError):
         dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
     dcp.load(target, checkpoint_id=tmp_path, no_dist=True, weights_only=False)
     assert target == values and target["tagged"].tag == "x"  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def differing(rank: int, world: int, root: str) -> str:
     dcp.save({"v": Level.LOW if rank else 1}, checkpoint_id=f"{root}/same")
     try:
         dcp.save({"v": Level.LOW if rank else Level.HIGH}, checkpoint_id=f"{root}/other")
-    except dcp.ReplicaMismatchError as error:
+    except dcp.errors.ReplicaMismatchError as error:
         return str(error)
     return ""
 

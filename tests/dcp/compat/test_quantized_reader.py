@@ -67,7 +67,7 @@ def test_another_dtype_than_the_readers_is_an_error(tmp_path: Path) -> None:
     """``target_dtype`` is the dtype that is stored, as far as a load can see."""
     expected = write_folder(tmp_path)
     state = {"a.weight": torch.zeros(6, 9, dtype=torch.bfloat16)}
-    with pytest.raises(dcp.DtypeMismatchError, match="stored is float32"):
+    with pytest.raises(dcp.errors.DtypeMismatchError, match="stored is float32"):
         dcp.load(state, storage_reader=dcp.QuantizedHuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     reader = dcp.QuantizedHuggingFaceStorageReader(
         str(tmp_path), target_dtype=torch.bfloat16, block_size=BLOCK

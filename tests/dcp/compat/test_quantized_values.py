@@ -31,7 +31,9 @@ def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path)
             )
         },
     ):
-        with pytest.raises(dcp.PlanError, match=r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"):
+        with pytest.raises(
+            dcp.errors.PlanError, match=r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
+        ):
             dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.load({}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -47,6 +49,6 @@ def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype
     stock.load(target, checkpoint_id=tmp_path, no_dist=True)
     assert not torch.allclose(target["q"].dequantize(), torch.arange(4.0), atol=0.3)
     with pytest.raises(
-        dcp.UnsupportedFormatError, match=r"'q' is quantized \(torch\.q.*scale and zero point"
+        dcp.errors.UnsupportedFormatError, match=r"'q' is quantized \(torch\.q.*scale and zero point"
     ):
         dcp.load({"q": quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)

@@ -97,7 +97,7 @@ def test_views_of_any_strides_are_saved_by_value(tmp_path: Path) -> None:
 def test_lazily_conjugated_records_of_stock_are_refused(tmp_path: Path) -> None:
     """Stock stores the memory below such a view and a flag: that is told, and never loaded as the values."""
     stock.save({"x": layouts()["conj"]}, checkpoint_id=str(tmp_path))
-    with pytest.raises(dcp.UnsupportedFormatError, match=r"'x'.*resolve_conj"):
+    with pytest.raises(dcp.errors.UnsupportedFormatError, match=r"'x'.*resolve_conj"):
         dcp.load({"x": torch.zeros(6, 7, dtype=torch.complex64)}, checkpoint_id=str(tmp_path))
 
 

@@ -129,7 +129,7 @@ def test_objects_of_the_users_classes_need_weights_only_false(tmp_path: Path) ->
             if loader == "stock":
                 stock.load(target, checkpoint_id=folder)
             else:
-                with pytest.raises(dcp.UnsafeObjectError, match="'x'"):
+                with pytest.raises(dcp.errors.UnsafeObjectError, match="'x'"):
                     dcp.load(target, checkpoint_id=folder)
                 assert target == {"x": None}
                 dcp.load(target, checkpoint_id=folder, weights_only=False)

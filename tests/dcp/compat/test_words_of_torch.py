@@ -79,7 +79,9 @@ def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: 
 def test_words_come_with_the_name_of_the_tensor(tmp_path: Path) -> None:
     """As one program tells quantised checkpoints: by these words and a part of the name in one message."""
     dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(dcp.ShapeMismatchError, match=r"Size mismatch between saved \(3,\) and .* for 'w'"):
+    with pytest.raises(
+        dcp.errors.ShapeMismatchError, match=r"Size mismatch between saved \(3,\) and .* for 'w'"
+    ):
         load(dcp, tmp_path, w=torch.ones(4))
     with pytest.raises(dcp.MissingKeyError, match="Missing key in checkpoint state_dict: 'absent'"):
         load(dcp, tmp_path, absent=torch.ones(4))
@@ -94,7 +96,7 @@ def test_lookups_have_the_words_of_torch() -> None:
         MetadataIndex("w", [1]): "Could not find shard at 'torch.Size([1])' for FQN: 'w'",
     }
     for index, words in cases.items():
-        with pytest.raises(dcp.PlanError) as caught:
+        with pytest.raises(dcp.errors.PlanError) as caught:
             BoxLookup().find(tensor, index)
         assert words in str(caught.value)
 

@@ -430,7 +430,7 @@ def test_a_failed_save_does_not_end_training(tmp_path: Path, mode: Any) -> None:
         assert manager.wait(240)
         assert (manager.failures, manager.all_steps()) == (1, [2, 3])
     assert isinstance(futures[0], dcp.state_dict_saver.SaveFuture)
-    assert isinstance(futures[0].exception(), dcp.StorageError)
+    assert isinstance(futures[0].exception(), dcp.errors.StorageError)
     event = seen.one("save_failed")
     assert event.step == 1
     assert "the storage is away" in str(event.error)
@@ -444,12 +444,12 @@ def test_a_failure_is_raised_at_the_next_call(tmp_path: Path) -> None:
     with manager_of(tmp_path, writer=writer_with(failing), **options) as manager:
         future = manager.save(1, state_at(1))
         assert future is not None
-        assert isinstance(future.exception(240), dcp.StorageError)
-        with pytest.raises(dcp.StorageError, match="the storage is away"):
+        assert isinstance(future.exception(240), dcp.errors.StorageError)
+        with pytest.raises(dcp.errors.StorageError, match="the storage is away"):
             manager.save(2, state_at(2))
         assert manager.should_save(2)
         manager.save(2, state_at(2))
-        with pytest.raises(dcp.StorageError, match="the storage is away"):
+        with pytest.raises(dcp.errors.StorageError, match="the storage is away"):
             manager.wait(240)
         failing.times = 0
         manager.save(3, state_at(3))
@@ -457,7 +457,7 @@ def test_a_failure_is_raised_at_the_next_call(tmp_path: Path) -> None:
     assert manager.all_steps() == [3]
     other = manager_of(tmp_path, writer=writer_with(Failing()), **options)
     other.save(4, state_at(4))
-    with pytest.raises(dcp.StorageError, match="the storage is away"):
+    with pytest.raises(dcp.errors.StorageError, match="the storage is away"):
         other.close()
     other.close()
 
@@ -466,7 +466,7 @@ def test_sync_failures_are_raised_at_once(tmp_path: Path) -> None:
     """Nothing is under way, so there is no next call to wait for."""
     options: dict[str, Any] = {"on_failure": "raise", "retries": 0, "mode": "sync"}
     with manager_of(tmp_path, writer=writer_with(Failing()), **options) as manager:
-        with pytest.raises(dcp.StorageError, match="the storage is away"):
+        with pytest.raises(dcp.errors.StorageError, match="the storage is away"):
             manager.save(1, state_at(1))
         assert manager.failures == 1
 
@@ -742,7 +742,7 @@ def test_what_is_no_state_dict_is_refused_at_the_call(tmp_path: Path) -> None:
     """Also at steps that are not due: in the background each save would fail, and training go on without."""
     with manager_of(tmp_path, every_steps=10) as manager:
         for step in (1, 10):
-            with pytest.raises(dcp.PlanError, match="put the Linear into one"):
+            with pytest.raises(dcp.errors.PlanError, match="put the Linear into one"):
                 manager.save(step, torch.nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose
     assert (manager.all_steps(), manager.failures) == ([], 0)
 

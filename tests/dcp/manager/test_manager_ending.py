@@ -225,7 +225,7 @@ sys.stdin.readline()
 try:
     for step in (4, 5, 6):
         manager.save(step, {"step": step})
-except dcp.CollectiveTimeoutError as error:
+except dcp.errors.CollectiveTimeoutError as error:
     print(error, flush=True)
 """
 

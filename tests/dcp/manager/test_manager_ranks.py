@@ -269,7 +269,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> l
     for step in range(1, 13):
         try:
             manager.save(step, changing_state(step, rank))
-        except dcp.StorageError as error:
+        except dcp.errors.StorageError as error:
             raised.append((step, str(error).split("\n")[0]))
         if step == 3:
             manager._ledger.wait(240)  # so that the failure is there at a known step

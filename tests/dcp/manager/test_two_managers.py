@@ -180,9 +180,9 @@ def test_failures_and_events_are_each_ones_own(tmp_path: Path) -> None:
         for step in (1, 2):
             failed = one.save(step, state_at(step))
             assert failed is not None
-            assert isinstance(failed.exception(TIMEOUT_SECONDS), dcp.StorageError)
+            assert isinstance(failed.exception(TIMEOUT_SECONDS), dcp.errors.StorageError)
             other.save(step, state_at(step))
-            with pytest.raises(dcp.StorageError):
+            with pytest.raises(dcp.errors.StorageError):
                 one.wait(TIMEOUT_SECONDS)
         one.close()
     assert (one.failures, other.failures) == (2, 0)
@@ -247,7 +247,7 @@ def test_one_loses_its_writer_process_and_the_other_does_not_notice(tmp_path: Pa
             other.save(step, state_at(step))
         lost = one.save(2, state_at(2))
         assert lost is not None
-        assert isinstance(lost.exception(TIMEOUT_SECONDS), dcp.WriterProcessError)
+        assert isinstance(lost.exception(TIMEOUT_SECONDS), dcp.errors.WriterProcessError)
         assert other.wait(TIMEOUT_SECONDS)
         assert pid_of(other) == pids[1]
     assert (one.failures, other.failures) == (1, 0)

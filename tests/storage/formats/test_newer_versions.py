@@ -115,7 +115,7 @@ def test_unknown_dtypes_of_torch(decode: Callable[[bytes], Any]) -> None:
     """A name that can only be a dtype is a later torch's, others stay unsafe; nothing is run."""
     with newer("torch.float3_e1m1fn.*newer torch"):
         decode(b"\x80\x02ctorch\nfloat3_e1m1fn\n.")
-    with pytest.raises(dcp.UnsafeObjectError):
+    with pytest.raises(dcp.errors.UnsafeObjectError):
         decode(b"\x80\x02ctorch\nfloat_power\n.")
 
 
