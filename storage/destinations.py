@@ -19,12 +19,15 @@ import torch
 
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Box, Region, Runs
+from dcp.storage.engine.reading.requests import BoxRequest, Region, Runs
 from dcp.storage.engine.reading.units import Unit
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Int64, starts
-from dcp.storage.tensors import as_copied, dtype_codes, is_addressable, narrow, slab_boxes, torch_dtype
+from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
+from dcp.storage.geometry.ragged import row_matrix
+from dcp.storage.geometry.strides import contiguous_positions
+from dcp.storage.tensors import as_copied, dtype_codes, is_addressable, narrow, torch_dtype
 
 __all__ = ["Destinations", "ReadRequest", "classify"]
 
@@ -126,13 +129,15 @@ class ReadRequest:
             yield _Row(chunk, tensors[dest], offsets, dest_offsets, lengths)
 
 
-def classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Region], list[Unit], list[Box]]:
+def classify(
+    engine: ReadEngine, request: ReadRequest
+) -> tuple[Runs, list[Region], list[Unit], list[BoxRequest]]:
     """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request: units, or
     boxes where the engine joins what it reads."""
     runs, others = _plain_runs(engine, request)
     regions: list[Region] = []
     units: list[Unit] = []
-    staged: list[Box] = []
+    staged: list[BoxRequest] = []
     more: list[tuple[int, int, int, int]] = []
     for row in request.rows(others):
         chunk, _, offsets, _, lengths = row
@@ -145,7 +150,7 @@ def classify(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, list[Regio
             continue
         itemsize = target.element_size()
         if target.is_contiguous() and not engine.payloads.is_permuted(chunk):
-            position = _contiguous_position(engine.index.box(chunk)[1], offsets, lengths)
+            position = contiguous_position(engine.index.box(chunk).sizes, Box(offsets, lengths))
             if position is not None:
                 more.append((chunk, position * itemsize, target.nbytes, target.data_ptr()))
                 continue
@@ -181,19 +186,19 @@ def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, Int64]:
     positions, places, volumes = (np.zeros(len(chunks), np.int64) for _ in range(3))
     for ndim in np.unique(ndims[usable]).tolist():
         rows = np.flatnonzero(usable & (ndims == ndim))
-        lengths = _matrix(request.lengths, request.box_start, rows, ndim)
-        stored = _runs_of(
-            _matrix(index.chunk_sizes, index.box_start, chunks[rows], ndim),
-            _matrix(request.storage_offsets, request.box_start, rows, ndim),
+        lengths = row_matrix(request.lengths, request.box_start, rows, ndim)
+        stored = contiguous_positions(
+            row_matrix(index.chunk_sizes, index.box_start, chunks[rows], ndim),
+            row_matrix(request.storage_offsets, request.box_start, rows, ndim),
             lengths,
         )
-        local = _runs_of(
-            _matrix(memory.shape_values, memory.shape_start, dests[rows], ndim),
-            _matrix(request.dest_offsets, request.box_start, rows, ndim),
+        local = contiguous_positions(
+            row_matrix(memory.shape_values, memory.shape_start, dests[rows], ndim),
+            row_matrix(request.dest_offsets, request.box_start, rows, ndim),
             lengths,
         )
         is_run[rows] = stored.is_run & local.is_run
-        positions[rows], places[rows] = stored.positions, local.positions
+        positions[rows], places[rows] = stored.first, local.first
         volumes[rows] = lengths.prod(axis=1)
     found = np.flatnonzero(is_run)
     itemsizes = index.itemsizes[tensors[found]]
@@ -204,31 +209,6 @@ def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, Int64]:
         addresses=memory.pointers[dests[found]] + places[found] * itemsizes,
     )
     return runs, np.flatnonzero(~is_run)
-
-
-def _matrix(values: Int64, start: Int64, rows: Int64, ndim: int) -> Int64:
-    """The ragged rows ``rows`` of (values, start), all of length ``ndim``."""
-    matrix: Int64 = values[start[rows][:, None] + np.arange(ndim, dtype=np.int64)]
-    return matrix
-
-
-class _Places(NamedTuple):
-    is_run: npt.NDArray[np.bool_]
-    positions: Int64
-
-
-def _runs_of(sizes: Int64, offsets: Int64, lengths: Int64) -> _Places:
-    """By box in a C-ordered array of ``sizes``: whether it is one run of elements, and the first one's place.
-
-    All are (boxes, dimensions). Boxes that are empty, or reach outside of their array, are none here.
-    """
-    is_full = lengths == sizes
-    full_behind, steps = np.ones_like(is_full), np.ones_like(sizes)
-    full_behind[:, :-1] = np.logical_and.accumulate(is_full[:, :0:-1], axis=1)[:, ::-1]
-    steps[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
-    inside = (offsets >= 0) & (lengths > 0) & (lengths <= sizes - offsets)
-    is_run = (inside & (full_behind | (lengths == 1))).all(axis=1)
-    return _Places(is_run, (offsets * steps).sum(axis=1))
 
 
 # -- row by row ----------------------------------------------------------------------------------------------
@@ -251,19 +231,6 @@ def _target(engine: ReadEngine, row: _Row) -> torch.Tensor:
     return target
 
 
-def _contiguous_position(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """The first element's place if the box is one run of a C-ordered chunk of ``sizes``, else None."""
-    position, step, open_dims = 0, 1, True
-    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
-        if not open_dims and length != 1:
-            return None
-        if length != size:
-            open_dims = False
-        position += offset * step
-        step *= size
-    return position
-
-
 _local = threading.local()
 
 
@@ -280,7 +247,7 @@ def _staging_buffer(*, for_device: bool) -> torch.Tensor:
 
 def _staged_box(
     engine: ReadEngine, chunk: int, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor
-) -> Box:
+) -> BoxRequest:
     """As `_staged`, out of the engine's scratch memory."""
     target, saved = _as_stored(engine, chunk, target)
 
@@ -289,7 +256,7 @@ def _staged_box(
         aligned = elements if elements.flags.aligned else elements.copy()
         narrow(target, at, elements.shape).copy_(torch.from_numpy(aligned).view(saved))
 
-    return Box(chunk, tuple(offsets), tuple(lengths), put)
+    return BoxRequest(chunk, tuple(offsets), tuple(lengths), put)
 
 
 def _as_stored(engine: ReadEngine, chunk: int, target: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
@@ -318,12 +285,13 @@ def _staged(
     @torch.inference_mode()
     def unit(worker: ReadWorker) -> None:
         itemsize = engine.itemsize(chunk)
-        for slab_offsets, slab_sizes in slab_boxes(stored_lengths, itemsize, _STAGED_BYTES):
-            slab_bytes = math.prod(slab_sizes) * itemsize
+        for slab in split_box(Box.whole(stored_lengths), _STAGED_BYTES // itemsize):
+            slab_offsets, slab_sizes = slab
+            slab_bytes = slab.volume * itemsize
             staged = _staging_buffer(for_device=not target.is_cpu)[:slab_bytes].view(saved).view(slab_sizes)
             begin = tuple(o + s for o, s in zip(stored_offsets, slab_offsets, strict=True))
             is_permuted = engine.payloads.is_permuted(chunk)
-            position = None if is_permuted else _contiguous_position(sizes, begin, slab_sizes)
+            position = None if is_permuted else contiguous_position(sizes, Box(begin, slab_sizes))
             if position is not None:
                 worker.read_direct(chunk, position * itemsize, slab_bytes, staged.data_ptr())
             else:

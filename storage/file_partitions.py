@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from dcp.storage.engine.memory import gather_small
-from dcp.storage.engine.reading.assemble import ragged_positions
 from dcp.storage.engine.write import JOINED_BYTES, DataFile, WriteOutcome
 from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.ragged import expand_ranges
 from dcp.storage.tensors import byte_pieces, narrow, whole_memories
 
 __all__ = ["Lane", "WriteRequest", "Written", "collect", "write_lane"]
@@ -69,7 +69,7 @@ class WriteRequest:
         if len(compared):
             counts = ndims[compared]
             before, after = (
-                self.sizes[ragged_positions(self.box_start[rows[compared + step]], counts)] for step in (0, 1)
+                self.sizes[expand_ranges(self.box_start[rows[compared + step]], counts)] for step in (0, 1)
             )
             differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
         edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(rows)]
@@ -168,9 +168,7 @@ def collect(
     outcome.crc_counts = counts[take]
     crc_start = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=crc_start[1:])
-    outcome.crcs = column("crcs").astype(np.uint32)[
-        ragged_positions(crc_start[:-1][take], outcome.crc_counts)
-    ]
+    outcome.crcs = column("crcs").astype(np.uint32)[expand_ranges(crc_start[:-1][take], outcome.crc_counts)]
     lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
     objects = written[lane_number].objects
     outcome.object_files = np.full(len(objects), lane_number, dtype=np.int64)

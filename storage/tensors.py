@@ -13,6 +13,7 @@ from dcp.storage.engine.memory import view
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.boxes import Box, split_box
 
 __all__ = [
     "as_copied",
@@ -23,7 +24,6 @@ __all__ = [
     "is_addressable",
     "is_whole_memory",
     "narrow",
-    "slab_boxes",
     "torch_dtype",
     "whole_memories",
 ]
@@ -123,38 +123,11 @@ def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:
     pinned = not tensor.is_cpu and torch.accelerator.is_available()
     tensor = as_copied(tensor)
     buffer = torch.empty(_SLAB_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    for box in slab_boxes(tensor.shape, tensor.element_size(), _SLAB_BYTES):
+    for box in split_box(Box.whole(tensor.shape), _SLAB_BYTES // tensor.element_size()):
         slab = narrow(tensor, *box)
         target = buffer[: slab.nbytes].view(tensor.dtype).view(slab.shape)
         target.copy_(slab)
         yield view(target.data_ptr(), slab.nbytes)
-
-
-def slab_boxes(
-    shape: Sequence[int], itemsize: int, limit_bytes: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of boxes of at most ``limit_bytes`` that tile ``shape`` in C order.
-
-    Each box is contiguous in C order: whole in all dimensions behind the one that is cut.
-    """
-    shape = tuple(shape)
-    volume = itemsize
-    for size in shape:
-        volume *= size
-    if volume == 0:
-        return
-    if volume <= limit_bytes or not shape:
-        yield (0,) * len(shape), shape
-        return
-    row_bytes = volume // shape[0]
-    if row_bytes > limit_bytes:
-        for first in range(shape[0]):
-            for offsets, sizes in slab_boxes(shape[1:], itemsize, limit_bytes):
-                yield (first, *offsets), (1, *sizes)
-        return
-    rows = limit_bytes // row_bytes
-    for first in range(0, shape[0], rows):
-        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
 
 
 def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

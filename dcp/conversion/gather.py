@@ -8,6 +8,7 @@ block that two tasks have halves of is verified too, and nobody reads more than 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any, Final, NamedTuple
@@ -15,18 +16,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.pieces import (
-    SourceBox,
-    Transfer,
-    intersect,
-    range_boxes,
-    split_runs,
-    split_transfer,
-    transfer_of,
-)
-from dcp.storage.engine.boxes import c_strides
+from dcp.conversion.pieces import SourceBox, Transfer, transfer_of
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.geometry.boxes import range_boxes
+from dcp.storage.geometry.payload_parts import box_parts, is_sparse
+from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.base import ReadHandle, Store
 from dcp.storage.threads import WorkerThreads
 
@@ -148,13 +143,10 @@ class Gatherer:
         origin = want.first * want.itemsize
         for box in range_boxes(want.shape, want.first, want.last):
             for source in want.sources:
-                part = intersect(box, source)
+                part = box.intersection(source.box)
                 if part is not None:
                     transfer = transfer_of(part, source, strides, origin, want.itemsize)
-                    size = want.itemsize
-                    for length in part.lengths:
-                        size *= length
-                    yield from self._transfers(want, source, transfer, size)
+                    yield from self._transfers(want, source, transfer, part.volume * want.itemsize)
 
     def _transfers(self, want: Wanted, source: SourceBox, transfer: Transfer, size: int) -> Iterator[_Read]:
         base = source.payload_offset
@@ -178,20 +170,16 @@ class Gatherer:
                     0,
                 )
             return
-        for part in split_transfer(transfer, want.itemsize, SCRATCH_BYTES):
-            begin, end = part.begin, part.begin + part.extent(want.itemsize)
-            volume = want.itemsize
-            for length in part.lengths:
-                volume *= length
-            if end - begin > _SPARSE * volume and (runs := split_runs(part, want.itemsize, _RUN_COST_BYTES)):
-                # Of a large transposed tensor each stretch has a little of everything. Reading all between,
-                # again for every stretch, would be quadratic; such payloads are compared apart.
-                for run in runs:
-                    size = run.extent(want.itemsize)
-                    place = source.file, base + run.begin, size, NO_CHUNK, run.begin
-                    yield _Read(*place, want.target, run, want.itemsize, -1, 0, 0)
-                continue
-            if self._verify and end - begin != volume:
+        # Of a large transposed tensor each stretch has a little of everything. Reading all between, again for
+        # every stretch, would be quadratic; such payloads are compared apart.
+        itemsize, lengths, own = want.itemsize, transfer.lengths, transfer.source_strides
+        gap_bytes = max(_RUN_COST_BYTES, (_SPARSE - 1) * transfer.run_bytes(itemsize))
+        chunk = NO_CHUNK if is_sparse(lengths, own, itemsize, gap_bytes) else source.chunk
+        for part in box_parts(
+            transfer.begin, lengths, own, itemsize, limit_bytes=SCRATCH_BYTES, gap_bytes=gap_bytes
+        ):
+            begin, end = part.begin, part.end
+            if self._verify and chunk != NO_CHUNK and end - begin != math.prod(part.lengths) * itemsize:
                 # What is read beside the wanted is read again by others: whole blocks can be compared alone.
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
                 end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, source.payload_bytes)
@@ -199,11 +187,11 @@ class Gatherer:
                 source.file,
                 base + begin,
                 end - begin,
-                source.chunk,
+                chunk,
                 begin,
                 want.target,
-                part,
-                want.itemsize,
+                transfer.part(part),
+                itemsize,
                 -1,
                 0,
                 part.begin - begin,

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp.planners.layout.boxes import gather_rows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.geometry.ragged import gather_rows
 
 __all__ = ["Copies", "CopyBuilder", "Hole", "Literal", "Literals", "TargetLayout"]
 

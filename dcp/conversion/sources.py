@@ -17,10 +17,12 @@ import numpy as np
 from dcp.conversion.layout import Copies, TargetLayout
 from dcp.conversion.pieces import SourceBox
 from dcp.planners.columns import WantedColumns
-from dcp.planners.layout.boxes import expand_ranges, gather_rows, row_products
 from dcp.planners.load.plan import plan_load
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
+from dcp.storage.geometry.strides import c_strides_by_row
 
 __all__ = ["SourceColumns", "TaskCopies", "TaskCopy", "copy_sources", "payload_crcs", "source_files"]
 
@@ -79,9 +81,8 @@ class SourceColumns:
         for row, (chunk, file, payload_offset, payload_bytes, begin) in enumerate(zip(*columns, strict=True)):
             high = places[row + 1] - places[0]
             offsets, lengths, strides = (tuple(values[low:high]) for values in flat)
-            found.append(
-                SourceBox(chunk, file, payload_offset, payload_bytes, offsets, lengths, begin, strides)
-            )
+            box = Box(offsets, lengths)
+            found.append(SourceBox(chunk, file, payload_offset, payload_bytes, box, begin, strides))
             low = high
         for begin, end in pairwise(bounds):
             yield tuple(found[begin - bounds[0] : end - bounds[0]])
@@ -228,11 +229,7 @@ def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
     for ndim in np.unique(ndims[ndims > 0]).tolist():
         rows = np.flatnonzero(ndims == ndim)
         places = box_start[rows][:, None] + np.arange(ndim, dtype=np.int64)
-        steps = np.empty((len(rows), ndim), np.int64)
-        steps[:, -1] = itemsizes[rows]
-        for dimension in range(ndim - 1, 0, -1):
-            steps[:, dimension - 1] = steps[:, dimension] * sizes[places[:, dimension]]
-        found[places] = steps
+        found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
     permuted = engine.payloads.permuted_chunks
     for row in np.flatnonzero(np.isin(chunks, permuted)).tolist() if len(permuted) else ():
         order, own = engine.payloads.layout(int(chunks[row]))

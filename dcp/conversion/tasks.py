@@ -24,11 +24,11 @@ from dcp.conversion.pieces import SourceBox
 from dcp.conversion.sinks import FileSink, Sink, StreamSink
 from dcp.conversion.sources import SourceColumns, TaskCopies, TaskCopy, source_files
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.storage.engine.boxes import c_strides
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = [
@@ -297,7 +297,7 @@ class _Runner:
         else:
             first, last = low // out, high // out
         if copy.source_code == copy.target_code and last - first == (high - low) // out and not low % out:
-            is_exact = all(_is_plain(box, copy, size) for box in copy.sources)
+            is_exact = all(_is_plain(source, copy, size) for source in copy.sources)
             wanted.append(
                 Wanted(place, copy.shape, size, copy.sources, first, last, copy.copy if is_exact else -1, low)
             )
@@ -342,9 +342,9 @@ class _Runner:
             self._hole += 1
 
 
-def _is_plain(box: SourceBox, copy: TaskCopy, itemsize: int) -> bool:
+def _is_plain(source: SourceBox, copy: TaskCopy, itemsize: int) -> bool:
     """Whether whole rows of the copy lie together in the payload, so that they are read where they belong."""
-    return box.lengths[1:] == copy.shape[1:] and box.strides == c_strides(copy.shape, itemsize)
+    return source.box.sizes[1:] == copy.shape[1:] and source.strides == c_strides(copy.shape, itemsize)
 
 
 def _whole(fragments: Sequence[Fragment]) -> int:

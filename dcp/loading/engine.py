@@ -15,7 +15,6 @@ import msgpack
 from dcp.loading.report import LoadReport
 from dcp.loading.targets import Stored, Targets
 from dcp.planners.columns import LoadColumns
-from dcp.planners.layout.boxes import row_products
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Matches, check_matches
 from dcp.planners.load.unexpected import check_left, pack_left
@@ -31,6 +30,7 @@ from dcp.storage.formats.open import saved_by_rank
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import index_at
 from dcp.storage.formats.torch.python_values import decode_values
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.reader import FileSystemReader, ReadRequest
 from dcp.storage.torch_metadata import LazyMetadata
 

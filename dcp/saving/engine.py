@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.columns import WriteColumns
-from dcp.planners.layout.boxes import row_products
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.wire.codec import (
@@ -34,6 +33,7 @@ from dcp.storage.engine.write import WriteOutcome
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.formats.open import open_index
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import FileSystemWriter, WriteRequest
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp.planners.layout.boxes import expand_ranges, gather_rows
 from dcp.planners.layout.local_tensor import (
     DTENSOR,
     KINDS,
@@ -31,11 +30,12 @@ from dcp.planners.layout.local_tensor import (
     layout_of,
     local_tensor,
 )
-from dcp.planners.layout.placements import Box
+from dcp.planners.layout.placements import LocalBox
 from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.ragged import expand_ranges, gather_rows
 
 __all__ = ["DTYPE_CODES", "LocalTensors", "collect_tensors"]
 
@@ -117,7 +117,7 @@ class _Form(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[LocalBox, ...]
     box_sources: tuple[int, ...]
     source_shapes: tuple[tuple[int, ...], ...]
     sharded: bool
@@ -162,7 +162,7 @@ class _PlainForms(dict[tuple[int, ...], int]):
 
     def __missing__(self, shape: tuple[int, ...]) -> int:
         zeros, whole = (0,) * len(shape), tuple(shape)
-        form = _Form(whole, (Box(zeros, whole, zeros),), (0,), (whole,), False, True)
+        form = _Form(whole, (LocalBox(zeros, whole, zeros),), (0,), (whole,), False, True)
         number = self[shape] = self._forms.number(form)
         return number
 

@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp.planners.layout.placements import Box, Split, boxes_of_runs, local_runs, local_shape
+from dcp.planners.layout.placements import LocalBox, Split, boxes_of_runs, local_runs, local_shape
 from dcp.storage.errors import PlanError
 
 __all__ = [
@@ -44,7 +44,7 @@ class LocalPiece(NamedTuple):
     """A box of a global tensor in the plain local tensor ``source``."""
 
     source: torch.Tensor
-    box: Box
+    box: LocalBox
 
 
 class LocalTensor(NamedTuple):
@@ -66,7 +66,7 @@ class TensorLayout(NamedTuple):
     """What a rank holds of all DTensors of one shape, mesh and placements."""
 
     local_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[LocalBox, ...]
     replicated: bool
 
 
@@ -151,7 +151,7 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
             )
     if not math.prod(shape):
         # an empty tensor still has a shape to keep: one empty chunk, from whoever comes first
-        return TensorLayout(shape, (Box((0,) * len(shape), shape, (0,) * len(shape)),), True)
+        return TensorLayout(shape, (LocalBox((0,) * len(shape), shape, (0,) * len(shape)),), True)
     runs = local_runs(shape, splits)
     return TensorLayout(local_shape(runs), boxes_of_runs(runs), replicated)
 
@@ -199,7 +199,7 @@ def _whole(fqn: str, source: torch.Tensor, offsets: Sequence[int], sizes: Sequen
             f"tensor {fqn!r}: a shard of shape {tuple(source.shape)} claims the box of sizes {tuple(sizes)}",
             fqn=fqn,
         )
-    return LocalPiece(source, Box(tuple(offsets), tuple(sizes), (0,) * len(sizes)))
+    return LocalPiece(source, LocalBox(tuple(offsets), tuple(sizes), (0,) * len(sizes)))
 
 
 def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
@@ -242,7 +242,12 @@ def _from_plain(tensor: torch.Tensor) -> LocalTensor:
     shape = tuple(tensor.shape)
     zeros = (0,) * len(shape)
     return LocalTensor(
-        shape, tensor.dtype, tensor.requires_grad, False, True, [LocalPiece(tensor, Box(zeros, shape, zeros))]
+        shape,
+        tensor.dtype,
+        tensor.requires_grad,
+        False,
+        True,
+        [LocalPiece(tensor, LocalBox(zeros, shape, zeros))],
     )
 
 

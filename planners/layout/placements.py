@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "Run", "Split", "boxes_of_runs", "local_runs", "local_shape"]
+__all__ = ["LocalBox", "Run", "Split", "boxes_of_runs", "local_runs", "local_shape"]
 
 Run = tuple[int, int]
 """(global start, length) of consecutive global positions that are consecutive locally."""
 
 
-class Box(NamedTuple):
+class LocalBox(NamedTuple):
     """A part of a global tensor, and where it begins in the local one."""
 
     offsets: tuple[int, ...]
@@ -82,7 +82,7 @@ def local_shape(runs: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     return tuple(sum(length for _, length in dim) for dim in runs)
 
 
-def boxes_of_runs(runs: Sequence[Sequence[Run]]) -> tuple[Box, ...]:
+def boxes_of_runs(runs: Sequence[Sequence[Run]]) -> tuple[LocalBox, ...]:
     """The boxes of a local tensor, in local C order; none where it is empty."""
     located: list[list[tuple[int, int, int]]] = []
     for dim in runs:
@@ -92,5 +92,5 @@ def boxes_of_runs(runs: Sequence[Sequence[Run]]) -> tuple[Box, ...]:
     for product in itertools.product(*located):
         offsets, sizes, local = (tuple(entry[part] for entry in product) for part in range(3))
         if math.prod(sizes):
-            boxes.append(Box(offsets, sizes, local))
+            boxes.append(LocalBox(offsets, sizes, local))
     return tuple(boxes)

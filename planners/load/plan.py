@@ -11,23 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import LoadColumns, WantedColumns, told_name
-from dcp.planners.layout.boxes import (
-    BoxSet,
-    expand_ranges,
-    gather_rows,
-    intersecting_pairs,
-    overlapping_pairs,
-)
 from dcp.planners.load.key_hints import hint_for_missing
 from dcp.planners.load.problems import MAX_LISTED, LoadProblems
-from dcp.storage.errors import PlanError, UnsafeObjectError
+from dcp.storage.errors import UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.geometry.joins import BoxSet, cut_overlaps, intersecting_pairs, overlapping_pairs
+from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_matrix
 
 __all__ = ["LoadFindings", "plan_load"]
-
-MAX_CUTS = 100_000
-"""Pieces that partly overlapping stored chunks may be cut into, a bound against absurd input."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +192,8 @@ def _intersect(
     parts = []
     for ndim in np.flatnonzero(np.bincount(ndims)).tolist():
         chosen = boxes[ndims == ndim]
-        places = wanted.box_start[chosen][:, None] + np.arange(ndim, dtype=np.int64)
-        low, sizes = wanted.box_offsets[places], wanted.box_sizes[places]
+        low = row_matrix(wanted.box_offsets, wanted.box_start, chosen, ndim)
+        sizes = row_matrix(wanted.box_sizes, wanted.box_start, chosen, ndim)
         full = (sizes > 0).all(axis=1)
         if not full.all():
             chosen, low, sizes = chosen[full], low[full], sizes[full]
@@ -227,9 +219,8 @@ def _intersect_ndim(index: CheckpointIndex, boxes: Int64, tensors: Int64, low: I
         chunks, pair_box = index.chunk_start[tensors], np.arange(len(boxes), dtype=np.int64)
     else:
         chunks = expand_ranges(index.chunk_start[wanted_tensors], counts)
-    places = index.box_start[chunks][:, None] + np.arange(ndim, dtype=np.int64)
-    chunk_low = index.chunk_offsets[places]
-    chunk_high = chunk_low + index.chunk_sizes[places]
+    chunk_low = row_matrix(index.chunk_offsets, index.box_start, chunks, ndim)
+    chunk_high = chunk_low + row_matrix(index.chunk_sizes, index.box_start, chunks, ndim)
     if not lone:
         stored = BoxSet(np.repeat(wanted_tensors, counts), chunk_low, chunk_high)
         pair_box, pair_chunk = intersecting_pairs(BoxSet(tensors, low, high), stored)
@@ -253,71 +244,17 @@ def _cover(pieces: _Pieces, boxes: Int64, low: Int64, high: Int64) -> tuple[_Pie
     Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
     volumes prove coverage and nothing is read twice.
     """
-    i, j = overlapping_pairs(BoxSet(pieces.boxes, pieces.low, pieces.high))
-    if len(i):
-        pieces = _disjoint(pieces, i, j)
+    found = BoxSet(pieces.boxes, pieces.low, pieces.high)
+    earlier, later = overlapping_pairs(found)
+    if len(earlier):
+        rows, parts = cut_overlaps(found, earlier, later)
+        pieces = _Pieces(parts.groups, pieces.chunks[rows], parts.low, parts.high)
     volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
     filled = np.zeros(len(boxes), np.int64)
     np.add.at(filled, pieces.boxes, volumes)
     demanded = np.prod(high - low, axis=1, dtype=np.int64)
     gaps = [(place, int(filled[place])) for place in np.flatnonzero(filled != demanded).tolist()]
     return _Pieces(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
-
-
-def _disjoint(pieces: _Pieces, i: Int64, j: Int64) -> _Pieces:
-    """Cut later pieces by the earlier ones they overlap (i < j); equal ones, the usual case, just go."""
-    equal = (pieces.low[i] == pieces.low[j]).all(axis=1) & (pieces.high[i] == pieces.high[j]).all(axis=1)
-    dropped = np.zeros(len(pieces.boxes), bool)
-    dropped[j[equal]] = True
-    partial = ~dropped[i] & ~dropped[j]
-    cutters: dict[int, list[int]] = {}
-    for earlier, later in zip(i[partial].tolist(), j[partial].tolist(), strict=True):
-        cutters.setdefault(later, []).append(earlier)
-    rows: list[int] = []
-    lows: list[tuple[int, ...]] = []
-    highs: list[tuple[int, ...]] = []
-    for later, earlier_ones in cutters.items():
-        rest = [(tuple(pieces.low[later].tolist()), tuple(pieces.high[later].tolist()))]
-        for earlier in earlier_ones:
-            cut = (tuple(pieces.low[earlier].tolist()), tuple(pieces.high[earlier].tolist()))
-            rest = [part for box in rest for part in _subtract(box, cut)]
-        if len(rows) + len(rest) > MAX_CUTS:
-            raise PlanError(
-                "the stored chunks of a tensor overlap in too many ways; the checkpoint is not sound"
-            )
-        for low, high in rest:
-            rows.append(later)
-            lows.append(low)
-            highs.append(high)
-        dropped[later] = True
-    kept = np.flatnonzero(~dropped)
-    extra = np.array(rows, np.int64)
-    ndim = pieces.low.shape[1]
-    return _Pieces(
-        np.concatenate([pieces.boxes[kept], pieces.boxes[extra]]),
-        np.concatenate([pieces.chunks[kept], pieces.chunks[extra]]),
-        np.concatenate([pieces.low[kept], np.array(lows, np.int64).reshape(len(rows), ndim)]),
-        np.concatenate([pieces.high[kept], np.array(highs, np.int64).reshape(len(rows), ndim)]),
-    )
-
-
-_Corners = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _subtract(box: _Corners, cut: _Corners) -> list[_Corners]:
-    """What is left of ``box`` without ``cut``: at most two boxes a dimension, disjoint."""
-    low, high = list(box[0]), list(box[1])
-    if any(c_low >= h or c_high <= lo for lo, h, c_low, c_high in zip(low, high, *cut, strict=True)):
-        return [box]
-    rest: list[_Corners] = []
-    for dim, (c_low, c_high) in enumerate(zip(*cut, strict=True)):
-        if low[dim] < c_low:
-            rest.append((tuple(low), (*high[:dim], c_low, *high[dim + 1 :])))
-            low[dim] = c_low
-        if high[dim] > c_high:
-            rest.append(((*low[:dim], c_high, *low[dim + 1 :]), tuple(high)))
-            high[dim] = c_high
-    return rest
 
 
 def _columns(

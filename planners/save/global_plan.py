@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns, WriteColumns
-from dcp.planners.layout.boxes import expand_ranges, gather_rows, row_products
 from dcp.planners.save.balance import Balancer, Replicated, WritePart, tie_clusters
 from dcp.planners.save.merge import MergedObjects, MergedTensors, merge_objects, merge_tensors
 from dcp.planners.save.replica_sets import Holders
@@ -28,6 +27,7 @@ from dcp.planners.save.validate import (
 )
 from dcp.storage.formats.container_notes import Note, Noted, merge_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
+from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
 
 __all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import SaveColumns
-from dcp.planners.layout.boxes import gather_rows
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.ragged import gather_rows
 from dcp.storage.near_names import listed
 
 __all__ = ["MergedObjects", "MergedTensors", "merge_objects", "merge_tensors", "rank_list"]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.layout.boxes import BoxSet, by_ndim, overlapping_pairs
 from dcp.planners.save.merge import MergedObjects, MergedTensors, describe_sides, rank_list
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
+from dcp.storage.geometry.ragged import by_ndim
 
 if TYPE_CHECKING:
     from dcp.planners.save.global_plan import Boxes, Items

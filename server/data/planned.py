@@ -17,7 +17,6 @@ import numpy as np
 
 from dcp.conversion.checks import SourceChecks
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.pieces import range_boxes
 from dcp.conversion.sources import copy_sources
 from dcp.conversion.stretches import StretchReader
 from dcp.conversion.tasks import make_tasks
@@ -27,6 +26,7 @@ from dcp.server.data import bodies
 from dcp.server.data.bodies import Body, empty_part
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.boxes import range_boxes
 from dcp.storage.stores.base import Store
 
 __all__ = ["ArrayBody", "PlannedBody"]
@@ -154,7 +154,6 @@ class ArrayBody(Body):
         """Elements ``first`` to ``last`` of the result."""
         arrays = []
         for box in range_boxes(self.shape, first, last):
-            place = [slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
-            array = reader.read_part(self._row, self._slices, place)
+            array = reader.read_part(self._row, self._slices, box.slices)
             arrays.append(np.ascontiguousarray(self._convert(array)).reshape(-1).view(np.uint8))
         return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).data

@@ -13,7 +13,7 @@ from dcp.conversion.casting import CASTABLE
 from dcp.conversion.layout import CopyBuilder, Literals, TargetLayout
 from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
-from dcp.inspection.values.tensor_boxes import lattice_of
+from dcp.inspection.values.strided_selection import select
 from dcp.inspection.values.tensor_reading import Slices
 from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
@@ -53,7 +53,7 @@ def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: Ten
         what = "a value, and no tensor" if fqn in index.objects.position else "not in the checkpoint"
         raise NotFoundError(f"{fqn[:200]!r} is {what}")
     dtype = index.dtype(row)
-    shape = lattice_of(index.shape(row), slices, fqn).shape
+    shape = select(index.shape(row), slices, fqn).shape
     target = dtype if to == "safetensors" else _npy_dtype(dtype)
     head = _npy_head(target, shape) if to == "npy" else _safetensors_head(fqn, dtype, shape)
     is_castable = target == dtype or {dtype.code, target.code} <= CASTABLE

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.edges import MAX_RECORDS, Edges
 from dcp.storage.errors import (
@@ -28,6 +27,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.formats.native.record_reader import locate_payload
+from dcp.storage.geometry.strides import c_strides, dense_order
 
 if TYPE_CHECKING:
     from dcp.storage.engine.reading.joining import RequestPiece
@@ -135,7 +135,7 @@ class Payloads:
                 path=name,
                 fqn=fqn,
             )
-        order = _dense_order(sizes, stored.strides)
+        order = dense_order(sizes, stored.strides) if len(stored.strides) == len(sizes) else None
         if order is None:
             raise UnsupportedFormatError(
                 f"{name}: {fqn!r} is stored with strides {stored.strides} for shape {sizes}, which are not "
@@ -191,21 +191,3 @@ class Payloads:
 
 def _pread(handle: ReadHandle, offset: int, length: int) -> bytes:
     return handle.pread(length, offset)
-
-
-def _dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest if the strides are dense and not overlapping, else None."""
-    if len(strides) != len(sizes):
-        return None
-    wide = sorted((d for d, n in enumerate(sizes) if n != 1), key=lambda d: -strides[d])
-    step = 1
-    if 0 in sizes:
-        return tuple(range(len(sizes)))
-    for d in reversed(wide):
-        if strides[d] != step:
-            return None
-        step *= sizes[d]
-    if wide == sorted(wide):
-        return tuple(range(len(sizes)))
-    narrow = [d for d, n in enumerate(sizes) if n == 1]
-    return tuple(narrow + wide)

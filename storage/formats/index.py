@@ -20,6 +20,8 @@ import numpy.typing as npt
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.ragged import Int64, starts
 
 __all__ = [
     "MAX_DIMENSIONS",
@@ -33,7 +35,6 @@ __all__ = [
     "starts",
 ]
 
-Int64 = npt.NDArray[np.int64]
 Path = tuple[str | int, ...]
 """Where a flattened value stood in the nested state dict: dict keys (str) and list positions (int)."""
 
@@ -42,14 +43,6 @@ MAX_DIMENSIONS = 64
 
 UNKNOWN = -1
 """A payload offset or file size that only opening the record or file tells (foreign formats)."""
-
-
-def starts(counts: npt.ArrayLike) -> Int64:
-    """Positions of ragged rows from their lengths: ``[0, c0, c0 + c1, ...]``, int64, n+1 long."""
-    lengths = np.asarray(counts, dtype=np.int64)
-    result = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=result[1:])
-    return result
 
 
 def itemsizes(dtype_codes: npt.NDArray[np.uint8]) -> Int64:
@@ -217,10 +210,10 @@ class CheckpointIndex:
         """Element type of a tensor row."""
         return dtypes.BY_CODE[int(self.dtype_codes[tensor])]
 
-    def box(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offsets, sizes) of a chunk row within its tensor."""
+    def box(self, chunk: int) -> Box:
+        """Where a chunk row lies within its tensor."""
         begin, end = self.box_start[chunk], self.box_start[chunk + 1]
-        return tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist())
+        return Box(tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist()))
 
     def chunks(self, tensor: int) -> range:
         """Chunk rows of a tensor row."""

@@ -17,7 +17,7 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.formats.native.column_codec import Budget, ColumnEncoder, check_counts, decode_column
 
-__all__ = ["decode_strided", "encode_strided", "extent_elements"]
+__all__ = ["decode_strided", "encode_strided"]
 
 
 def encode_strided(index: CheckpointIndex, encoder: ColumnEncoder) -> dict[str, Any]:
@@ -61,10 +61,3 @@ def _rows(chunks: Mapping[str, Any], name: str, count: int, budget: Budget) -> I
     if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= count or len(np.unique(rows)) != len(rows)):
         raise CheckpointFormatError(f"{name} of the manifest are not rows of chunks, each once")
     return rows
-
-
-def extent_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first of a box to the last, both included; 0 for an empty box."""
-    if 0 in sizes:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

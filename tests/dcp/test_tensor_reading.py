@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.inspection.values.elements import as_float32, decode, stored_dtype
-from dcp.inspection.values.tensor_boxes import Box, ChunkPart, contiguous_position, disjoint_parts, split_box
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores import MemoryStore
 from tests.dcp.cli_support import data_file, flip, save_ours, save_stock
-from tests.support.sharded import Boxes, grid, save_sharded, tensor_bytes
+from tests.support.sharded import grid, save_sharded, tensor_bytes
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray:
@@ -87,33 +86,6 @@ def test_sharding_is_not_seen(tmp_path: Path, cuts: tuple[int, ...]) -> None:
         assert np.array_equal(
             reader.read(0, (slice(2, 8), 3, slice(None, None, -2))), tensor.numpy()[2:8, 3, ::-2]
         )
-
-
-@st.composite
-def overlapping(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes]:
-    """A shape, and boxes that cover it and lie over each other as they like."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
-    boxes = [*grid(shape, [draw(st.integers(1, n)) for n in shape])]
-    for _ in range(draw(st.integers(0, 3))):
-        low = [draw(st.integers(0, n - 1)) for n in shape]
-        boxes.append(
-            (tuple(low), tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True)))
-        )
-    return shape, draw(st.permutations(boxes))
-
-
-@settings(max_examples=120, deadline=None)
-@given(case=overlapping())
-def test_overlapping_boxes_become_disjoint_ones(case: tuple[tuple[int, ...], Boxes]) -> None:
-    """Each element is in one part only, which lies within its chunk's box."""
-    shape, boxes = case
-    times = np.zeros(shape, np.int64)
-    for part in disjoint_parts(shape, [(number, *box) for number, box in enumerate(boxes)]):
-        offsets, sizes = boxes[part.chunk]
-        assert all(o <= low for o, low in zip(offsets, part.low, strict=True))
-        assert all(high <= o + n for o, n, high in zip(offsets, sizes, part.high, strict=True))
-        times[tuple(slice(low, high) for low, high in zip(part.low, part.high, strict=True))] += 1
-    assert (times == 1).all()
 
 
 def test_replicated_and_overlapping_chunks_are_read_once(tmp_path: Path) -> None:
@@ -277,25 +249,6 @@ def test_a_stream_that_is_left_early_ends_cleanly(tmp_path: Path) -> None:
         first = next(iter(reader.blocks(0, 1000)))
         assert first.array.tolist() == list(range(125))
         assert reader.read(0, (99_999,)) == 99_999
-
-
-@settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(0, 6), max_size=4), limit=st.integers(1, 40))
-def test_split_boxes_are_runs_in_order(lengths: list[int], limit: int) -> None:
-    """Parts of a box are contiguous, of at most the limit, and one after the other all of it."""
-    box = Box((0,) * len(lengths), tuple(lengths))
-    position = 0
-    for part in split_box(box, limit):
-        assert part.volume <= limit
-        assert contiguous_position(tuple(lengths), part) == position
-        position += part.volume
-    assert position == math.prod(lengths)
-
-
-def test_parts_are_named_tuples_of_ints() -> None:
-    """An empty chunk has no part; one without dimensions is a part of one element."""
-    assert disjoint_parts((0, 3), [(0, (0, 0), (0, 3))]) == []
-    assert disjoint_parts((), [(7, (), ())]) == [ChunkPart(7, (), ())]
 
 
 FLOATS = [

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedColumns
-from dcp.planners.layout.placements import Box, Split, boxes_of_runs, local_runs
+from dcp.planners.layout.placements import LocalBox, Split, boxes_of_runs, local_runs
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.storage.formats.index import CheckpointIndex, Path, starts
 
@@ -49,7 +49,7 @@ class Held:
 
     shape: tuple[int, ...]
     local: Array
-    boxes: tuple[Box, ...]
+    boxes: tuple[LocalBox, ...]
     tie: int = -1
     digest: int = 0
 
@@ -62,7 +62,7 @@ def held_by(whole: Array, layout: Layout, rank: int) -> Held:
     boxes = boxes_of_runs(runs)
     if not whole.size:
         zeros = (0,) * whole.ndim
-        local, boxes = whole, (Box(zeros, whole.shape, zeros),)
+        local, boxes = whole, (LocalBox(zeros, whole.shape, zeros),)
     return Held(whole.shape, local.copy(), boxes)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp.planners.layout.placements import Box
+from dcp.planners.layout.placements import LocalBox
 from dcp.planners.save.global_plan import LARGE_OBJECT_BYTES, plan_save
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from tests.planners.simulation import Held, save_columns, whole_tensor, write
@@ -17,14 +17,14 @@ from tests.planners.simulation import Held, save_columns, whole_tensor, write
 def whole(shape: tuple[int, ...], *, tie: int = -1, digest: int = 0, number: int = 0) -> Held:
     """A plain tensor."""
     zeros = (0,) * len(shape)
-    return Held(shape, whole_tensor(shape, number), (Box(zeros, shape, zeros),), tie, digest)
+    return Held(shape, whole_tensor(shape, number), (LocalBox(zeros, shape, zeros),), tie, digest)
 
 
 def part(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], **facts: Any) -> Held:
     """One box of a sharded tensor."""
     region = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
     local = whole_tensor(shape)[region]
-    return Held(shape, local, (Box(offsets, sizes, (0,) * len(shape)),), **facts)
+    return Held(shape, local, (LocalBox(offsets, sizes, (0,) * len(shape)),), **facts)
 
 
 def test_replicas_are_dealt_out_evenly() -> None:
@@ -152,7 +152,7 @@ def test_a_value_that_cannot_be_compared_differs_from_one_that_can(digests: tupl
 PROBLEMS = {
     "outside of its shape": [
         {"t": part((4,), (0,), (4,))},
-        {"t": Held((4,), whole_tensor((3,)), (Box((2,), (3,), (0,)),))},
+        {"t": Held((4,), whole_tensor((3,)), (LocalBox((2,), (3,), (0,)),))},
     ],
     "overlap": [{"t": part((4,), (0,), (3,))}, {"t": part((4,), (2,), (2,))}],
     "2 of its 4 elements": [{"t": part((4,), (0,), (1,))}, {"t": part((4,), (3,), (1,))}],

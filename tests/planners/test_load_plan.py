@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.layout.placements import Box
+from dcp.planners.layout.placements import LocalBox
 from dcp.planners.load.plan import plan_load
 from dcp.planners.save.global_plan import plan_save
 from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
@@ -29,7 +29,7 @@ from tests.planners.simulation import (
 def whole(shape: tuple[int, ...]) -> Held:
     """A plain tensor."""
     zeros = (0,) * len(shape)
-    return Held(shape, whole_tensor(shape), (Box(zeros, shape, zeros),))
+    return Held(shape, whole_tensor(shape), (LocalBox(zeros, shape, zeros),))
 
 
 def stored(shapes: dict[str, tuple[int, ...]], objects: tuple[str, ...] = ()) -> CheckpointIndex:
@@ -129,7 +129,7 @@ def test_overlapping_chunks_are_read_once(
     chunks += [(at, (min(s[0], 6 - at[0]), min(s[1], 6 - at[1]))) for at, s in extra]
     order.shuffle(chunks)  # type: ignore[attr-defined]
     index, tensor = index_of_boxes((6, 6), chunks), whole_tensor((6, 6))
-    held = Held((6, 6), tensor[1:5, 2:6], (Box((1, 2), (4, 4), (0, 0)),))
+    held = Held((6, 6), tensor[1:5, 2:6], (LocalBox((1, 2), (4, 4), (0, 0)),))
     dest = np.full((4, 4), -1, np.int64)
     counts = read(plan_load(index, wanted_columns({"t": held})), disk_of(index, tensor), [dest])
     assert np.array_equal(dest, held.local)
@@ -146,7 +146,7 @@ def test_several_boxes_of_one_local_tensor_go_to_their_places() -> None:
     """A local tensor made of strided pieces is filled piece by piece."""
     tensor = whole_tensor((8, 2))
     local = np.concatenate([tensor[1:3], tensor[6:8]])
-    held = Held((8, 2), local, (Box((1, 0), (2, 2), (0, 0)), Box((6, 0), (2, 2), (2, 0))))
+    held = Held((8, 2), local, (LocalBox((1, 0), (2, 2), (0, 0)), LocalBox((6, 0), (2, 2), (2, 0))))
     index = index_of_boxes((8, 2), [((row, 0), (4, 2)) for row in (0, 4)])
     dest = np.zeros((4, 2), np.int64)
     read(plan_load(index, wanted_columns({"t": held})), disk_of(index, tensor), [dest])
@@ -156,7 +156,7 @@ def test_several_boxes_of_one_local_tensor_go_to_their_places() -> None:
 def test_many_chunks_against_many_boxes() -> None:
     """10,000 row chunks loaded as 10,000 column boxes of a grid stay a plan of the grid's cells."""
     index = index_of_boxes((100, 100), [((i, j), (1, 1)) for i, j in itertools.product(range(100), repeat=2)])
-    boxes = tuple(Box((0, column), (100, 1), (0, column)) for column in range(100))
+    boxes = tuple(LocalBox((0, column), (100, 1), (0, column)) for column in range(100))
     held = Held((100, 100), whole_tensor((100, 100)), boxes)
     columns = plan_load(index, wanted_columns({"t": held}))
     assert len(columns.chunks) == 10_000

@@ -22,6 +22,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.native.record import begin_record
+from dcp.storage.geometry.boxes import Box
 
 __all__ = ["Chunks", "EncodedValue", "dcp_layout"]
 
@@ -31,8 +32,6 @@ files."""
 
 _SPLIT_ABOVE_BYTES: Final = 64 << 10
 """Smaller tensors are not worth a record for each file."""
-
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class EncodedValue(NamedTuple):
@@ -45,7 +44,7 @@ class EncodedValue(NamedTuple):
 
 class _Chunk(NamedTuple):
     entry: int
-    box: _Box
+    box: Box
     size_bytes: int
     file: int
 
@@ -109,7 +108,7 @@ def _place(entries: Entries, files: int, chunks: Chunks) -> list[_Chunk]:
     return [chunk._replace(file=renumbered[chunk.file]) for chunk in result]
 
 
-def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[_Box]:
+def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[Box]:
     entry = entries.tensors[number]
     index, shape = entries.index, entries.shape(entry)
     if chunks == "keep":
@@ -124,20 +123,20 @@ def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[_B
         rows = -(-shape[0] // files)
         rest = shape[1:]
         return [
-            ((begin, *(0 for _ in rest)), (min(rows, shape[0] - begin), *rest))
+            Box((begin, *(0 for _ in rest)), (min(rows, shape[0] - begin), *rest))
             for begin in range(0, shape[0], rows)
         ]
-    return [((0,) * len(shape), shape)]
+    return [Box.whole(shape)]
 
 
-def _are_disjoint(boxes: Sequence[_Box], shape: tuple[int, ...]) -> bool:
+def _are_disjoint(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether the volumes add up to the tensor's. That all is covered is checked elsewhere."""
-    return sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) and bool(boxes)
+    return sum(box.volume for box in boxes) == math.prod(shape) and bool(boxes)
 
 
-def _box_sizes(entries: Entries, number: int, boxes: Sequence[_Box]) -> list[int]:
+def _box_sizes(entries: Entries, number: int, boxes: Sequence[Box]) -> list[int]:
     itemsize = dtypes.BY_CODE[entries.tensors[number].dtype_code].itemsize
-    return [math.prod(sizes) * itemsize for _, sizes in boxes]
+    return [box.volume * itemsize for box in boxes]
 
 
 class _Place(NamedTuple):
@@ -168,7 +167,7 @@ class _Writer:
 
     def add_chunks(self, entries: Entries, chunks: Sequence[_Chunk]) -> list[_Place]:
         """Where each chunk is; those of tied entries are where the first one's are."""
-        places: dict[tuple[int, _Box], _Place] = {}
+        places: dict[tuple[int, Box], _Place] = {}
         for chunk in chunks:
             entry = entries.tensors[chunk.entry]
             if entry.tied_to == chunk.entry:

@@ -17,13 +17,13 @@ from typing import Any, Final, Literal, NamedTuple
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.object_differences import ObjectDifference, compare_objects, object_names
-from dcp.inspection.values.tensor_boxes import Box, contiguous_position, split_box
 from dcp.inspection.values.tensor_differences import Deltas, ValueDifference, are_comparable
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 
 __all__ = [
     "Difference",
@@ -279,14 +279,14 @@ def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | 
     return None if None in whole else whole[0] == whole[1]
 
 
-def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[tuple[int, ...], int] | None:
+def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
     """The chunks by their boxes; None if they lie over each other."""
     index = reader.index
     found = {}
     for part in reader.parts(row):
-        if index.box(part.chunk)[1] != part.sizes:
+        if index.box(part.chunk) != part.box:
             return None
-        found[part.low + part.high] = part.chunk
+        found[part.box] = part.chunk
     return found
 
 
@@ -313,7 +313,7 @@ def _whole_crc(reader: TensorReader, row: int) -> int | None:
         return None
     total, position = 0, 0
     for chunk in chunks.values():
-        box = Box(*index.box(chunk))
+        box = index.box(chunk)
         follows = contiguous_position(shape, box) == position and reader.is_c_ordered(chunk)
         crc = reader.payload_crc(chunk) if follows else None
         if crc is None:
@@ -381,13 +381,13 @@ class _Comparison:
         for reader, row, other, other_row in ((a, pair.a, b, pair.b), (b, pair.b, a, pair.a)):
             if not all(reader.is_c_ordered(part.chunk) for part in reader.parts(row)):
                 for block in reader.blocks(row, _SLAB_BYTES):
-                    array = other.read(other_row, _slices(Box(block.offsets, block.array.shape)))
+                    array = other.read(other_row, Box(block.offsets, block.array.shape).slices)
                     yield (block.array, array) if reader is a else (array, block.array)
                 return
         shape = a.index.shape(pair.a)
         itemsize = max(a.index.dtype(pair.a).itemsize, b.index.dtype(pair.b).itemsize)
-        for box in split_box(Box((0,) * len(shape), shape), _SLAB_BYTES // itemsize):
-            yield a.read(pair.a, _slices(box)), b.read(pair.b, _slices(box))
+        for box in split_box(Box.whole(shape), _SLAB_BYTES // itemsize):
+            yield a.read(pair.a, box.slices), b.read(pair.b, box.slices)
 
     def _deltas(self, pair: _Pair) -> Deltas:
         return Deltas(self._a.index.dtype(pair.a), self._b.index.dtype(pair.b))
@@ -401,7 +401,3 @@ class _Comparison:
 
 def _bytes(reader: TensorReader, row: int) -> int:
     return math.prod(reader.index.shape(row)) * reader.index.dtype(row).itemsize
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))

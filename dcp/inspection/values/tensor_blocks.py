@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dcp.inspection.values.elements import Array, stored_dtype
-from dcp.inspection.values.tensor_boxes import Box, contiguous_position
 from dcp.storage.engine.reading.requests import Region, Runs
 from dcp.storage.formats.checksums import crc32
+from dcp.storage.geometry.boxes import Box, contiguous_position
 
 if TYPE_CHECKING:
     from dcp.inspection.values.tensor_reading import TensorReader
@@ -58,12 +58,12 @@ class BlockRequest:
 
     def add(self, chunk: int, box: Box, target: Array) -> None:
         """``box`` of ``chunk`` to ``target``, which has its shape and any strides."""
-        sizes = self._reader.index.box(chunk)[1]
+        sizes = self._reader.index.box(chunk).sizes
         position = contiguous_position(sizes, box) if target.flags.c_contiguous else None
         if position is not None and self._reader.is_c_ordered(chunk):
             self.add_run(chunk, position * target.itemsize, target)
         else:
-            self._regions.append(Region(chunk, box.offsets, box.lengths, target.ctypes.data, target.strides))
+            self._regions.append(Region(chunk, box.offsets, box.sizes, target.ctypes.data, target.strides))
             self._keep(target)
 
     def add_run(self, chunk: int, begin: int, target: Array) -> None:
@@ -125,7 +125,7 @@ class ReadBatches:
         if piece.begin < 0:
             buffer = np.empty(size, np.uint8)
             dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
-            request.add(piece.chunk, piece.at, buffer.view(dtype).reshape(piece.at.lengths))
+            request.add(piece.chunk, piece.at, buffer.view(dtype).reshape(piece.at.sizes))
             return buffer
         chunk, position, early = self._early
         if chunk != piece.chunk or position != piece.begin:
@@ -138,14 +138,14 @@ class ReadBatches:
 
     def _block(self, piece: BlockPiece, buffer: Array) -> tuple[int, Block]:
         dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
-        lengths, order = piece.at.lengths, piece.order
+        sizes, order = piece.at.sizes, piece.order
         own = buffer[: piece.at.volume * dtype.itemsize]
         if piece.begin >= 0:
             self._early = (piece.chunk, piece.end, buffer[len(own) :].copy())
             self._check(piece, own)
         if order is None or piece.begin < 0:
-            return piece.tensor, Block(piece.offsets, own.view(dtype).reshape(lengths))
-        stored = own.view(dtype).reshape([lengths[d] for d in order])
+            return piece.tensor, Block(piece.offsets, own.view(dtype).reshape(sizes))
+        stored = own.view(dtype).reshape([sizes[d] for d in order])
         array = np.ascontiguousarray(stored.transpose(np.argsort(order)))
         return piece.tensor, Block(piece.offsets, array)
 

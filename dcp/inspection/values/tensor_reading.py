@@ -7,6 +7,7 @@ compared on the way.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,18 +19,8 @@ import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.values.elements import Array, stored_dtype
+from dcp.inspection.values.strided_selection import ChunkPart, StridedSelection, covering_boxes, select
 from dcp.inspection.values.tensor_blocks import Block, BlockPiece, BlockRequest, ReadBatches
-from dcp.inspection.values.tensor_boxes import (
-    Box,
-    ChunkPart,
-    StridedSelection,
-    contiguous_position,
-    covering_boxes,
-    disjoint_parts,
-    lattice_of,
-    split_box,
-)
-from dcp.storage.engine.boxes import c_strides
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ReadStats, Region, Runs, Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -38,6 +29,9 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.sources import open_source
 from dcp.storage.formats.torch.zip_reader import Window
+from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
+from dcp.storage.geometry.joins import disjoint
+from dcp.storage.geometry.strides import dense_order
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
@@ -173,16 +167,17 @@ class TensorReader:
         Raises `CorruptCheckpointError` if they are not all of the tensor.
         """
         index = self.index
-        shape = index.shape(tensor_row)
-        try:
-            return disjoint_parts(shape, [(chunk, *index.box(chunk)) for chunk in index.chunks(tensor_row)])
-        except ValueError as error:
+        shape, chunks = index.shape(tensor_row), index.chunks(tensor_row)
+        found = disjoint([index.box(chunk) for chunk in chunks])
+        covered = sum(box.volume for _, box in found)
+        if covered != math.prod(shape):
             raise CorruptCheckpointError(
-                f"{self.name}: {error} of {index.fqns[tensor_row]!r}, whose shape is {shape}: a part of "
-                "the checkpoint is missing",
+                f"{self.name}: there are {covered} of {math.prod(shape)} elements of "
+                f"{index.fqns[tensor_row]!r}, whose shape is {shape}: a part of the checkpoint is missing",
                 path=self.name,
                 fqn=index.fqns[tensor_row],
-            ) from error
+            )
+        return [ChunkPart(chunks[number], box) for number, box in found]
 
     def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[BlockPiece]:
         rows = iter(tensor_rows)
@@ -194,33 +189,36 @@ class TensorReader:
 
     def _split(self, row: int, part: ChunkPart, max_bytes: int) -> Iterator[BlockPiece]:
         """Pieces of a part in the order in which its bytes lie, so that nothing is read twice."""
-        chunk, itemsize = part.chunk, self.index.dtype(row).itemsize
-        sizes, order = self.index.box(chunk)[1], self._order(chunk)
-        at = self._within(chunk, Box(part.low, part.sizes))
+        index, chunk = self.index, part.chunk
+        itemsize, (origin, sizes) = index.dtype(row).itemsize, index.box(chunk)
+        order = self._order(chunk)
         turn = order or tuple(range(len(sizes)))
         back = tuple(np.argsort(turn).tolist())
         stored_sizes = tuple(sizes[d] for d in turn)
-        stored = Box(tuple(at.offsets[d] for d in turn), tuple(at.lengths[d] for d in turn))
         is_dense = order is not None or self.is_c_ordered(chunk)
-        whole = stored.lengths == stored_sizes
-        for box in split_box(stored, max(1, max_bytes // itemsize)):
+        for box in split_box(part.box.seen_from(origin).permuted(turn), max(1, max_bytes // itemsize)):
             position = contiguous_position(stored_sizes, box) if is_dense else None
-            inner = Box(tuple(box.offsets[d] for d in back), tuple(box.lengths[d] for d in back))
-            first = tuple(
-                low + offset - base
-                for low, offset, base in zip(part.low, inner.offsets, at.offsets, strict=True)
-            )
             begin = -1 if position is None else position * itemsize
             end = -1 if position is None else begin + box.volume * itemsize
-            follows = whole and position is not None and end < int(self.index.payload_lengths[chunk])
-            yield BlockPiece(row, chunk, first, inner, begin, end, order, follows)
+            is_last = part.box.sizes != sizes or end >= int(index.payload_lengths[chunk])
+            at = box.permuted(back)
+            yield BlockPiece(
+                row,
+                chunk,
+                at.moved(origin).offsets,
+                at,
+                begin,
+                end,
+                order,
+                position is not None and not is_last,
+            )
 
     def _order(self, chunk: int) -> tuple[int, ...] | None:
         """Dimensions from slowest to fastest where the payload is dense, but not C-ordered."""
         strides = self.index.payload_strides.get(chunk)
         if strides is None:
             return self._engine.payloads.order(chunk)
-        return _dense_order(self.index.box(chunk)[1], strides)
+        return dense_order(self.index.box(chunk).sizes, strides)
 
     # -- parts of tensors ------------------------------------------------------------------------------------
 
@@ -231,57 +229,57 @@ class TensorReader:
         Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
         Raises `PlanError` for what numpy would not take either.
         """
-        return self._read(tensor_row, self._lattice(tensor_row, slices))
+        return self._read(tensor_row, self._selection(tensor_row, slices))
 
     def shape_of(self, tensor_row: int, slices: Slices | None = None) -> tuple[int, ...]:
         """The shape of what `read` gives; nothing is read."""
-        return self._lattice(tensor_row, slices).shape
+        return self._selection(tensor_row, slices).shape
 
     def read_part(self, tensor_row: int, slices: Slices | None, part: Sequence[slice]) -> Array:
         """``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice of step 1
         for each dimension."""
-        return self._read(tensor_row, self._lattice(tensor_row, slices).part(part))
+        return self._read(tensor_row, self._selection(tensor_row, slices).part(part))
 
     def slabs(
         self, tensor_row: int, slices: Slices | None = None, max_bytes: int = MAX_BLOCK_BYTES
     ) -> Iterator[Array]:
         """The same as `read`, in parts along the first dimension that is left, of about ``max_bytes``."""
-        lattice = self._lattice(tensor_row, slices)
-        for slab in lattice.slabs(max(1, max_bytes // self.index.dtype(tensor_row).itemsize)):
+        selection = self._selection(tensor_row, slices)
+        for slab in selection.slabs(max(1, max_bytes // self.index.dtype(tensor_row).itemsize)):
             yield self._read(tensor_row, slab)
 
-    def _lattice(self, tensor_row: int, slices: Slices | None) -> StridedSelection:
-        return lattice_of(self.index.shape(tensor_row), slices, self.index.fqns[tensor_row])
+    def _selection(self, tensor_row: int, slices: Slices | None) -> StridedSelection:
+        return select(self.index.shape(tensor_row), slices, self.index.fqns[tensor_row])
 
-    def _read(self, tensor_row: int, lattice: StridedSelection) -> Array:
+    def _read(self, tensor_row: int, selection: StridedSelection) -> Array:
         index = self.index
         parts = self.parts(tensor_row)  # first, because no memory is taken on the word of a shape alone
-        result = np.empty(lattice.counts, stored_dtype(index.dtype(tensor_row)))
+        result = np.empty(selection.counts, stored_dtype(index.dtype(tensor_row)))
         if result.size:
             self._engine.resolve([part.chunk for part in parts])
-            if max(lattice.steps, default=1) == 1:
-                self._read_direct(parts, lattice, result)
+            if max(selection.steps, default=1) == 1:
+                self._read_direct(parts, selection, result)
             else:
-                self._read_covering(parts, lattice, result)
-        return lattice.finish(result)
+                self._read_covering(parts, selection, result)
+        return selection.finish(result)
 
-    def _read_direct(self, parts: Sequence[ChunkPart], lattice: StridedSelection, result: Array) -> None:
+    def _read_direct(self, parts: Sequence[ChunkPart], selection: StridedSelection, result: Array) -> None:
         """Each box straight into its place in ``result``."""
         request = BlockRequest(self)
         for part in parts:
-            for box, place in covering_boxes(part, lattice, result.itemsize, result.nbytes):
+            for box, place in covering_boxes(part, selection, result.itemsize, result.nbytes):
                 request.add(part.chunk, self._within(part.chunk, box), _at(result, place))
         request.carry_out()
 
-    def _read_covering(self, parts: Sequence[ChunkPart], lattice: StridedSelection, result: Array) -> None:
+    def _read_covering(self, parts: Sequence[ChunkPart], selection: StridedSelection, result: Array) -> None:
         """Boxes that cover every step-th element, of which those are then taken."""
         request = BlockRequest(self)
         copies: list[tuple[Array, Array]] = []
         for part in parts:
-            for box, place in covering_boxes(part, lattice, result.itemsize, MAX_BLOCK_BYTES):
-                scratch = np.empty(box.lengths, result.dtype)
+            for box, place in covering_boxes(part, selection, result.itemsize, MAX_BLOCK_BYTES):
+                scratch = np.empty(box.sizes, result.dtype)
                 request.add(part.chunk, self._within(part.chunk, box), scratch)
-                taken = scratch[tuple(slice(None, None, step) for step in lattice.steps)]
+                taken = scratch[tuple(slice(None, None, step) for step in selection.steps)]
                 copies.append((_at(result, place), taken))
                 if request.size_bytes >= MAX_BLOCK_BYTES:
                     request = self._finish_copies(request, copies)
@@ -296,8 +294,7 @@ class TensorReader:
 
     def _within(self, chunk: int, box: Box) -> Box:
         """A box of the tensor as one of a chunk."""
-        first = self.index.box(chunk)[0]
-        return Box(tuple(o - f for o, f in zip(box.offsets, first, strict=True)), box.lengths)
+        return box.seen_from(self.index.box(chunk).offsets)
 
     # -- checksums -------------------------------------------------------------------------------------------
 
@@ -365,12 +362,3 @@ class TensorReader:
 def _at(array: Array, place: tuple[slice, ...]) -> Array:
     """A view also of an array without dimensions, of which numpy's index gives a copy."""
     return array[place] if place else array
-
-
-def _dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest if ``strides`` (elements) are dense in some order, else None."""
-    order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d)))
-    dense = c_strides([sizes[d] for d in order], 1)
-    if all(sizes[d] == 1 or strides[d] == step for d, step in zip(order, dense, strict=True)):
-        return order
-    return None

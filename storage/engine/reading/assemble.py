@@ -11,15 +11,9 @@ import numpy.typing as npt
 from dcp.storage.engine.write import WriteOutcome
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.geometry.ragged import expand_ranges
 
-__all__ = ["assemble_index", "ragged_positions"]
-
-
-def ragged_positions(begins: Int64, counts: Int64) -> Int64:
-    """Positions of ragged rows in their flat values: ``begins[i], begins[i] + 1, ...`` for each row."""
-    total = int(counts.sum())
-    shift = np.repeat(begins - (np.cumsum(counts) - counts), counts)
-    return np.asarray(shift + np.arange(total, dtype=np.int64), dtype=np.int64)
+__all__ = ["assemble_index"]
 
 
 def assemble_index(
@@ -93,7 +87,7 @@ def _crcs(count: int, rows: Int64, outcomes: Sequence[WriteOutcome]) -> tuple[In
     crc_start = starts(counts)
     crcs = np.zeros(int(crc_start[-1]), dtype=np.uint32)
     flat = np.concatenate([np.zeros(0, np.uint32), *(outcome.crcs for outcome in outcomes)])
-    crcs[ragged_positions(crc_start[:-1][rows], written)] = flat
+    crcs[expand_ranges(crc_start[:-1][rows], written)] = flat
     return crc_start, crcs
 
 

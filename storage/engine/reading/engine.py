@@ -29,7 +29,7 @@ from dcp.storage.engine.payloads import Payloads
 from dcp.storage.engine.reading import scatter
 from dcp.storage.engine.reading.fragments import Fragments
 from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, join
-from dcp.storage.engine.reading.requests import Box, ReadStats, Region, Runs, Verify
+from dcp.storage.engine.reading.requests import BoxRequest, ReadStats, Region, Runs, Verify
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, PlanError
@@ -88,7 +88,11 @@ class ReadEngine:
             self.payloads.resolve(rows)
 
     def run(
-        self, runs: Runs, regions: Sequence[Region], extra: Sequence[Unit] = (), boxes: Sequence[Box] = ()
+        self,
+        runs: Runs,
+        regions: Sequence[Region],
+        extra: Sequence[Unit] = (),
+        boxes: Sequence[BoxRequest] = (),
     ) -> ReadStats:
         """Carry out all of it; raises the first failure after the other threads have stopped.
 
@@ -97,7 +101,7 @@ class ReadEngine:
         """
         if boxes and not self.joins:
             raise PlanError(f"{self.store.url} is read by units, not by boxes")
-        wanted: list[Region | Box] = [*regions, *boxes]
+        wanted: list[Region | BoxRequest] = [*regions, *boxes]
         with self._missing_is_damage():
             boxed = np.array([box.chunk for box in wanted], np.int64)
             self.resolve(np.concatenate([runs.chunks, boxed]))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
 
-__all__ = ["Box", "PutBox", "ReadStats", "Region", "Runs", "Verify"]
+__all__ = ["BoxRequest", "PutBox", "ReadStats", "Region", "Runs", "Verify"]
 
 Verify = Literal["blocks", "full", "none"]
 """``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
@@ -66,7 +66,7 @@ thread, once for each part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class BoxRequest:
     """A box of chunk ``chunk`` (``offsets``, ``lengths`` within the chunk) that is handed out in parts."""
 
     chunk: int

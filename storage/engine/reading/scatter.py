@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.boxes import BoxPart, box_parts, reaches
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.joining import (
@@ -26,9 +25,10 @@ from dcp.storage.engine.reading.joining import (
     RequestPiece,
     join,
 )
-from dcp.storage.engine.reading.requests import Box, PutBox, Region, Runs
+from dcp.storage.engine.reading.requests import BoxRequest, PutBox, Region, Runs
 from dcp.storage.engine.reading.streaming_read import StreamingRead
 from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.geometry.payload_parts import BoxPart, box_parts, reaches
 
 if TYPE_CHECKING:
     from dcp.storage.engine.reading.engine import ReadEngine
@@ -45,7 +45,7 @@ _UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 def plan(
-    engine: ReadEngine, runs: Runs, boxes: Iterable[Box], needed_bytes: int
+    engine: ReadEngine, runs: Runs, boxes: Iterable[BoxRequest], needed_bytes: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
     """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
     busy."""
@@ -118,7 +118,7 @@ def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
     view(address, end - begin)[:] = data[begin:end]
 
 
-def box_of(engine: ReadEngine, region: Region) -> Box:
+def box_of(engine: ReadEngine, region: Region) -> BoxRequest:
     """A region as a box whose elements are copied to where they belong."""
     dtype = np.dtype(_UINTS[engine.itemsize(region.chunk)])
 
@@ -129,10 +129,10 @@ def box_of(engine: ReadEngine, region: Region) -> Box:
         )
         np.copyto(np.ndarray(elements.shape, dtype, view(address, extent), 0, region.strides), elements)
 
-    return Box(region.chunk, region.offsets, region.lengths, put)
+    return BoxRequest(region.chunk, region.offsets, region.lengths, put)
 
 
-def _box_pieces(engine: ReadEngine, box: Box, limit_bytes: int) -> Iterator[RequestPiece]:
+def _box_pieces(engine: ReadEngine, box: BoxRequest, limit_bytes: int) -> Iterator[RequestPiece]:
     chunk, gap_bytes = box.chunk, engine.profile.gap_bytes
     itemsize = engine.itemsize(chunk)
     order, strides = engine.payloads.layout(chunk)

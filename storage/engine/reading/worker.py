@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcp.storage.engine.boxes import box_parts
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.reading.clusters import Cluster
 from dcp.storage.engine.reading.requests import ReadStats, Region
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.geometry.payload_parts import box_parts
 from dcp.storage.stores.base import ReadHandle
 
 if TYPE_CHECKING:

@@ -57,8 +57,9 @@ from dcp.storage.formats.native.manifest_fields import (
 )
 from dcp.storage.formats.native.planner_section import decode_planner_data, encode_planner_data
 from dcp.storage.formats.plain import decode_plain
-from dcp.storage.formats.strided_columns import decode_strided, encode_strided, extent_elements
+from dcp.storage.formats.strided_columns import decode_strided, encode_strided
 from dcp.storage.formats.versions import reading_version
+from dcp.storage.geometry.strides import extent
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
@@ -289,10 +290,10 @@ def _set_extents(
     for row, steps in strides.items():
         box = tuple(sizes[box_start[row] : box_start[row + 1]].tolist())
         dtype = dtypes.BY_CODE.get(int(codes[row]))
-        extent = extent_elements(box, steps) * (dtype.itemsize if dtype is not None else 0)
-        if not 0 <= extent <= _LARGEST_PAYLOAD_BYTES:
+        length = extent(box, steps) * (dtype.itemsize if dtype is not None else 0)
+        if not 0 <= length <= _LARGEST_PAYLOAD_BYTES:
             raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
-        lengths[row] = extent
+        lengths[row] = length
 
 
 def _payload_lengths(sizes: Int64, box_ndims: Int64, codes: npt.NDArray[np.uint8]) -> Int64:

@@ -21,6 +21,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import MAX_DIMENSIONS
 from dcp.storage.formats.native.record_reader import StoredTensor, locate_payload
+from dcp.storage.geometry.strides import c_strides
 
 __all__ = [
     "ALIGNED_PAYLOAD_BYTES",
@@ -235,7 +236,7 @@ def _end_of_directory(zip64: bool, entries: int, directory_bytes: int, directory
 def _tensor_pickle(dtype: dtypes.Dtype, sizes: tuple[int, ...]) -> bytes:
     """Pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
     elements = math.prod(sizes)
-    strides = _contiguous_strides(sizes)
+    strides = c_strides(sizes)
     geometry = b"K\0" + _pickled_ints(sizes) + _pickled_ints(strides)
     if dtype.storage_class is None:
         rebuild, storage, length = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
@@ -255,13 +256,6 @@ def _tensor_pickle(dtype: dtypes.Dtype, sizes: tuple[int, ...]) -> bytes:
 _STORAGE: Final = b"X\7\0\0\0storage"
 _KEY_AND_DEVICE: Final = b"X\1\0\0\x000X\3\0\0\0cpu"
 _NO_HOOKS: Final = b"ccollections\nOrderedDict\n)R"
-
-
-def _contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(sizes)
-    for dimension in range(len(sizes) - 2, -1, -1):
-        strides[dimension] = strides[dimension + 1] * max(sizes[dimension + 1], 1)
-    return tuple(strides)
 
 
 def _pickled_int(value: int) -> bytes:

@@ -17,14 +17,14 @@ import numpy as np
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.strided_columns import extent_elements
 from dcp.storage.formats.torch.archive import TorchArchive
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
 from dcp.storage.formats.torch.structure import FlatFile, flatten_torch
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch.zip_reader import ZipEntry, check_version
+from dcp.storage.geometry.strides import dense_order, extent
 
-__all__ = ["TORCH_FORMAT", "dense_order", "index_of_torch_file"]
+__all__ = ["TORCH_FORMAT", "index_of_torch_file"]
 
 TORCH_FORMAT: Final = "torch_save"
 
@@ -139,7 +139,7 @@ def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) ->
         payload_offsets=records + np.array(begins, dtype=np.int64),
         payload_lengths=np.array(
             [
-                extent_elements(tensor.sizes, tensor.strides) * itemsize
+                extent(tensor.sizes, tensor.strides) * itemsize
                 for tensor, itemsize in zip(tensors, itemsizes, strict=True)
             ],
             dtype=np.int64,
@@ -170,17 +170,6 @@ def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
             if order is not None:
                 orders[row] = order
     return orders
-
-
-def dense_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest if the elements are dense and do not overlap, else None."""
-    order = sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d))
-    step = 1
-    for dimension in reversed(order):
-        if sizes[dimension] != 1 and strides[dimension] != step:
-            return None
-        step *= sizes[dimension]
-    return tuple(order)
 
 
 def _objects(values: Mapping[str, bytes]) -> ObjectColumns:

@@ -17,6 +17,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.torch.pickle_reader import DevicePickle
 from dcp.storage.formats.torch.python_values import harmless_pickle
+from dcp.storage.geometry.strides import c_strides
 
 __all__ = ["MAX_DEPTH", "SizeValue", "StoredTensor", "TensorRef", "encode_torch_pickle"]
 
@@ -206,13 +207,6 @@ def _numbers(values: tuple[int, ...]) -> bytes:
     return b"(" + b"".join(map(_integer, values)) + b"t"
 
 
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(sizes)
-    for dimension in range(len(sizes) - 2, -1, -1):
-        strides[dimension] = strides[dimension + 1] * max(sizes[dimension + 1], 1)
-    return tuple(strides)
-
-
 def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
     code, _, elements, sizes, requires_grad, is_parameter = tensor
     before, after = _tensor_parts(code, elements, sizes, requires_grad, is_parameter)
@@ -232,7 +226,7 @@ def _tensor_parts(
         rebuild, unit, last = b"_rebuild_tensor_v2", 1, b""
         storage = b"ctorch\n" + dtype.storage_class.encode() + b"\n"
     before = b"ctorch._utils\n" + rebuild + b"\n((" + _text("storage") + storage
-    geometry = b"K\0" + _numbers(sizes) + _numbers(_strides(sizes))
+    geometry = b"K\0" + _numbers(sizes) + _numbers(c_strides(sizes))
     grad = b"\x88" if requires_grad else b"\x89"
     after = _text("cpu") + _integer(storage_elements * unit) + b"tQ" + geometry
     after += (b"\x89" if is_parameter else grad) + _EMPTY_ORDERED + last + b"tR"

@@ -10,6 +10,7 @@ from typing import Any
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.pickle.decoder import Constructor, Limits, allow_list, decode_pickle
+from dcp.storage.geometry.strides import is_c_ordered
 
 __all__ = [
     "MAX_DIMENSIONS",
@@ -49,12 +50,7 @@ class TensorPickle:
     @property
     def contiguous(self) -> bool:
         """Whether the elements stand in C order without gaps."""
-        expected = 1
-        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.sizes
-            expected *= size
-        return True
+        return is_c_ordered(self.sizes, self.strides)
 
 
 @dataclass(frozen=True, slots=True)

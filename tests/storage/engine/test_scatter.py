@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, write
+from dcp.storage.engine import write
 from dcp.storage.engine.reading import clusters, joining, scatter, units
 from dcp.storage.engine.reading import engine as read
 from dcp.storage.engine.reading import streaming_read as passage
@@ -25,6 +25,7 @@ from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry import payload_parts
 from dcp.storage.stores import MemoryStore
 from dcp.storage.stores.base import ReadProfile
 from tests.support.recording import OBJECT_PROFILE, RecordingStore
@@ -77,7 +78,7 @@ def small_blocks() -> Iterator[None]:
     """Everything a thousandth of its size, so that few bytes have many blocks and requests."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (
-            boxes,
+            payload_parts,
             clusters,
             index_module,
             joining,

@@ -14,7 +14,7 @@ import pytest
 from dcp.storage.engine import write
 from dcp.storage.engine.reading import engine as read
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Box
+from dcp.storage.engine.reading.requests import BoxRequest
 from dcp.storage.errors import CorruptCheckpointError, PlanError, StorageError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.index import CheckpointIndex
@@ -131,9 +131,9 @@ def test_boxes_need_a_store_that_scatters() -> None:
         engine.run(no_runs(), [], boxes=[box])
 
 
-def joining_box() -> Box:
+def joining_box() -> BoxRequest:
     """A box that nobody takes."""
-    return Box(0, (0,), (3,), lambda offsets, elements: None)
+    return BoxRequest(0, (0,), (3,), lambda offsets, elements: None)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, StorageError])

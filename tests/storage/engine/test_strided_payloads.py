@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import boxes, payloads
+from dcp.storage.engine import payloads
 from dcp.storage.engine.reading import engine as read
 from dcp.storage.engine.reading import joining, scatter
 from dcp.storage.engine.reading import streaming_read as passage
@@ -23,6 +23,7 @@ from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.geometry import payload_parts
 from dcp.storage.stores import MemoryStore, Store
 from dcp.storage.stores.base import ReadProfile
 from tests.support.recording import RecordingStore
@@ -37,7 +38,7 @@ _CODES = {1: 5, 2: 7, 4: 8, 8: 9, 16: 13}
 def small_blocks() -> Iterator[None]:
     """Everything a thousandth of its size, so that few bytes have many blocks and windows."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (boxes, index_module, joining, passage, payloads, read, read_worker, scatter):
+        for module in (payload_parts, index_module, joining, passage, payloads, read, read_worker, scatter):
             patch.setattr(module, "BLOCK_BYTES", _SMALL_BLOCK)
         patch.setattr(read_worker, "_SCRATCH_BYTES", 2 * _SMALL_BLOCK)
         patch.setattr(read_worker, "_SPARSE_GAP_BYTES", 100)

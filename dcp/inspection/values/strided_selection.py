@@ -1,12 +1,7 @@
-"""Boxes of tensors as index arithmetic: which chunk has what, in which blocks it is read, what slices take.
-
-Pure. Boxes are tuples of Python's ints, one chunk or slice at a time; for millions at once there is
-`dcp.planners.layout.boxes`.
-"""
+"""What slices take of a tensor, and which boxes of its chunks cover that. Pure."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +11,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.layout.boxes import BoxSet, overlapping_pairs
 from dcp.storage.errors import PlanError
+from dcp.storage.geometry.boxes import Box
 
-__all__ = [
-    "Box",
-    "ChunkPart",
-    "StridedSelection",
-    "contiguous_position",
-    "covering_boxes",
-    "disjoint_parts",
-    "lattice_of",
-    "split_box",
-]
+__all__ = ["ChunkPart", "StridedSelection", "covering_boxes", "select"]
 
 Corner = tuple[int, ...]
 
@@ -37,120 +23,11 @@ _SKIPPED_BYTES: Final = 64 << 10
 _MAX_SKIPS: Final = 1 << 16
 
 
-class Box(NamedTuple):
-    """``lengths`` elements from ``offsets`` on, in each dimension."""
-
-    offsets: Corner
-    lengths: Corner
-
-    @property
-    def volume(self) -> int:
-        """Number of elements."""
-        return math.prod(self.lengths)
-
-
 class ChunkPart(NamedTuple):
-    """What of a tensor is taken from ``chunk``: ``low <= x < high``, in the tensor's coordinates."""
+    """What of a tensor is taken from ``chunk``, in the tensor's coordinates."""
 
     chunk: int
-    low: Corner
-    high: Corner
-
-    @property
-    def sizes(self) -> Corner:
-        """Number of elements in each dimension."""
-        return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
-
-
-def disjoint_parts(shape: Corner, chunks: Sequence[tuple[int, Corner, Corner]]) -> list[ChunkPart]:
-    """The boxes (chunk, offsets, sizes) such that each element is in one of them, in ascending order.
-
-    Of what several chunks have, the first one's counts. Empty boxes are left out. Raises ValueError, which
-    says how much is there, unless all of ``shape`` is covered.
-    """
-    boxes: dict[tuple[Corner, Corner], int] = {}
-    for chunk, offsets, sizes in chunks:
-        if 0 not in sizes:
-            high = tuple(o + n for o, n in zip(offsets, sizes, strict=True))
-            boxes.setdefault((offsets, high), chunk)
-    parts = [ChunkPart(chunk, low, high) for (low, high), chunk in boxes.items()]
-    if len(parts) > 1 and _overlap(parts, len(shape)):
-        parts = _carved(parts)
-    covered = sum(math.prod(part.sizes) for part in parts)
-    if covered != math.prod(shape):
-        raise ValueError(f"there are {covered} of {math.prod(shape)} elements")
-    return sorted(parts, key=lambda part: part.low)
-
-
-def _overlap(parts: Sequence[ChunkPart], ndim: int) -> bool:
-    low = np.array([part.low for part in parts], dtype=np.int64).reshape(len(parts), ndim)
-    high = np.array([part.high for part in parts], dtype=np.int64).reshape(len(parts), ndim)
-    return len(overlapping_pairs(BoxSet(np.zeros(len(parts), np.int64), low, high))[0]) > 0
-
-
-def _carved(parts: Sequence[ChunkPart]) -> list[ChunkPart]:
-    """Each part without what those before it have."""
-    kept: list[ChunkPart] = []
-    for part in parts:
-        rest = [part]
-        for other in kept:
-            rest = [piece for whole in rest for piece in _without(whole, other)]
-        kept += rest
-    return kept
-
-
-def _without(part: ChunkPart, hole: ChunkPart) -> Iterator[ChunkPart]:
-    """What is left of ``part``: slabs before and behind ``hole``, one dimension after the other."""
-    if any(a >= d or c >= b for a, b, c, d in zip(part.low, part.high, hole.low, hole.high, strict=True)):
-        yield part
-        return
-    low, high = list(part.low), list(part.high)
-    for dim, (begin, end) in enumerate(zip(hole.low, hole.high, strict=True)):
-        if low[dim] < begin:
-            yield ChunkPart(part.chunk, tuple(low), (*high[:dim], begin, *high[dim + 1 :]))
-            low[dim] = begin
-        if end < high[dim]:
-            yield ChunkPart(part.chunk, (*low[:dim], end, *low[dim + 1 :]), tuple(high))
-            high[dim] = end
-
-
-def split_box(box: Box, max_elements: int) -> Iterator[Box]:
-    """Boxes of up to ``max_elements``, in C order, each one run of ``box``'s elements."""
-    lengths, ndim = box.lengths, len(box.lengths)
-    if box.volume <= max_elements:
-        if box.volume:
-            yield box
-        return
-    inner = 1
-    dim = ndim - 1
-    while dim > 0 and inner * lengths[dim] <= max_elements:
-        inner *= lengths[dim]
-        dim -= 1
-    step = max(1, max_elements // inner)
-    for outer in itertools.product(*(range(n) for n in lengths[:dim])):
-        first = tuple(o + i for o, i in zip(box.offsets, outer, strict=False))
-        for begin in range(0, lengths[dim], step):
-            yield Box(
-                (*first, box.offsets[dim] + begin, *box.offsets[dim + 1 :]),
-                (*(1,) * dim, min(step, lengths[dim] - begin), *lengths[dim + 1 :]),
-            )
-
-
-def contiguous_position(sizes: Corner, box: Box) -> int | None:
-    """The first element's place if ``box`` is one run of a C-ordered array of ``sizes``, else None."""
-    position, step, is_open = 0, 1, True
-    for size, offset, length in zip(
-        reversed(sizes), reversed(box.offsets), reversed(box.lengths), strict=True
-    ):
-        if not is_open and length != 1:
-            return None
-        is_open = is_open and length == size
-        position += offset * step
-        step *= size
-    return position
-
-
-# -- slices --------------------------------------------------------------------------------------------------
+    box: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +82,7 @@ class StridedSelection:
         )
 
 
-def lattice_of(shape: Corner, slices: tuple[object, ...] | None, fqn: str) -> StridedSelection:
+def select(shape: Corner, slices: tuple[object, ...] | None, fqn: str) -> StridedSelection:
     """``slices`` of a tensor of ``shape``. Raises PlanError for too many, wrong kinds, bad bounds."""
     given = _without_ellipsis(slices or (), len(shape), fqn)
     rows = [_along(item, size, dim, fqn) for dim, (item, size) in enumerate(zip(given, shape, strict=True))]
@@ -255,31 +132,30 @@ def _shown(slices: tuple[object, ...]) -> str:
 
 
 def covering_boxes(
-    part: ChunkPart, lattice: StridedSelection, itemsize: int, max_bytes: int
+    part: ChunkPart, selection: StridedSelection, itemsize: int, max_bytes: int
 ) -> Iterator[tuple[Box, tuple[slice, ...]]]:
-    """Boxes that cover what ``lattice`` takes of ``part``, and their places in the result.
+    """Boxes that cover what ``selection`` takes of ``part``, and their places in the result.
 
     Each begins and ends with an element that is taken. Where steps leave out much, boxes have one index only
     in that dimension.
     """
     ranges = []
-    for low, high, first, step, count in zip(
-        part.low, part.high, lattice.first, lattice.steps, lattice.counts, strict=True
-    ):
+    columns = part.box.offsets, part.box.high, selection.first, selection.steps, selection.counts
+    for low, high, first, step, count in zip(*columns, strict=True):
         begin = max(0, -((first - low) // step))
         end = min(count, -((first - high) // step))
         if begin >= end:
             return
         ranges.append(range(begin, end))
-    yield from _covering(ranges, part, lattice, itemsize, max_bytes)
+    yield from _covering(ranges, part, selection, itemsize, max_bytes)
 
 
 def _covering(
-    ranges: list[range], part: ChunkPart, lattice: StridedSelection, itemsize: int, max_bytes: int
+    ranges: list[range], part: ChunkPart, selection: StridedSelection, itemsize: int, max_bytes: int
 ) -> Iterator[tuple[Box, tuple[slice, ...]]]:
-    steps, first = lattice.steps, lattice.first
+    steps, first = selection.steps, selection.first
     lengths = [(len(taken) - 1) * step + 1 for taken, step in zip(ranges, steps, strict=True)]
-    sizes = part.sizes
+    sizes = part.box.sizes
     dim = _dimension_to_cut(ranges, lengths, sizes, steps, itemsize, max_bytes)
     if dim is None:
         offsets = tuple(f + taken[0] * step for f, taken, step in zip(first, ranges, steps, strict=True))
@@ -291,7 +167,7 @@ def _covering(
         count = max(1, (max_bytes // others - 1) // steps[dim] + 1)
     for begin in range(0, len(ranges[dim]), count):
         cut = [*ranges[:dim], ranges[dim][begin : begin + count], *ranges[dim + 1 :]]
-        yield from _covering(cut, part, lattice, itemsize, max_bytes)
+        yield from _covering(cut, part, selection, itemsize, max_bytes)
 
 
 def _skips(dim: int, ranges: list[range], sizes: Corner, steps: Corner, itemsize: int) -> bool:

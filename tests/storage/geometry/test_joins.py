@@ -1,4 +1,4 @@
-"""Box arithmetic against the obvious loops."""
+"""Which boxes meet, against the obvious loops."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.layout import boxes as boxes_module
-from dcp.planners.layout.boxes import (
-    BoxSet,
-    by_ndim,
-    expand_ranges,
-    gather_rows,
-    intersecting_pairs,
-    overlapping_pairs,
-    row_products,
-)
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import starts
+from dcp.storage.geometry import joins
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.joins import BoxSet, disjoint, intersecting_pairs, overlapping_pairs
+from tests.support.sharded import Boxes
+from tests.support.sharded import grid as grid_boxes
 
 
 @st.composite
@@ -74,7 +68,7 @@ def grid(rows: int, columns: int) -> BoxSet:
 
 def test_a_grid_costs_its_boxes_not_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """40,000 boxes in a grid are joined within a bound of pairs that a row-by-row join would break."""
-    monkeypatch.setattr(boxes_module, "MAX_PAIRS", 100_000)
+    monkeypatch.setattr(joins, "MAX_PAIRS", 100_000)
     boxes = grid(200, 200)
     assert len(overlapping_pairs(boxes)[0]) == 0
     i, j = intersecting_pairs(boxes, boxes)
@@ -84,7 +78,7 @@ def test_a_grid_costs_its_boxes_not_their_square(monkeypatch: pytest.MonkeyPatch
 
 def test_the_selective_dimension_is_joined_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes that all overlap in the first dimension but are apart in the second cost no square either."""
-    monkeypatch.setattr(boxes_module, "MAX_PAIRS", 100_000)
+    monkeypatch.setattr(joins, "MAX_PAIRS", 100_000)
     at = np.arange(10_000, dtype=np.int64)
     low = np.stack([at, at], axis=1)
     sheared = BoxSet(np.zeros(10_000, np.int64), low, low + np.array([10_000, 1]))
@@ -93,19 +87,52 @@ def test_the_selective_dimension_is_joined_first(monkeypatch: pytest.MonkeyPatch
 
 def test_absurdly_many_overlaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes that all lie on each other raise instead of filling memory with pairs."""
-    monkeypatch.setattr(boxes_module, "MAX_PAIRS", 1000)
+    monkeypatch.setattr(joins, "MAX_PAIRS", 1000)
     same = BoxSet(np.zeros(100, np.int64), np.zeros((100, 1), np.int64), np.ones((100, 1), np.int64))
     with pytest.raises(PlanError, match="overlap"):
         overlapping_pairs(same)
 
 
-def test_ragged_rows() -> None:
-    """Ranges, gathered rows and products of ragged columns, with empty rows among them."""
-    start, values = starts([2, 0, 3, 0]), np.array([2, 3, 4, 5, 6], np.int64)
-    assert expand_ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
-    assert gather_rows(values, start, np.array([2, 1, 0])).tolist() == [4, 5, 6, 2, 3]
-    assert row_products(values, start).tolist() == [6, 1, 120, 1]
-    groups = {
-        group.offsets.shape[1]: group.rows.tolist() for group in by_ndim(np.arange(4), start, values, values)
-    }
-    assert groups == {0: [1, 3], 2: [0], 3: [2]}
+@st.composite
+def overlapping(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes]:
+    """A shape, and boxes that cover it and lie over each other as they like."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    boxes = [*grid_boxes(shape, [draw(st.integers(1, n)) for n in shape])]
+    for _ in range(draw(st.integers(0, 3))):
+        low = [draw(st.integers(0, n - 1)) for n in shape]
+        boxes.append(
+            (tuple(low), tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, low, strict=True)))
+        )
+    return shape, draw(st.permutations(boxes))
+
+
+@settings(max_examples=120, deadline=None)
+@given(case=overlapping())
+def test_overlapping_boxes_become_disjoint_ones(case: tuple[tuple[int, ...], Boxes]) -> None:
+    """Each element is in one part only, which lies within its box, the first one that has the element."""
+    shape, boxes = case
+    owners = np.full(shape, -1, np.int64)
+    for number, box in reversed([*enumerate(boxes)]):
+        owners[Box(*box).slices] = number
+    times = np.zeros(shape, np.int64)
+    for number, part in disjoint([Box(*box) for box in boxes]):
+        assert part.intersection(Box(*boxes[number])) == part
+        assert (owners[part.slices] == number).all()
+        times[part.slices] += 1
+    assert (times == 1).all()
+
+
+def test_disjoint_parts_of_odd_boxes() -> None:
+    """An empty box has no part; one without dimensions is a part of one element; of equal ones the first
+    counts."""
+    assert disjoint([Box((0, 0), (0, 3))]) == []
+    assert disjoint([Box((), ())]) == [(0, Box((), ()))]
+    assert disjoint([Box((0,), (0,)), Box((2,), (2,)), Box((2,), (2,))]) == [(1, Box((2,), (2,)))]
+    assert disjoint([]) == []
+
+
+def test_absurdly_many_cuts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound on what overlapping boxes may be cut into."""
+    monkeypatch.setattr(joins, "MAX_CUTS", 3)
+    with pytest.raises(PlanError, match="too many ways"):
+        disjoint([Box((at, at), (5, 5)) for at in range(4)])

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.geometry.strides import extent
 
-__all__ = ["BoxPart", "Reach", "box_parts", "c_strides", "reaches"]
+__all__ = ["BoxPart", "Reach", "box_parts", "is_sparse", "reaches"]
 
 
 class BoxPart(NamedTuple):
@@ -27,15 +28,6 @@ class Reach(NamedTuple):
 
     begin: int
     end: int
-
-
-def c_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Bytes from one element to the next, in each dimension of a C-ordered array."""
-    strides, step = [], itemsize
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def box_parts(
@@ -69,14 +61,14 @@ def _parts(
     """Parts of a box that has one index only in the dimensions before ``dim``."""
     while dim < len(lengths) and lengths[dim] == 1:
         dim += 1
-    extent = itemsize + sum((n - 1) * s for n, s in zip(lengths, strides, strict=True))
-    is_sparse = _is_sparse(lengths, strides, itemsize, gap_bytes)
-    if dim == len(lengths) or (extent <= limit_bytes and not is_sparse):
-        yield BoxPart(offsets, lengths, begin, begin + extent)
+    size = extent(lengths, strides, itemsize)
+    skips = is_sparse(lengths, strides, itemsize, gap_bytes)
+    if dim == len(lengths) or (size <= limit_bytes and not skips):
+        yield BoxPart(offsets, lengths, begin, begin + size)
         return
     stride = strides[dim]
-    row = extent - (lengths[dim] - 1) * stride
-    step = 1 if is_sparse or row > limit_bytes else (limit_bytes - row) // stride + 1
+    row = size - (lengths[dim] - 1) * stride
+    step = 1 if skips or row > limit_bytes else (limit_bytes - row) // stride + 1
     for first in range(0, lengths[dim], step):
         count = min(step, lengths[dim] - first)
         yield from _parts(
@@ -91,14 +83,14 @@ def _parts(
         )
 
 
-def _is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap_bytes: int) -> bool:
-    """Whether rows of any dimension lie farther apart than ``gap_bytes``."""
-    extent = itemsize
+def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap_bytes: int) -> bool:
+    """Whether rows of any dimension lie farther apart than ``gap_bytes``; ``strides`` descend."""
+    size = itemsize
     for n, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if n > 1:
-            if stride - extent > gap_bytes:
+            if stride - size > gap_bytes:
                 return True
-            extent += (n - 1) * stride
+            size += (n - 1) * stride
     return False
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on many boxes at once: intersection, overlap, volume.
+"""Which of many boxes meet, and what is left where those that overlap are cut.
 
 Boxes are half-open: ``low <= x < high`` in every dimension, int64 arrays of shape (boxes, dimensions), with a
 group (a tensor, say) each; only boxes of one group meet. Nothing here loops over boxes: joins sort one
@@ -7,28 +7,23 @@ dimension and search in it, so their cost grows with boxes and results, not with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import Int64, starts
+from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.ragged import Int64, expand_ranges
 
-__all__ = [
-    "BoxGroup",
-    "BoxSet",
-    "by_ndim",
-    "expand_ranges",
-    "gather_rows",
-    "intersecting_pairs",
-    "overlapping_pairs",
-    "row_products",
-]
+__all__ = ["BoxSet", "cut_overlaps", "disjoint", "intersecting_pairs", "overlapping_pairs"]
 
 MAX_PAIRS = 100_000_000
 """More intersecting pairs than any real plan has: a bound on memory against absurd input."""
+
+MAX_CUTS = 100_000
+"""Boxes that partly overlapping ones may be cut into, a bound against absurd input."""
 
 _KEY_LIMIT = 2.0**62
 _GOOD_SELECTIVITY = 4
@@ -44,46 +39,6 @@ class BoxSet(NamedTuple):
     def take(self, rows: npt.NDArray[np.generic]) -> BoxSet:
         """The boxes at ``rows`` (positions or a mask)."""
         return BoxSet(self.groups[rows], self.low[rows], self.high[rows])
-
-
-class BoxGroup(NamedTuple):
-    """Boxes of one dimensionality taken out of ragged columns: ``rows`` are their numbers there."""
-
-    rows: Int64
-    offsets: Int64
-    sizes: Int64
-
-
-def expand_ranges(first: Int64, counts: Int64) -> Int64:
-    """``first[0], first[0] + 1, ... (counts[0] of them), first[1], ...``."""
-    begin = starts(counts)
-    total = int(begin[-1])
-    return np.repeat(first - begin[:-1], counts) + np.arange(total, dtype=np.int64)
-
-
-def gather_rows(values: Int64, start: Int64, rows: Int64) -> Int64:
-    """The ragged rows ``rows`` of (values, start), one after the other."""
-    first = start[rows]
-    return values[expand_ranges(first, start[rows + 1] - first)]
-
-
-def row_products(values: Int64, start: Int64) -> Int64:
-    """Product of each ragged row; 1 for an empty one."""
-    counts = np.diff(start)
-    products = np.ones(len(counts), np.int64)
-    filled = counts > 0
-    if filled.any():
-        products[filled] = np.multiply.reduceat(values, start[:-1][filled])
-    return products
-
-
-def by_ndim(rows: Int64, start: Int64, offsets: Int64, sizes: Int64) -> Iterator[BoxGroup]:
-    """The boxes ``rows`` of ragged columns, one group a number of dimensions."""
-    counts = start[rows + 1] - start[rows]
-    for ndim in np.unique(counts).tolist():
-        chosen = rows[counts == ndim]
-        places = start[chosen][:, None] + np.arange(ndim, dtype=np.int64)
-        yield BoxGroup(chosen, offsets[places], sizes[places])
 
 
 def _keys(groups: list[Int64], coordinates: list[Int64]) -> list[Int64]:
@@ -285,3 +240,65 @@ def overlapping_pairs(boxes: BoxSet) -> tuple[Int64, Int64]:
     rest = boxes.take(rows)
     i, j = intersecting_pairs(rest, rest)
     return rows[i[i < j]], rows[j[i < j]]
+
+
+def cut_overlaps(boxes: BoxSet, earlier: Int64, later: Int64) -> tuple[Int64, BoxSet]:
+    """(rows, parts of the boxes in these rows) that have each element once, with the first box that has it.
+
+    ``earlier`` and ``later`` are as `overlapping_pairs` gives them. Of equal boxes, the usual case, the later
+    ones just go.
+    """
+    low, high = boxes.low, boxes.high
+    equal = (low[earlier] == low[later]).all(axis=1) & (high[earlier] == high[later]).all(axis=1)
+    dropped = np.zeros(len(boxes.groups), np.bool_)
+    dropped[later[equal]] = True
+    partial = ~dropped[earlier] & ~dropped[later]
+    cutters: dict[int, list[int]] = {}
+    for cutter, row in zip(earlier[partial].tolist(), later[partial].tolist(), strict=True):
+        cutters.setdefault(row, []).append(cutter)
+    rows: list[int] = []
+    rests: list[Box] = []
+    for row, holes in cutters.items():
+        rest = [_box(boxes, row)]
+        for hole in holes:
+            rest = [part for box in rest for part in box.without(_box(boxes, hole))]
+        if len(rows) + len(rest) > MAX_CUTS:
+            raise PlanError(
+                "the stored chunks of a tensor overlap in too many ways; the checkpoint is not sound"
+            )
+        rows += [row] * len(rest)
+        rests += rest
+        dropped[row] = True
+    kept = np.flatnonzero(~dropped)
+    found = np.concatenate([kept, np.array(rows, np.int64)])
+    shape = len(rows), low.shape[1]
+    cut_low = np.array([box.offsets for box in rests], np.int64).reshape(shape)
+    cut_high = np.array([box.high for box in rests], np.int64).reshape(shape)
+    parts = BoxSet(
+        boxes.groups[found], np.concatenate([low[kept], cut_low]), np.concatenate([high[kept], cut_high])
+    )
+    return found, parts
+
+
+def _box(boxes: BoxSet, row: int) -> Box:
+    return Box.between(boxes.low[row].tolist(), boxes.high[row].tolist())
+
+
+def disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
+    """(number of a box, a part of it) such that each element is in one part, that of the first box which has
+    it; in ascending order. Empty boxes have none."""
+    firsts: dict[Box, int] = {}
+    for number, box in enumerate(boxes):
+        if 0 not in box.sizes:
+            firsts.setdefault(box, number)
+    if len(firsts) > 1:
+        shape = len(firsts), len(boxes[0].sizes)
+        low = np.array([box.offsets for box in firsts], np.int64).reshape(shape)
+        high = np.array([box.high for box in firsts], np.int64).reshape(shape)
+        several = BoxSet(np.zeros(len(firsts), np.int64), low, high)
+        earlier, later = overlapping_pairs(several)
+        if len(earlier):
+            rows, parts = cut_overlaps(several, earlier, later)
+            numbers = [*firsts.values()]
+            firsts = {_box(parts, at): numbers[row] for at, row in enumerate(rows.tolist())}
+    return sorted(((number, box) for box, number in firsts.items()), key=lambda part: part[1].offsets)

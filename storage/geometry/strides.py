@@ -1,0 +1,88 @@
+"""How elements of a box lie in memory or in a payload: strides, their order, and what of them is one run.
+
+Strides are in whatever unit the caller counts in: elements, or bytes with an ``itemsize``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.geometry.ragged import Int64
+
+__all__ = [
+    "Positions",
+    "c_strides",
+    "c_strides_by_row",
+    "contiguous_positions",
+    "dense_order",
+    "extent",
+    "is_c_ordered",
+]
+
+
+def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """From one element to the next in each dimension of a C-ordered array, as torch has them."""
+    strides, step = [], itemsize
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_c_ordered(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements (``strides`` in elements) stand in C order without gaps."""
+    pairs = zip(sizes, strides, c_strides(sizes), strict=True)
+    return 0 in sizes or all(size == 1 or stride == step for size, stride, step in pairs)
+
+
+def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Dimensions from slowest to fastest if elements (``strides`` in elements) are dense in some order and
+    none is there twice, else None. C order wins where several would do."""
+    if is_c_ordered(sizes, strides):
+        return tuple(range(len(sizes)))
+    order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d)))
+    return order if is_c_ordered([sizes[d] for d in order], [strides[d] for d in order]) else None
+
+
+def extent(sizes: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> int:
+    """From the first element of a box to the end of its last one; 0 for an empty box."""
+    if 0 in sizes:
+        return 0
+    return itemsize + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+
+
+# -- many at once --------------------------------------------------------------------------------------------
+
+
+class Positions(NamedTuple):
+    """By box: whether it is one run of elements, and the place of its first one."""
+
+    is_run: npt.NDArray[np.bool_]
+    first: Int64
+
+
+def contiguous_positions(sizes: Int64, offsets: Int64, lengths: Int64) -> Positions:
+    """`dcp.storage.geometry.boxes.contiguous_position` of many boxes of C-ordered arrays of ``sizes``.
+
+    All are (boxes, dimensions). Boxes that are empty, or reach outside of their array, are no run here.
+    """
+    is_full = lengths == sizes
+    full_behind, steps = np.ones_like(is_full), np.ones_like(sizes)
+    full_behind[:, :-1] = np.logical_and.accumulate(is_full[:, :0:-1], axis=1)[:, ::-1]
+    steps[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+    inside = (offsets >= 0) & (lengths > 0) & (lengths <= sizes - offsets)
+    is_run = (inside & (full_behind | (lengths == 1))).all(axis=1)
+    return Positions(is_run, (offsets * steps).sum(axis=1))
+
+
+def c_strides_by_row(sizes: Int64, itemsizes: Int64) -> Int64:
+    """`c_strides` of many arrays: ``sizes`` are (arrays, dimensions), ``itemsizes`` one for each."""
+    steps = np.empty_like(sizes)
+    steps[:, -1:] = itemsizes[:, None]
+    for dim in range(sizes.shape[1] - 1, 0, -1):
+        steps[:, dim - 1] = steps[:, dim] * np.maximum(sizes[:, dim], 1)
+    return steps
