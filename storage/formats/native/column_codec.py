@@ -74,7 +74,7 @@ class ColumnEncoder:
 
     def __init__(self, *, compact: bool = True) -> None:
         self._compact = compact
-        self._last: tuple[list[str], list[Any], int] | None = None
+        self._longest: tuple[list[str], list[Any], int] | None = None
         self.decoded_bytes = 0
 
     def column(self, values: npt.ArrayLike) -> list[Any]:
@@ -107,11 +107,13 @@ class ColumnEncoder:
     def strings(self, texts: Sequence[str]) -> list[Any]:
         """Strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
         listed, before = list(texts), self.decoded_bytes
-        if self._last is None or listed != self._last[0]:  # a flat state dict has its names three times
-            self._last = listed, self._strings(listed), self.decoded_bytes - before
-        else:
-            self.decoded_bytes += self._last[2]
-        return self._last[1]
+        if self._longest is not None and listed == self._longest[0]:  # as a flat state dict has, three times
+            self.decoded_bytes += self._longest[2]
+            return self._longest[1]
+        encoded = self._strings(listed)
+        if self._longest is None or len(listed) > len(self._longest[0]):
+            self._longest = listed, encoded, self.decoded_bytes - before
+        return encoded
 
     def _strings(self, texts: list[str]) -> list[Any]:
         joined = "".join(texts)

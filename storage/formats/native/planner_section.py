@@ -38,9 +38,9 @@ def encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, 
     """The section of the manifest; PlanError for data that is not plain."""
     if planner_data is None:
         return None
-    if not _is_paths(planner_data):
+    parts = _path_parts(planner_data)
+    if parts is None:
         return {"plain": encoder.blob(plain_section(planner_data, "planner data"))}
-    parts = list(chain.from_iterable(planner_data.values()))
     is_position, positions, keys = np.zeros(len(parts), np.bool_), [], parts
     if not _NAMES.issuperset(map(type, parts)):
         is_position = np.array([type(part) is int for part in parts], np.bool_)
@@ -56,19 +56,19 @@ def encode_planner_data(planner_data: Any, encoder: ColumnEncoder) -> dict[str, 
     }
 
 
-def _is_paths(planner_data: Any) -> bool:
-    """Whether this is what flattening leaves (fqn to path), which has a compact form."""
+def _path_parts(planner_data: Any) -> list[Any] | None:
+    """The parts of all paths, if this is what flattening leaves (fqn to path), which has a compact form."""
     if type(planner_data) is not dict:
-        return False
+        return None
     paths = planner_data.values()
     if not (_NAMES.issuperset(map(type, planner_data)) and _TUPLES.issuperset(map(type, paths))):
-        return False
+        return None
+    parts = list(chain.from_iterable(paths))
     # By kinds, because there may be a million parts, and hardly any is a position.
-    kinds = set(map(type, chain.from_iterable(paths)))
-    if not kinds <= _PARTS:
-        return False
-    parts = chain.from_iterable(paths) if int in kinds else ()
-    return all(-(1 << 63) <= part < 1 << 63 for part in parts if type(part) is int)
+    kinds = set(map(type, parts))
+    positions = (part for part in parts if type(part) is int) if int in kinds else ()
+    is_compact = kinds <= _PARTS and all(-(1 << 63) <= part < 1 << 63 for part in positions)
+    return parts if is_compact else None
 
 
 def decode_planner_data(section: Mapping[str, Any], left: Budget) -> Any:

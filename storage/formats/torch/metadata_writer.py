@@ -109,7 +109,7 @@ class _Memo:
         self._count = 0
         self._strings: dict[str, int] = {}
         self._globals: dict[tuple[str, str], bytes] = {}
-        self._last: tuple[Sequence[str], _Refs] = (), np.zeros(0, _UINT32)
+        self._longest: tuple[Sequence[str], _Refs] = (), np.zeros(0, _UINT32)
 
     def add(self, opcodes: bytes) -> int:
         """Memo number of the value that ``opcodes`` push."""
@@ -130,17 +130,22 @@ class _Memo:
 
     def strings(self, texts: Sequence[str]) -> _Refs:
         """Memo numbers of many strings: `number`, without a call for each."""
-        if texts == self._last[0]:  # a flat state dict has its names three times
-            return self._last[1]
+        if texts == self._longest[0]:  # as a flat state dict has, three times
+            return self._longest[1]
         refs = self._string_refs(texts)
-        self._last = texts, refs
+        if len(texts) > len(self._longest[0]):
+            self._longest = texts, refs
         return refs
 
     def _string_refs(self, texts: Sequence[str]) -> _Refs:
         known, begin = self._strings, self._count
         with contextlib.suppress(KeyError):  # mostly all of them are known, or none is
             return np.fromiter(map(known.__getitem__, texts), dtype=_UINT32, count=len(texts))
-        fresh = [text for text in dict.fromkeys(texts) if text not in known]
+        distinct = dict.fromkeys(texts)
+        if known.keys().isdisjoint(distinct):
+            fresh = list(distinct)
+        else:
+            fresh = [text for text in distinct if text not in known]
         known.update(zip(fresh, count(begin), strict=False))
         self.definitions.extend(_memoized_strings(fresh))
         self._count += len(fresh)
