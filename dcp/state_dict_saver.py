@@ -38,7 +38,7 @@ from dcp.saving.provenance import provenance_of
 from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.storage import writer as columnar
 from dcp.storage.writer import FileSystemWriter
-from dcp.torch_protocol import steps as object_steps
+from dcp.torch_protocol import save as object_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -84,6 +84,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
             )
         self.path = path
         self.verify: Verify = verify
+        self._asked_verify: Verify | None = None
         self.threads = threads
         self.open_store = open_store
         self.load_id = str(uuid.uuid4())
@@ -101,7 +102,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         if checkpoint_id:
             self.path = checkpoint_id
         self._place = None
-        self._index = self._listed = None
+        self._index = self._listed = self._asked_verify = None
         self.stats = ReadStats()
         self.load_id = str(uuid.uuid4())
 
@@ -186,10 +187,15 @@ class FileSystemReader(NoFileSystem, StorageReader):
         """Take the index that the coordinator read, so that all ranks load one and the same commit."""
         self._index = index
 
+    def use_verify(self, verify: Verify | None) -> None:
+        """Take the policy of this load, from which the metadata have been read, instead of the reader's."""
+        self._asked_verify = verify
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata, read anew: a load begins here. Objects are built when they are looked
         at."""
-        self._index, self._listed, self.stats = None, None, ReadStats()
+        self._index = self._listed = self._asked_verify = None
+        self.stats = ReadStats()
         self._traffic_before = self.store.traffic()
         index = self.read_index(kwargs.get("rank"))
         save_id = index.provenance.get("save_id")
@@ -223,7 +229,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         """
         index = self.read_index()
         chunk_rows = _ChunkRows(index)
-        with self.engine(index) as engine:
+        with self.engine(index, self._asked_verify) as engine:
             objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
             blobs = self.read_objects(engine, [item.storage_index.fqn for item in objects])
             for item, blob in zip(objects, blobs, strict=True):
@@ -255,12 +261,13 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def engine(self, index: CheckpointIndex) -> ReadEngine:
-        """A reading engine on this checkpoint; use it as a context manager."""
+    def engine(self, index: CheckpointIndex, verify: Verify | None = None) -> ReadEngine:
+        """A reading engine on this checkpoint; use it as a context manager. ``verify`` is the reader's own
+        policy if it is None."""
         threads = self.threads
         if threads is None:
             threads = self.store.read_profile.threads or _default_threads()
-        return ReadEngine(self.store, index, verify=self.verify, threads=threads)
+        return ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
 
     def read_request(self, engine: ReadEngine, request: ReadRequest) -> ReadStats:
         """Fill the request's destinations; returns what it cost."""
@@ -289,7 +296,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
                     yield _encoded(objects.values[int(objects.plain[row])])
                     continue
                 blob = next(blobs)
-                self._check_object(engine.index, row, blob)
+                self._check_object(engine, row, blob)
                 yield blob
 
     def _object_row(self, index: CheckpointIndex, fqn: str) -> int:
@@ -298,8 +305,9 @@ class FileSystemReader(NoFileSystem, StorageReader):
             raise PlanError(f"{self.store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
         return row
 
-    def _check_object(self, index: CheckpointIndex, row: int, blob: bytes) -> None:
-        fault = _blob_fault(blob, int(index.objects.crcs[row])) if self.verify != "none" else None
+    def _check_object(self, engine: ReadEngine, row: int, blob: bytes) -> None:
+        index = engine.index
+        fault = _blob_fault(blob, int(index.objects.crcs[row])) if engine.verify != "none" else None
         if fault is not None:
             fqn = index.objects.fqns[row]
             raise CorruptCheckpointError(

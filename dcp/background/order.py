@@ -31,7 +31,7 @@ from dcp.storage.errors import (
     StorageFullError,
 )
 from dcp.storage.writer import FileSystemWriter
-from dcp.torch_protocol import steps as object_steps
+from dcp.torch_protocol import save as object_steps
 
 __all__ = ["RanksFor", "SaveOrder", "agreeing_seconds", "carry_out", "is_passing"]
 

@@ -1,204 +1,157 @@
-"""Loads on columns: our planner and our storage, with no objects by tensor; see `docs/design/loading.md`."""
+"""One way from a checkpoint into a state dict: what both ways have in common, and the steps of each.
+
+`dcp.engines` chooses the way, once a load.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections import ChainMap
-from collections.abc import Sequence
-from hashlib import blake2b
-from itertools import compress
-from typing import cast
-
-import msgpack
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dcp.loading.report import LoadReport
-from dcp.loading.targets import Stored, Targets
-from dcp.planners.columns import LoadColumns
-from dcp.planners.load.planner import DefaultLoadPlanner
-from dcp.planners.load.selection import Matches, check_matches
-from dcp.planners.load.unexpected import check_left, pack_left
-from dcp.progress import ProgressCallback, reporting
-from dcp.ranks.collectives import Ranks
-from dcp.ranks.handshake import begin, check_same_checkpoint
-from dcp.ranks.options import of_load
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.open import saved_by_rank
-from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.sources import index_at
-from dcp.storage.formats.torch.python_values import decode_values
-from dcp.storage.geometry.ragged import row_products
-from dcp.storage.reader import FileSystemReader, ReadRequest
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.loading.targets import GivenState
+from dcp.planners.load.options import LoadOptions, LoadTask
+from dcp.ranks.failures import causes_of, is_damage
+from dcp.storage.errors import CheckpointError
+from dcp.storage.near_names import listed
 
-__all__ = ["ColumnarLoad"]
+if TYPE_CHECKING:
+    from dcp.planners.load.planner import DefaultLoadPlanner
+    from dcp.ranks.collectives import Ranks
+    from dcp.storage.reader import FileSystemReader
+
+__all__ = ["LoadEngine"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED = 10
 
 
-class ColumnarLoad:
-    """One load on columns: the coordinator reads the index, each rank plans and reads its own part."""
+class LoadEngine(ABC):
+    """One load: plan what goes where, read it, give objects their state.
+
+    ``planner`` and ``storage`` are None where they are somebody else's. ``options`` are those of the call,
+    over those of the planner.
+    """
+
+    stores_later = False
+    """Whether values wait for the whole load to succeed."""
 
     def __init__(
         self,
-        targets: Targets,
-        reader: FileSystemReader,
         ranks: Ranks,
-        planner: DefaultLoadPlanner,
-        report: LoadReport,
-        progress: bool | ProgressCallback | None,
+        options: LoadOptions,
+        planner: DefaultLoadPlanner | None,
+        storage: FileSystemReader | None,
     ) -> None:
-        self._targets = targets
-        self._reader = reader
-        self._ranks = ranks
-        self._planner = planner
-        self._report = report
-        self._progress = progress
-        self._ready: CheckpointIndex | None = None
-        self._planned: tuple[CheckpointIndex, LoadColumns, ReadRequest] | None = None
+        self.ranks = ranks
+        self.options = options if planner is None else options.over(planner)
+        self._given = options
+        self._ours = planner
+        self._storage = storage
 
-    def run(self) -> None:
-        """Index, plan, read, and only then the values that are no tensors."""
-        begun = time.perf_counter()
-        self._reader.reset()  # it may have served another load, before somebody saved anew
-        chosen = self._planner.only is not None or self._planner.exclude is not None
-        places = begin(
-            self._ranks,
-            lambda: self._reader.place.url,
-            options=of_load(self._reader, self._planner),
-            kinds=self._targets.kinds,
-        )
-        shared = self._ranks.broadcast("index", self._read_index)
-        if shared:
-            check_same_checkpoint(self._ranks, places, lambda: self._fingerprint(shared, places))
-        self._report.seconds["index"] = time.perf_counter() - begun
-        if chosen:
-            self._ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
-        self._ranks.reduce_broadcast("plan", lambda: self._plan(shared), self._check_left, short=True)
-        self._ranks.all_gather("read", self._read)
-        if self._reader.may_be_mixed:
-            self._ranks.broadcast("compare", self._compare)
-        self._ranks.all_gather("store", self._store_values)
+    @abstractmethod
+    def plan(self, targets: GivenState, report: LoadReport) -> None:
+        """Find the checkpoint, and what of it goes where in ``targets``; errors are of all ranks alike, as in
+        each step."""
 
-    def _read_index(self) -> bytes:
-        """One commit for all ranks: an overwrite while they start must not give them two.
+    @abstractmethod
+    def read(self, report: LoadReport) -> None:
+        """Fill what was planned."""
 
-        Empty where there is nobody to share it with, or each rank has an index of its own.
+    def load(self, targets: GivenState, filled: set[str] | None = None) -> LoadReport:
+        """Load into ``targets``.
+
+        ``filled`` are entries that a load which failed may have filled, so that this one must; those that it
+        fills are added if it fails.
         """
-        reader, alone = self._reader, self._ranks.world_size == 1
-        if not alone and reader.place.file is None and saved_by_rank(reader.store):
-            return b""
-        index = reader.read_index()
-        return b"" if alone else encode_manifest(index)
+        filled = filled if filled is not None else set()
+        try:
+            report = self._load_committed(targets, filled)
+        except BaseException:
+            targets.take_back()
+            raise
+        if targets.gives_back:
+            self._give_back(targets, filled)
+        return report
 
-    def _fingerprint(self, shared: bytes, places: Sequence[str]) -> bytes:
-        """Of the checkpoint at this rank's place; what the coordinator read there is not read again."""
-        ranks = self._ranks
-        if places[ranks.rank] != places[ranks.coordinator]:
-            with near_places_told(self._reader.path, self._reader.open_store):
-                shared = encode_manifest(index_at(self._reader.place))
-        return blake2b(shared).digest()
+    def _load_committed(self, targets: GivenState, filled: set[str]) -> LoadReport:
+        """Once more where the checkpoint was replaced after its index was read, so that files of it are
+        gone."""
+        try:
+            return self._attempt(targets, filled)
+        except CheckpointError as error:
+            if not all(map(is_damage, causes_of(error))) or not self._was_replaced():
+                raise
+        return replace(self._attempt(targets, filled), attempts=2)
 
-    def _index(self, shared: bytes) -> CheckpointIndex:
-        reader, ranks = self._reader, self._ranks
-        if shared and not ranks.is_coordinator:
-            reader.use_index(decode_manifest(shared))
-        return reader.read_index(own_rank=ranks.rank)
-
-    def _set_up(self, shared: bytes) -> CheckpointIndex:
-        """The index, with the planner set up for it: once, because it asks for the state."""
-        if self._ready is None:
-            index, ranks = self._index(shared), self._ranks
-            values = index.objects.position
-            names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
-            state = self._targets.state(Stored(names, values))
-            self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
-            self._ready = index
-        return self._ready
-
-    def _select(self, shared: bytes) -> bytes:
-        matches = self._planner.choose(self._set_up(shared))
-        return bytes(msgpack.packb(dataclasses.astuple(matches) if matches is not None else None))
-
-    def _plan(self, shared: bytes) -> bytes:
-        """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
-        begun = time.perf_counter()
-        planner, report, ranks = self._planner, self._report, self._ranks
-        index = self._set_up(shared)
-        columns, destinations = planner.create_load_columns(index)
-        report.note_plan(planner)
-        report.note_source(index)
-        request = ReadRequest(
-            columns.chunks,
-            columns.dests,
-            destinations,
-            columns.box_start,
-            columns.storage_offsets,
-            columns.dest_offsets,
-            columns.lengths,
+    def _attempt(self, targets: GivenState, filled: set[str]) -> LoadReport:
+        report = LoadReport()
+        task = LoadTask(
+            options=self._given,
+            unasked=targets.unasked,
+            must_fill=frozenset(filled),
+            stores_later=self.stores_later,
         )
-        self._planned = index, columns, request
-        report.seconds["plan"] = time.perf_counter() - begun
-        if planner.unexpected == "ignore":
-            return b""
-        left = pack_left(_names(index), planner.unexpected_keys, planner.lost_keys)
-        if shared or ranks.world_size == 1:
-            return left
-        check_left(_names(index), [left])  # an index of this rank alone
-        return b""
+        planner, ranks = self._ours, self.ranks
+        if planner is not None:
+            planner.begin_load(ranks.rank, ranks.world_size, task)
+        try:
+            self.plan(targets, report)
+            self.read(report)
+        except BaseException:
+            self._note_filled(targets, filled)
+            raise
+        finally:
+            if planner is not None:
+                planner.end_load()
+        if planner is not None:
+            _warn_of_other_ranks(planner, report, ranks)
+        if self._storage is not None:
+            report.storage = self._storage.traffic
+        return report
 
-    def _check_left(self, left: list[bytes]) -> bytes:
-        if all(left) and self._planned is not None:
-            check_left(_names(self._planned[0]), left)
-        return b""
-
-    def _read(self) -> bytes:
-        report, ranks = self._report, self._ranks
-        if self._planned is None:
-            raise PlanError("a load was not planned")
-        index, columns, request = self._planned
-        begun = time.perf_counter()
-        volumes = row_products(columns.lengths, columns.box_start)
-        total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
-        with (
-            reporting(self._progress, "read", total, show=ranks.is_coordinator) as on_bytes,
-            self._reader.engine(index) as engine,
-        ):
-            engine.on_bytes = on_bytes
-            stats = self._reader.read_request(engine, request)
-            self._load_objects(engine, columns)
-        report.note_reading(stats)
-        report.seconds["read"] = time.perf_counter() - begun
-        return b""
-
-    def _compare(self) -> bytes:
-        self._reader.check_unchanged()
-        return b""
-
-    def _store_values(self) -> bytes:
-        self._planner.store_values()
-        return b""
-
-    def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
-        objects, fqns = engine.index.objects, columns.object_fqns
-        plain = objects.plain[columns.objects]
-        is_plain = plain >= 0
-        self._planner.store_objects(
-            fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
-            decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
+    def _was_replaced(self) -> bool:
+        storage = self._storage
+        return storage is not None and bool(
+            self.ranks.broadcast("look again", lambda: b"\x01" if storage.was_replaced() else b"")
         )
-        pickled = [objects.fqns[row] for row in columns.objects[~is_plain].tolist()]
-        names = compress(fqns, (~is_plain).tolist())
-        for fqn, blob in zip(names, self._reader.read_objects(engine, pickled), strict=True):
-            self._planner.store_blob(fqn, blob)
+
+    def _give_back(self, targets: GivenState, filled: set[str]) -> None:
+        planner = self._ours
+
+        def give_back() -> bytes:
+            if planner is None:
+                targets.give_back((), ())
+            else:
+                targets.give_back(planner.untouched_keys, planner.materialised_keys)
+            return b""
+
+        try:
+            self.ranks.all_gather("load_state_dict", give_back)
+        except BaseException:
+            self._note_filled(targets, filled)
+            raise
+
+    def _note_filled(self, targets: GivenState, filled: set[str]) -> None:
+        if self._ours is not None:
+            filled |= self._ours.touched_keys - targets.made
 
 
-def _names(index: CheckpointIndex) -> list[str]:
-    return [*index.fqns, *index.objects.fqns]
-
-
-def _agree_on_patterns(ranks: list[bytes]) -> bytes:
-    matches = [msgpack.unpackb(data) for data in ranks]
-    check_matches([Matches(*fields) for fields in matches if fields is not None])
-    return b""
+def _warn_of_other_ranks(planner: DefaultLoadPlanner, report: LoadReport, ranks: Ranks) -> None:
+    """Say which `PerRank` values do not go on where the ranks that saved them were."""
+    kept, left = (listed(names, most=_MAX_LISTED) for names in (planner.kept_per_rank, planner.left_per_rank))
+    if not kept and not left:
+        return
+    if report.world_size in (None, ranks.world_size):
+        if kept:
+            logger.warning("the checkpoint has no %s of rank %d: left as before the load", kept, ranks.rank)
+    elif ranks.is_coordinator:
+        what = (
+            f"{kept} of every rank is left as before the load, such as a data loader at its beginning"
+            if kept
+            else f"each rank takes its own of {left}, and what the other ranks had is not loaded"
+        )
+        logger.warning("saved by %s ranks, loaded by %d: %s", report.world_size, ranks.world_size, what)

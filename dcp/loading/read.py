@@ -13,13 +13,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.storage_selection import choose_reader
 from dcp.conversion.entries import Entries, choose_entries
-from dcp.planners.load.planner import DefaultLoadPlanner, check_options
+from dcp.engines import load_engine
+from dcp.loading.targets import GivenState
+from dcp.planners.load.options import LoadOptions
+from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.wire.torch_plans import index_from_metadata
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.ranks.handshake import told_to_all
-from dcp.state_dict_loader import check_verify, fill
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import notes_by_path
@@ -98,8 +100,7 @@ def read(
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
     with told_to_all(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
-        check_verify(reader, verify)
-        check_options(only=only, exclude=exclude, rename=rename, per_rank=None, unexpected=None)
+        LoadOptions(only=only, exclude=exclude, rename=rename).check()
         planner = _WholePlanner(
             only=only,
             exclude=exclude,
@@ -108,8 +109,9 @@ def read(
             device=torch.device(device),
             weights_only=weights_only,
         )
+        engine = load_engine(reader, planner, ranks, LoadOptions(verify=verify, progress=progress))
     flat: dict[str, Any] = {}
-    fill(flat, reader, ranks, planner, verify=verify, progress=progress)
+    engine.load(GivenState(flat))
     return planner.nested(flat)
 
 
@@ -132,7 +134,7 @@ class _WholePlanner(DefaultLoadPlanner):
             weights_only=weights_only is not False,
         )
         # not the planner's own options of these names, which are about the state dict that is filled
-        self._options: dict[str, Any] = {
+        self._chosen: dict[str, Any] = {
             "only": only,
             "exclude": exclude,
             "rename": rename,
@@ -154,7 +156,7 @@ class _WholePlanner(DefaultLoadPlanner):
             index = metadata.index
         else:
             index = index_from_metadata(metadata)
-        self._entries = entries = choose_entries(index, **self._options)
+        self._entries = entries = choose_entries(index, **self._chosen)
         tensors = entries.tensors
         self._tied = {
             entry.fqn: tensors[entry.tied_to].fqn
@@ -171,7 +173,6 @@ class _WholePlanner(DefaultLoadPlanner):
         state_dict.update(dict.fromkeys(entries.refused))  # planning says what they need
         self.rename = entries.source_names.__getitem__
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.made_keys = frozenset(state_dict)
 
     def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
         """The state dict whose flat entries were loaded into ``flat``."""

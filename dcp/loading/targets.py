@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -14,13 +13,13 @@ from torch.optim import Optimizer
 from dcp.calls.stateful_values import check_top_level, stateful_keys
 from dcp.loading.optimizer_state import optimizers_without_state, parameter_groups, state_dict_with_state
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.selection import Selection, renamer
 from dcp.ranks.options import kinds_of
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.near_names import listed
 
-__all__ = ["GivenState", "LoadTargets", "Stored", "Targets"]
+__all__ = ["GivenState", "LoadTargets", "Stored"]
 
 _MAX_LISTED = 5
 
@@ -32,44 +31,61 @@ class Stored(NamedTuple):
     values: Collection[str]
 
 
-class Targets(Protocol):
-    """What a load fills: asked for in a step, so that its failure reaches all ranks."""
+class GivenState:
+    """A state dict that is filled as it is.
+
+    ``unasked`` are keys of the top level of which nothing can be selected. ``made`` are entries whose tensors
+    were made for this load, so that nobody has them after one that failed. ``gives_back``: there may be
+    objects that are given their state after the load.
+    """
+
+    gives_back = False
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self._state_dict = state_dict
+        self._given = frozenset(state_dict)
+        self.unasked: tuple[str, ...] = ()
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Entries that nobody has after a load that failed."""
+        return frozenset(self._state_dict) - self._given
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """What is at keys of the top level; see `dcp.ranks.options.kinds_of`."""
+        """What is at keys of the top level, where that matters; see `dcp.ranks.options.kinds_of`."""
+        return {}
 
     def state(self, stored: Stored) -> dict[str, Any]:
         """What to load into, from a checkpoint with the entries ``stored``."""
+        return self._state_dict
+
+    def take_back(self) -> None:
+        """Undo what `state` has added to the state dict, for a load that has failed."""
+
+    def give_back(self, untouched: Collection[str], materialised: Collection[str]) -> None:
+        """Replace values, and give their state to objects of which something was loaded.
+
+        ``untouched`` are keys of the top level of which nothing was, ``materialised`` entries that had no
+        memory before. Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have
+        been given theirs. PlanError where tensors are on the meta device still.
+        """
 
 
-class GivenState(NamedTuple):
-    """A state dict as it is: whatever is in it, no object is asked for its state."""
+class LoadTargets(GivenState):
+    """The entries of ``state_dict`` that a load with ``options`` is for."""
 
-    state_dict: dict[str, Any]
-    kinds: Mapping[str, str] = MappingProxyType({})
+    gives_back = True
 
-    def state(self, stored: Stored) -> dict[str, Any]:
-        """That state dict."""
-        return self.state_dict
-
-
-class LoadTargets:
-    """The entries of ``state_dict`` that a load with ``planner`` is for (None: one of somebody else).
-
-    ``unasked`` are keys of the top level of which nothing can be selected.
-    """
-
-    def __init__(self, state_dict: dict[str, Any], planner: DefaultLoadPlanner | None) -> None:
+    def __init__(self, state_dict: dict[str, Any], options: LoadOptions) -> None:
         check_top_level(state_dict)
-        self._state_dict = state_dict
-        self._planner = planner
-        self._selection = Selection.of(planner.only, planner.exclude) if planner is not None else None
-        self._renamed = renamer(planner.rename) if planner is not None else None
+        super().__init__(state_dict)
+        self._selection = Selection.of(options.only, options.exclude)
+        self._renamed = renamer(options.rename)
         # all ranks in one order, because state_dict() may run collectives
         keys = sorted(state_dict, key=str)
         self._keys: Sequence[Any] = keys
-        self.unasked: tuple[str, ...] = ()
+        self._made: frozenset[str] = frozenset()
         if self._selection is not None:
             reaches = self._selection.reaches
             self._keys = [key for key in keys if reaches(str(key))]
@@ -79,8 +95,13 @@ class LoadTargets:
         self._added: list[tuple[dict[Any, Any], str]] = []
 
     @property
+    def made(self) -> frozenset[str]:
+        """Entries whose tensors were made for this load."""
+        return self._made
+
+    @property
     def kinds(self) -> Mapping[str, str]:
-        """Of those entries; see `dcp.ranks.options.kinds_of`."""
+        """What is at the keys that the load is for."""
         return kinds_of(self._keys, [self._state_dict[key] for key in self._keys])
 
     def state(self, stored: Stored) -> dict[str, Any]:
@@ -96,17 +117,11 @@ class LoadTargets:
         for key in self._stateful:
             self._plain[key] = self._state_of(key, self._plain[key], stored, made)
         self._add_settings(self._plain, "", stored)
-        if self._planner is not None:
-            self._planner.made_keys = frozenset(made)
+        self._made = frozenset(made)
         return self._plain
 
-    def give_back(self) -> None:
-        """Replace values, and give their state to objects of which something was loaded.
-
-        Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have been given theirs.
-        PlanError where tensors are on the meta device still.
-        """
-        untouched = self._planner.untouched_keys if self._planner is not None else frozenset()
+    def give_back(self, untouched: Collection[str], materialised: Collection[str]) -> None:
+        """As in `GivenState`."""
         if not self._stateful and type(self._state_dict) is dict:
             self._state_dict.update(self._plain)
             return
@@ -116,7 +131,7 @@ class LoadTargets:
             elif str(key) not in untouched:
                 value = self._state_dict[key]
                 self._give(key, value)
-                self._check_kept(key, value)
+                self._check_kept(key, value, materialised)
 
     def _give(self, key: Any, value: Any) -> None:
         try:
@@ -157,7 +172,7 @@ class LoadTargets:
                 self._added.append((group, key))
 
     def take_back(self) -> None:
-        """Undo what `state` has added to the state dict, for a load that has failed."""
+        """As in `GivenState`."""
         for group, key in self._added:
             group.pop(key, None)
         self._added.clear()
@@ -211,10 +226,9 @@ class LoadTargets:
                     fqns=meta[:_MAX_LISTED],
                 )
 
-    def _check_kept(self, key: Any, value: Any) -> None:
+    def _check_kept(self, key: Any, value: Any, materialised: Iterable[str]) -> None:
         """Raise PlanError where an object still has tensors without memory, which were loaded."""
-        names = [] if self._planner is None else self._planner.materialised_keys
-        names = [fqn for fqn in names if fqn.startswith(f"{key}.")]
+        names = [fqn for fqn in materialised if fqn.startswith(f"{key}.")]
         if not names:
             return
         flat = _flat(key, value.state_dict())

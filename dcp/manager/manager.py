@@ -33,7 +33,7 @@ from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
-from dcp.state_dict_loader import LoadOptions
+from dcp.state_dict_loader import LoadKeywords
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
@@ -344,7 +344,7 @@ class CheckpointManager:
 
     @plain_errors
     def restore(
-        self, state_dict: dict[str, Any], step: int | None = None, **options: Unpack[LoadOptions]
+        self, state_dict: dict[str, Any], step: int | None = None, **options: Unpack[LoadKeywords]
     ) -> Restored | None:
         """Load the newest good checkpoint into ``state_dict``, or that of ``step`` and no other; all ranks
         together. The next saves count from it.

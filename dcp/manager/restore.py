@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgpack
 
 from dcp.loading.report import LoadReport
-from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.options import LoadOptions
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin
-from dcp.state_dict_loader import LoadOptions, load
+from dcp.state_dict_loader import LoadKeywords, load_with
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -84,7 +84,7 @@ def restore(
     retry_pause_seconds: float = 1.0,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
-    **options: Unpack[LoadOptions],
+    **options: Unpack[LoadKeywords],
 ) -> Restored | None:
     """Load the newest step that can be read into ``state_dict``, or ``step`` and no other; all ranks alike.
 
@@ -105,11 +105,12 @@ def restore(
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
     begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
-    planner = planner if planner is not None else DefaultLoadPlanner()
+    asked, filled = LoadOptions(**options), set[str]()
 
     def load_once(name: str) -> LoadReport:
-        report: LoadReport = load(
+        return load_with(
             state_dict,
+            asked,
             checkpoint_id=None if reader is not None else name,
             storage_reader=reader(name) if reader is not None else None,
             planner=planner,
@@ -117,13 +118,11 @@ def restore(
             no_dist=alone,
             timeout_seconds=timeout_seconds,
             storage_options=None if reader is not None else storage_options,
-            **options,
+            filled=filled,  # what a load has filled must not stay where the next leaves something as it is
         )
-        return report
 
     restoring = _Restoring(
         ranks,
-        planner,
         checkpoint_id,
         OpenWith(storage_options),
         load_once,
@@ -131,18 +130,12 @@ def restore(
         retries,
         retry_pause_seconds,
     )
-    before = planner.must_fill if isinstance(planner, DefaultLoadPlanner) else frozenset()
-    try:
-        return restoring.newest(list_steps) if step is None else restoring.only(step)
-    finally:
-        if isinstance(planner, DefaultLoadPlanner):
-            planner.must_fill = before
+    return restoring.newest(list_steps) if step is None else restoring.only(step)
 
 
 @dataclass(eq=False)
 class _Restoring:
     ranks: Ranks
-    planner: LoadPlanner
     checkpoint_id: Callable[[int], str]
     open_store: OpenStore
     load_once: Callable[[str], LoadReport]
@@ -186,17 +179,7 @@ class _Restoring:
 
     def _load(self, step: int) -> LoadReport:
         name = self.checkpoint_id(step)
-
-        def attempt() -> LoadReport:
-            try:
-                return self.load_once(name)
-            except CheckpointError:
-                # What it has filled must not stay where the next one leaves something as it is.
-                if isinstance(self.planner, DefaultLoadPlanner):
-                    self.planner.must_fill = self.planner.touched_keys
-                raise
-
-        return self._retried(f"the restore of step {step}", attempt)
+        return self._retried(f"the restore of step {step}", lambda: self.load_once(name))
 
     def _retried(self, what: str, attempt: Callable[[], T]) -> T:
         """The result of ``attempt``, tried again while the storage fails; its errors are of all ranks

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.planner import LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from dcp.calls.stateful_values import stateful_keys
 from dcp.planners.flatten import LIST, MAPPING, kind_of
+from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.saving.rank_state import PlanOptions
 from dcp.storage.reader import FileSystemReader
@@ -25,7 +25,7 @@ __all__ = ["kinds_of", "of_load", "of_save"]
 
 _KINDS = {MAPPING: "a dict", LIST: "a list"}
 _OF_WRITERS = ("overwrite", "torch_compatible", "sync_files", "single_file_per_rank")
-_OF_LOAD_PLANNERS = (
+_OF_LOADS = (
     "only",
     "exclude",
     "per_rank",
@@ -33,9 +33,8 @@ _OF_LOAD_PLANNERS = (
     "dtype",
     "allow_partial_load",
     "weights_only",
-    "flatten_state_dict",
-    "flatten_sharded_tensors",
 )
+_OF_LOAD_PLANNERS = ("flatten_state_dict", "flatten_sharded_tensors")
 _OF_PLANS = {
     "dedup_to_lowest_rank": "dedup_save_to_lowest_rank",
     "split_bytes": "split_bytes",
@@ -51,14 +50,19 @@ def of_save(writer: StorageWriter, options: PlanOptions | None) -> dict[str, Any
     return told
 
 
-def of_load(reader: StorageReader, planner: LoadPlanner) -> dict[str, Any]:
-    """Of a load by ``reader``, by the names that its caller knows; those of others are not known."""
-    told = _values(planner, _OF_LOAD_PLANNERS) if isinstance(planner, DefaultLoadPlanner) else {}
+def of_load(
+    options: LoadOptions, planner: DefaultLoadPlanner | None, reader: FileSystemReader | None
+) -> dict[str, Any]:
+    """Of a load with ``options``, by the names that its caller knows; what planners and storages of others
+    (None) make of them is not known."""
+    told: dict[str, Any] = {}
+    if planner is not None:
+        told |= _values(options, _OF_LOADS) | _values(planner, _OF_LOAD_PLANNERS)
     for name in ("only", "exclude"):  # in any order; one string is one pattern
         if isinstance(told.get(name), list | tuple | set | frozenset):
             patterns = sorted(told[name])
             told[name] = patterns[0] if len(patterns) == 1 else patterns
-    return told | (_values(reader, ("verify",)) if isinstance(reader, FileSystemReader) else {})
+    return told if reader is None else told | {"verify": options.verify or reader.verify}
 
 
 def _values(target: object, names: tuple[str, ...]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,39 +26,20 @@ from dcp.planners.layout.materialise import has_meta_tensor, materialise
 from dcp.planners.load.choice import LoadSelection, choose, per_rank_path
 from dcp.planners.load.objects import load_object
 from dcp.planners.load.optimizer_dicts import prefixes_without_state
+from dcp.planners.load.options import LoadOptions, LoadTask, PerRankLoad
 from dcp.planners.load.plan import LoadFindings, plan_load
 from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
 from dcp.planners.per_rank import current_rank, rank_holder, rank_key, rank_number
 from dcp.planners.wire.torch_plans import index_from_metadata, read_items
 from dcp.storage.destinations import Destinations
-from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
-__all__ = ["DefaultLoadPlanner", "PerRankLoad", "check_options", "uses_columns"]
-
-PerRankLoad = Literal["exact", "keep"]
-"""What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
+__all__ = ["DefaultLoadPlanner", "PerRankLoad", "uses_columns"]
 
 _MAX_LISTED = 10
-
-
-def check_options(
-    *,
-    only: Patterns | None,
-    exclude: Patterns | None,
-    rename: Rename | None,
-    per_rank: PerRankLoad | None,
-    unexpected: Unexpected | None,
-) -> None:
-    """Raise PlanError for options of `DefaultLoadPlanner` that cannot be meant."""
-    Selection.of(only, exclude)
-    renamer(rename)
-    if per_rank is not None and per_rank not in get_args(PerRankLoad):
-        raise OptionError(f'per_rank must be "exact" or "keep", not {per_rank!r}')
-    if unexpected is not None and unexpected not in get_args(Unexpected):
-        raise OptionError(f'unexpected must be "error" or "ignore", not {unexpected!r}')
 
 
 class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
@@ -82,17 +63,6 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     """
 
     mappings: dict[str, Path]
-    unasked: tuple[str, ...] = ()
-    """Keys of the top level whose entries the caller left out, because nothing of them can be selected."""
-
-    stores_later: bool = False
-    """Whether values wait for `store_values`, so that a load which fails changes none of them."""
-
-    made_keys: frozenset[str] = frozenset()
-    """Entries whose tensors were made for this load, so that nobody has them after one that failed."""
-
-    must_fill: frozenset[str] = frozenset()
-    """Entries that the load has to fill, because one that failed may have filled them."""
 
     def __init__(
         self,
@@ -109,7 +79,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         unexpected: Unexpected = "error",
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        check_options(only=only, exclude=exclude, rename=rename, per_rank=per_rank, unexpected=unexpected)
+        LoadOptions(
+            only=only, exclude=exclude, rename=rename, per_rank=per_rank, unexpected=unexpected
+        ).check()
         self.dtype = dtype
         self.weights_only = weights_only
         self.only = only
@@ -129,19 +101,31 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.materialised_keys: tuple[str, ...] = ()
         self._choice: LoadSelection | None = None
         self._planned: tuple[LoadSelection, Sequence[str]] | None = None
+        self._load_task = LoadTask()
         self._touched: frozenset[str] = frozenset()
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._lookup = BoxLookup()
 
-    def begin_load(self, rank: int, world_size: int) -> None:
-        """Forget the load before; this one is of rank ``rank`` of ``world_size``."""
+    def begin_load(self, rank: int, world_size: int, task: LoadTask | None = None) -> None:
+        """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""
         self.rank, self.world_size = rank, world_size
+        self._load_task = task if task is not None else LoadTask()
         self._choice = self._planned = None
         self.unexpected_keys, self.lost_keys, self.left_per_rank = (), (), ()
-        self.made_keys, self.materialised_keys = frozenset(), ()
-        self._touched = self.must_fill
+        self.materialised_keys = ()
+        self._touched = self._load_task.must_fill
         self._later, self._copies = [], []
+
+    def end_load(self) -> None:
+        """The load is done, be it well or not: what was found stays, what it was asked for does not."""
+        self._load_task = LoadTask()
+        self._tell_autograd()
+
+    @property
+    def _load_options(self) -> LoadOptions:
+        """Those that the present load was given, over the planner's own."""
+        return self._load_task.options.over(self)
 
     def set_up_planner(
         self,
@@ -161,7 +145,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     def _materialise(self) -> bool:
         """Give memory to tensors that are to be loaded and have none; whether there were any."""
-        selection, chosen = Selection.of(self.only, self.exclude), self.state_dict
+        options, chosen = self._load_options, self.state_dict
+        selection = Selection.of(options.only, options.exclude)
         if selection is not None:
             chosen = {fqn: value for fqn, value in chosen.items() if selection.selects(fqn)}
         if not has_meta_tensor(chosen.values()):
@@ -169,7 +154,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         names = []
         for fqn, value in list(chosen.items()):
             # One that may be kept must not become whatever is in new memory.
-            if self.per_rank == "keep" and self._per_rank_name(fqn) is not None:
+            if options.per_rank == "keep" and self._per_rank_name(fqn) is not None:
                 continue
             real = materialise(value)
             if real is not value:
@@ -198,14 +183,14 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""
-        if self.stores_later:
+        if self._load_task.stores_later:
             self._later.append(([fqn], [value]))
         else:
             self._put(fqn, value)
 
     def store_objects(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
         """`store_object` of many."""
-        if self.stores_later:
+        if self._load_task.stores_later:
             self._later.append((fqns, values))
         else:
             self._put_all(fqns, values)
@@ -243,7 +228,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     def store_blob(self, fqn: str, blob: bytes | io.BytesIO) -> None:
         """As `store_object`, from the value's torch.save bytes."""
-        self.store_object(fqn, load_object(fqn, blob, weights_only=self.weights_only))
+        self.store_object(
+            fqn, load_object(fqn, blob, weights_only=self._load_options.weights_only is not False)
+        )
 
     # -- what is loaded from where ---------------------------------------------------------------------------
 
@@ -255,16 +242,17 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return self._choose(index).matches
 
     def _choose(self, index: CheckpointIndex) -> LoadSelection:
-        selection, renamed = Selection.of(self.only, self.exclude), renamer(self.rename)
+        options = self._load_options
+        selection, renamed = Selection.of(options.only, options.exclude), renamer(options.rename)
         self._use_legacy_keys(index, selection, renamed)
         self._choice = choice = choose(
             self.state_dict,
             index,
             selection=selection,
             renamed=renamed,
-            keep=self._per_rank_name if self.per_rank == "keep" else None,
+            keep=self._per_rank_name if options.per_rank == "keep" else None,
             world_size=self.world_size if self.world_size is not None else _current_world_size(),
-            unasked=self.unasked,
+            unasked=self._load_task.unasked,
         )
         return choice
 
@@ -282,13 +270,13 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     @property
     def touched_keys(self) -> frozenset[str]:
-        """Entries that the load, be it done or failed, may have changed, and those of ``must_fill``."""
+        """Entries that the load, be it done or failed, may have changed, and those that it had to fill."""
         if self._planned is None:
             return self._touched
         choice, waiting = self._planned
-        return self._touched | (choice.values.keys() - {*self.missing_keys, *waiting} - self.made_keys)
+        return self._touched | (choice.values.keys() - {*self.missing_keys, *waiting})
 
-    def tell_autograd(self) -> None:
+    def _tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
         what changes their local tensors does not change the versions of their own."""
         kinds = {KINDS[cls] for cls in set(map(type, self.state_dict.values()))} if self._planned else set()
@@ -299,9 +287,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     def check_chosen(self) -> None:
         """Raise PlanError where a subclass has planned without heeding which entries to load."""
-        options = {"only": self.only, "exclude": self.exclude, "rename": self.rename}
-        given = [name for name, value in options.items() if value is not None]
-        given += ["per_rank"] if self.per_rank != "exact" else []
+        options = self._load_options
+        given = [name for name in ("only", "exclude", "rename") if getattr(options, name) is not None]
+        given += ["per_rank"] if options.per_rank != "exact" else []
         if given and self._choice is None:
             raise PlanError(
                 f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
@@ -320,7 +308,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return self.rank if self.rank is not None else current_rank()
 
     def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalTensors]:
-        choice = self._choose(index)
+        options, choice = self._load_options, self._choose(index)
         local = collect_tensors(self._destinations(choice), purpose="load")
         object_fqns = tuple(local.objects)
         wanted = WantedColumns(
@@ -340,12 +328,12 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         columns = plan_load(
             index,
             wanted,
-            allow_missing=self.allow_partial_load,
-            cast=self.dtype == "cast",
+            allow_missing=bool(options.allow_partial_load),
+            cast=options.dtype == "cast",
             is_per_rank=lambda fqn: self._per_rank_name(fqn) is not None,
         )
         self._note(choice, columns.extra)
-        waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self.stores_later else []
+        waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self._load_task.stores_later else []
         self._planned = choice, waiting
         return columns, wanted, local
 
@@ -354,7 +342,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
         The checkpoint that is loaded after this one turned out to be damaged may leave them as they are.
         """
-        if not self.stores_later or self.per_rank != "keep":
+        if not self._load_task.stores_later or self._load_options.per_rank != "keep":
             return choice.values
         values = dict(choice.values)
         for fqn, value in choice.values.items():
@@ -364,13 +352,14 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return values
 
     def _note(self, choice: LoadSelection, findings: LoadFindings) -> None:
-        """What there is to tell about the plan. Raises PlanError unless it fills ``must_fill``."""
+        """What there is to tell about the plan. Raises PlanError unless it fills what it must."""
         self.missing_keys, self.cast_keys = findings.missing, findings.cast
         self.unexpected_keys = self._of_no_other_rank(choice.unexpected(findings.unexpected), choice)
         self.kept_per_rank = choice.kept
-        if self.unexpected == "error" and self.flatten_state_dict and self.unexpected_keys:
+        options = self._load_options
+        if options.unexpected == "error" and self.flatten_state_dict and self.unexpected_keys:
             self.lost_keys = names_within(
-                self.unexpected_keys, self.original_state_dict, self.mappings, renamer(self.rename)
+                self.unexpected_keys, self.original_state_dict, self.mappings, renamer(options.rename)
             )
             self._check_own_optimizers()
         missing, names = set(findings.missing), choice.names or {}
@@ -379,7 +368,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             for fqn in (choice.values if names else ())
             if names[fqn] != fqn and fqn not in missing
         }
-        stale = sorted(name for name in self.must_fill if name in missing or name not in choice.values)
+        stale = sorted(
+            name for name in self._load_task.must_fill if name in missing or name not in choice.values
+        )
         if stale:
             raise PlanError(
                 f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
@@ -391,7 +382,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def _check_own_optimizers(self) -> None:
         """Raise UnexpectedKeyError for state of parameters that an optimizer's dict of this rank has, and no
         state of any: that another rank takes it is no help here."""
-        if self.rename is not None or (self.world_size or 1) == 1:
+        if self._load_options.rename is not None or (self.world_size or 1) == 1:
             return  # what is lost on all ranks is told with all the rest
         below = prefixes_without_state(self.original_state_dict)
         lost = [name for name in self.lost_keys if below and name.startswith(below)]

@@ -80,6 +80,25 @@ def test_options_of_one_load_do_not_stay(tmp_path: Path) -> None:
     assert (reader.verify, planner.dtype, planner.allow_partial_load) == ("blocks", "exact", False)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_options_hold_for_one_load_on_either_road(tmp_path: Path, steps: int) -> None:
+    """On columns and by torch's protocol; stock's load with the same objects then goes by their own."""
+
+    class Planner(dcp.DefaultLoadPlanner):
+        def finish_plan(self, central_plan: Any) -> Any:
+            return super().finish_plan(central_plan)
+
+    dcp.save({"w": torch.ones(4), "x": torch.ones(4)}, checkpoint_id=tmp_path)
+    reader, planner = FileSystemReader(tmp_path), Planner() if steps else dcp.DefaultLoadPlanner()
+    wanted = {"w": torch.zeros(4), "x": torch.zeros(4)}
+    options: dict[str, Any] = {"verify": "none", "only": "w"}
+    report = dcp.load(wanted, storage_reader=reader, planner=planner, **options)
+    assert (report.blocks_verified, wanted["w"].tolist(), wanted["x"].tolist()) == (0, [1] * 4, [0] * 4)
+    stock.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    assert reader.stats.blocks_verified > 0
+    assert wanted["x"].tolist() == [1] * 4
+
+
 @pytest.mark.parametrize("options", [{"verify": "ful"}, {"dtype": "casts"}])
 def test_misspelt_options_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     """A policy that nobody knows is not taken for the default one."""

@@ -289,7 +289,7 @@ def _told(rank: int, world_size: int, path: str, saving: bool, options: dict[str
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dcp.state_dict_loader")
+    logger = logging.getLogger("dcp.loading.engine")
     logger.addHandler(handler)
     try:
         for road in ROADS[:2]:

@@ -108,7 +108,6 @@ def test_a_planner_serves_again_after_a_restore(tmp_path: Path) -> None:
     break_payload(folder_of(tmp_path, 2))
     planner = dcp.DefaultLoadPlanner()
     assert resume(tmp_path, version_state(0), planner=planner) is not None
-    assert planner.must_fill == frozenset()
     dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "x")
     dcp.load({"w": torch.zeros(1)}, checkpoint_id=tmp_path / "x", planner=planner)
 

@@ -1,0 +1,206 @@
+"""Loads on columns: our planner and our storage, with no objects by tensor; see `docs/design/loading.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import ChainMap
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import compress
+from typing import cast
+
+import msgpack
+
+from dcp.loading.engine import LoadEngine
+from dcp.loading.report import LoadReport
+from dcp.loading.targets import GivenState, Stored
+from dcp.planners.columns import LoadColumns
+from dcp.planners.load.options import LoadOptions
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.selection import Matches, check_matches
+from dcp.planners.load.unexpected import check_left, pack_left
+from dcp.progress import reporting
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.handshake import begin, check_same_checkpoint
+from dcp.ranks.options import of_load
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
+from dcp.storage.formats.open import saved_by_rank
+from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.sources import index_at
+from dcp.storage.formats.torch.python_values import decode_values
+from dcp.storage.geometry.ragged import row_products
+from dcp.storage.reader import FileSystemReader, ReadRequest
+from dcp.storage.torch_metadata import LazyMetadata
+
+__all__ = ["ColumnLoad"]
+
+
+class ColumnLoad(LoadEngine):
+    """One load on columns: the coordinator reads the index, each rank plans and reads its own part."""
+
+    stores_later = True
+
+    def __init__(
+        self, reader: FileSystemReader, planner: DefaultLoadPlanner, ranks: Ranks, options: LoadOptions
+    ) -> None:
+        super().__init__(ranks, options, planner, reader)
+        self._reader = reader
+        self._planner = planner
+        self._targets = GivenState({})
+        self._report = LoadReport()
+        self._ready: CheckpointIndex | None = None
+        self._planned: tuple[CheckpointIndex, LoadColumns, ReadRequest] | None = None
+
+    def plan(self, targets: GivenState, report: LoadReport) -> None:
+        """Index, patterns, plan; what nobody takes."""
+        self._targets, self._report = targets, report
+        self._ready = self._planned = None
+        begun = time.perf_counter()
+        self._reader.reset()  # it may have served another load, before somebody saved anew
+        chosen = self.options.only is not None or self.options.exclude is not None
+        places = begin(
+            self.ranks,
+            lambda: self._reader.place.url,
+            options=of_load(self.options, self._planner, self._reader),
+            kinds=targets.kinds,
+        )
+        shared = self.ranks.broadcast("index", self._read_index)
+        if shared:
+            check_same_checkpoint(self.ranks, places, lambda: self._fingerprint(shared, places))
+        report.seconds["index"] = time.perf_counter() - begun
+        if chosen:
+            self.ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
+        self.ranks.reduce_broadcast("plan", lambda: self._plan(shared), self._check_left, short=True)
+
+    def read(self, report: LoadReport) -> None:
+        """Tensors, and only then the values that are none."""
+        self.ranks.all_gather("read", self._read)
+        if self._reader.may_be_mixed:
+            self.ranks.broadcast("compare", self._compare)
+        self.ranks.all_gather("store", self._store_values)
+
+    def _read_index(self) -> bytes:
+        """One commit for all ranks: an overwrite while they start must not give them two.
+
+        Empty where there is nobody to share it with, or each rank has an index of its own.
+        """
+        reader, alone = self._reader, self.ranks.world_size == 1
+        if not alone and reader.place.file is None and saved_by_rank(reader.store):
+            return b""
+        index = reader.read_index()
+        return b"" if alone else encode_manifest(index)
+
+    def _fingerprint(self, shared: bytes, places: Sequence[str]) -> bytes:
+        """Of the checkpoint at this rank's place; what the coordinator read there is not read again."""
+        ranks = self.ranks
+        if places[ranks.rank] != places[ranks.coordinator]:
+            with near_places_told(self._reader.path, self._reader.open_store):
+                shared = encode_manifest(index_at(self._reader.place))
+        return blake2b(shared).digest()
+
+    def _index(self, shared: bytes) -> CheckpointIndex:
+        reader, ranks = self._reader, self.ranks
+        if shared and not ranks.is_coordinator:
+            reader.use_index(decode_manifest(shared))
+        return reader.read_index(own_rank=ranks.rank)
+
+    def _set_up(self, shared: bytes) -> CheckpointIndex:
+        """The index, with the planner set up for it: once, because it asks for the state."""
+        if self._ready is None:
+            index, ranks = self._index(shared), self.ranks
+            values = index.objects.position
+            names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
+            state = self._targets.state(Stored(names, values))
+            self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
+            self._ready = index
+        return self._ready
+
+    def _select(self, shared: bytes) -> bytes:
+        matches = self._planner.choose(self._set_up(shared))
+        return bytes(msgpack.packb(dataclasses.astuple(matches) if matches is not None else None))
+
+    def _plan(self, shared: bytes) -> bytes:
+        """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
+        begun = time.perf_counter()
+        planner, report, ranks = self._planner, self._report, self.ranks
+        index = self._set_up(shared)
+        columns, destinations = planner.create_load_columns(index)
+        report.note_plan(planner)
+        report.note_source(index)
+        request = ReadRequest(
+            columns.chunks,
+            columns.dests,
+            destinations,
+            columns.box_start,
+            columns.storage_offsets,
+            columns.dest_offsets,
+            columns.lengths,
+        )
+        self._planned = index, columns, request
+        report.seconds["plan"] = time.perf_counter() - begun
+        if self.options.unexpected == "ignore":
+            return b""
+        left = pack_left(_names(index), planner.unexpected_keys, planner.lost_keys)
+        if shared or ranks.world_size == 1:
+            return left
+        check_left(_names(index), [left])  # an index of this rank alone
+        return b""
+
+    def _check_left(self, left: list[bytes]) -> bytes:
+        if all(left) and self._planned is not None:
+            check_left(_names(self._planned[0]), left)
+        return b""
+
+    def _read(self) -> bytes:
+        report, ranks = self._report, self.ranks
+        if self._planned is None:
+            raise PlanError("a load was not planned")
+        index, columns, request = self._planned
+        begun = time.perf_counter()
+        volumes = row_products(columns.lengths, columns.box_start)
+        total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
+        with (
+            reporting(self.options.progress, "read", total, show=ranks.is_coordinator) as on_bytes,
+            self._reader.engine(index, self.options.verify) as engine,
+        ):
+            engine.on_bytes = on_bytes
+            stats = self._reader.read_request(engine, request)
+            self._load_objects(engine, columns)
+        report.note_reading(stats)
+        report.seconds["read"] = time.perf_counter() - begun
+        return b""
+
+    def _compare(self) -> bytes:
+        self._reader.check_unchanged()
+        return b""
+
+    def _store_values(self) -> bytes:
+        self._planner.store_values()
+        return b""
+
+    def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
+        objects, fqns = engine.index.objects, columns.object_fqns
+        plain = objects.plain[columns.objects]
+        is_plain = plain >= 0
+        self._planner.store_objects(
+            fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
+            decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
+        )
+        pickled = [objects.fqns[row] for row in columns.objects[~is_plain].tolist()]
+        names = compress(fqns, (~is_plain).tolist())
+        for fqn, blob in zip(names, self._reader.read_objects(engine, pickled), strict=True):
+            self._planner.store_blob(fqn, blob)
+
+
+def _names(index: CheckpointIndex) -> list[str]:
+    return [*index.fqns, *index.objects.fqns]
+
+
+def _agree_on_patterns(ranks: list[bytes]) -> bytes:
+    matches = [msgpack.unpackb(data) for data in ranks]
+    check_matches([Matches(*fields) for fields in matches if fields is not None])
+    return b""

@@ -1,0 +1,84 @@
+"""What a load is asked for beside its state dict, as one value that is handed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
+from dcp.planners.load.unexpected import Unexpected
+from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.errors import OptionError
+
+__all__ = ["LoadDtype", "LoadOptions", "LoadTask", "PerRankLoad"]
+
+PerRankLoad = Literal["exact", "keep"]
+"""What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
+
+LoadDtype = Literal["exact", "cast"]
+
+_OF_PLANNERS = (
+    "dtype",
+    "allow_partial_load",
+    "weights_only",
+    "only",
+    "exclude",
+    "rename",
+    "per_rank",
+    "unexpected",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """Those of `dcp.load`, which says what they mean. None: as planner and reader have it."""
+
+    only: Patterns | None = None
+    exclude: Patterns | None = None
+    rename: Rename | None = None
+    per_rank: PerRankLoad | None = None
+    unexpected: Unexpected | None = None
+    dtype: LoadDtype | None = None
+    allow_partial_load: bool | None = None
+    weights_only: bool | None = None
+    verify: Verify | None = None
+    progress: bool | Callable[[Any], None] | None = None
+
+    def check(self) -> LoadOptions:
+        """These. Raises OptionError for what cannot be meant."""
+        if self.dtype is not None and self.dtype not in get_args(LoadDtype):
+            raise OptionError(f'dtype must be "exact" or "cast", not {self.dtype!r}')
+        Selection.of(self.only, self.exclude)
+        renamer(self.rename)
+        if self.per_rank is not None and self.per_rank not in get_args(PerRankLoad):
+            raise OptionError(f'per_rank must be "exact" or "keep", not {self.per_rank!r}')
+        if self.unexpected is not None and self.unexpected not in get_args(Unexpected):
+            raise OptionError(f'unexpected must be "error" or "ignore", not {self.unexpected!r}')
+        return self
+
+    def given_to_planner(self) -> list[str]:
+        """Names of those that are given and that a planner decides on."""
+        return [name for name in _OF_PLANNERS if getattr(self, name) is not None]
+
+    def over(self, settings: object) -> LoadOptions:
+        """These, and for a planner's that are None the attributes of ``settings``."""
+        return replace(
+            self, **{name: getattr(settings, name) for name in _OF_PLANNERS if getattr(self, name) is None}
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadTask:
+    """One load, as its planner is told of it.
+
+    ``unasked``: keys of the top level whose entries the caller left out, because nothing of them can be
+    selected. ``must_fill``: entries that the load has to fill, because one that failed may have filled them.
+    ``stores_later``: values wait for `DefaultLoadPlanner.store_values`, so that a load which fails changes
+    none of them.
+    """
+
+    options: LoadOptions = LoadOptions()
+    unasked: tuple[str, ...] = ()
+    must_fill: frozenset[str] = frozenset()
+    stores_later: bool = False
