@@ -150,6 +150,8 @@ class PlanError(CheckpointError, ValueError):
     patterns: Sequence[str] = ()
     problems: Sequence[str] = ()
     ranks: Sequence[int] = ()
+    saving: bool = False
+    """Whether some of the ranks that are not about the same have begun to save."""
     type_name: str = ""
 
 

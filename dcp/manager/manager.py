@@ -402,8 +402,8 @@ class CheckpointManager:
         try:
             self._turns.meet()
         except PlanError as error:
-            if error.facts.get("saving"):
-                self._saver.refuse(self._writer_of(error.facts["step"]), error)
+            if error.saving:
+                self._saver.refuse(self._writer_of(int(error.step or 0)), error)
             raise
 
     # -- which there are -------------------------------------------------------------------------------------
