@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -17,11 +16,10 @@ import pytest
 import dcp
 from dcp.inspection.verification import verify
 from dcp.storage.stores import PosixStore
-from tests.support.crashes import Child, in_lab
+from tests.support.crashes import Child, in_lab, kill_at_each_step
 from tests.support.versions import (
     ABSENT,
     MIXED,
-    copy_folder,
     listing,
     save_version,
     seen_by_dcp,
@@ -64,17 +62,6 @@ def save(folder: Path, how: str, version: int, large: int, observe: Any = None) 
         no_dist=True,
         **arguments,
     )
-
-
-def kill_at(step: int) -> Callable[[str, str], None]:
-    """An observer that ends its process when the ``step``-th step (from 1) is about to begin."""
-    counter = itertools.count(1)
-
-    def observe(op: str, name: str) -> None:
-        if next(counter) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return observe
 
 
 def half_published(folder: Path) -> None:
@@ -152,23 +139,14 @@ def every_crash(root: Path, name: str) -> list[Crash]:
     before = root / "before"
     if scenario.before is not None:
         scenario.before(before)
-    steps: list[str] = []
-    count = root / "count"
-    copy_folder(before, count)
-    save(count, scenario.how, NEW, scenario.large, lambda op, file: steps.append(op))
-    crashes = []
-    for number in range(1, len(steps) + 2):
-        folder = root / str(number)
-        copy_folder(before, folder)
-        ending = Child(save, folder, scenario.how, NEW, scenario.large, kill_at(number)).wait()
-        if ending.raised is not None:
-            raise AssertionError(ending.raised.traceback_text)
-        step = steps[number - 1] if number <= len(steps) else "none"
-        crashes.append(look(folder, step, ending.killed, scenario))
-    return crashes
+
+    def act(folder: Path, observe: Any) -> None:
+        save(folder, scenario.how, NEW, scenario.large, observe)
+
+    return kill_at_each_step(before, root, act, partial(look, scenario))
 
 
-def look(folder: Path, step: str, killed: bool, scenario: Scenario) -> Crash:
+def look(scenario: Scenario, folder: Path, step: str, killed: bool) -> Crash:
     """Load by dcp and by stock torch, verify, save again and look once more."""
     seen = seen_by_dcp(folder, large=scenario.large)
     kinds = {finding.kind for finding in verify(folder).findings} if seen != ABSENT else set()
@@ -219,18 +197,16 @@ def every_crash_without_collectives(root: Path, overwrite: bool) -> list[tuple[b
     before = root / "before"
     if overwrite:
         save(before, "no collectives", OLD, 0)
-    steps: list[str] = []
-    copy_folder(before, root / "count")
-    save(root / "count", "no collectives", NEW, 0, lambda op, file: steps.append(op))
-    rows = []
-    for number in range(1, len(steps) + 2):
-        folder = root / str(number)
-        copy_folder(before, folder)
-        killed = Child(save, folder, "no collectives", NEW, 0, kill_at(number)).wait().killed
+
+    def act(folder: Path, observe: Any) -> None:
+        save(folder, "no collectives", NEW, 0, observe)
+
+    def look_alone(folder: Path, step: str, killed: bool) -> tuple[bool, int | str, int | str]:
         seen = seen_by_dcp(folder)
         save(folder, "no collectives", NEXT, 0)
-        rows.append((killed, seen, seen_by_dcp(folder)))
-    return rows
+        return killed, seen, seen_by_dcp(folder)
+
+    return kill_at_each_step(before, root, act, look_alone)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

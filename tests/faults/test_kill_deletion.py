@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +16,7 @@ from dcp.manager.notes import NOTES_NAME
 from dcp.manager.steps import StepFolders
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.folders import open_root
-from tests.support.crashes import Child, in_lab
+from tests.support.crashes import in_lab, kill_at_each_step
 from tests.support.versions import (
     ABSENT,
     copy_folder,
@@ -80,17 +77,6 @@ class Crash:
     saved: tuple[int | str, int | str, list[int], bool, dict[str, int]]
 
 
-def kill_at(step: int) -> Callable[[str, str], None]:
-    """An observer that ends its process when the ``step``-th step (from 1) is about to begin."""
-    counter = itertools.count(1)
-
-    def observe(op: str, name: str) -> None:
-        if next(counter) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return observe
-
-
 def delete(root: Path, observe: Callable[[str, str], None]) -> None:
     """Delete the step in the background, as a manager does."""
     folders = StepFolders(open_root(root, open_store=partial(PosixStore, observe=observe)))
@@ -103,16 +89,10 @@ def every_crash(base: Path, name: str) -> list[Crash]:
     """Kill the deletion before its first step, its second, and so on until it gets through."""
     template = base / "template" / StepFolders(base).name(STEP)
     SCENARIOS[name][0](template)
-    crashes: list[Crash] = []
-    while not crashes or crashes[-1].killed:
-        root = base / str(len(crashes))
-        shutil.copytree(template.parent, root)
-        killed = Child(delete, root, kill_at(len(crashes) + 1)).wait().killed
-        crashes.append(look(root, killed))
-    return crashes
+    return kill_at_each_step(template.parent, base, delete, look)
 
 
-def look(root: Path, killed: bool) -> Crash:
+def look(root: Path, step: str, killed: bool) -> Crash:
     """Load, verify and list; then start again in one copy, and save over it in another."""
     folders = StepFolders(root)
     folder = Path(folders.checkpoint_id(STEP))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import pickle
 import select
+import shutil
 import signal
 import tempfile
 import time
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,23 @@ import torch.distributed as dist
 from tests.support.forking import forkserver_context
 from tests.support.ranks import RankRaised, all_are_here
 
-__all__ = ["Child", "Ending", "Group", "in_lab", "kill_rank", "run_groups", "wait_for_end"]
+__all__ = [
+    "Act",
+    "Child",
+    "Ending",
+    "Group",
+    "in_lab",
+    "kill_at_each_step",
+    "kill_rank",
+    "run_groups",
+    "wait_for_end",
+]
+
+T = TypeVar("T")
+
+Act = Callable[[Path, Callable[[str, str], None]], Any]
+"""Something that is done in a folder, and tells an observer (operation, name) of each step before it takes it
+on storage."""
 
 _PR_SET_PDEATHSIG = 1
 """A fork ends with its laboratory: a test that failed leaves no processes behind."""
@@ -95,6 +113,42 @@ class Child:
         if isinstance(value, RankRaised):
             return Ending(raised=value, seconds=seconds)
         return Ending(value=value, seconds=seconds)
+
+
+def kill_at_each_step(before: Path, root: Path, act: Act, look: Callable[[Path, str, bool], T]) -> list[T]:
+    """The matrix of crashes: ``act`` is killed before its first step, its second, and so on until it gets
+    through, each time in a copy of ``before`` below ``root``.
+
+    ``look(folder, operation, killed)`` says what was left; the last one, ``"none"``, got through. The rows are
+    the steps that ``act`` took where nobody killed it.
+    """
+    steps: list[str] = []
+    _copy(before, root / "recorded")
+    act(root / "recorded", lambda operation, name: steps.append(operation))
+    looks = []
+    for number, operation in enumerate([*steps, "none"], start=1):
+        folder = root / str(number)
+        _copy(before, folder)
+        ending = Child(act, folder, _kill_at(number)).wait()
+        if ending.raised is not None:
+            raise AssertionError(f"{operation}, step {number}:\n{ending.raised.traceback_text}")
+        looks.append(look(folder, operation, ending.killed))
+    return looks
+
+
+def _kill_at(step: int) -> Callable[[str, str], None]:
+    counter = itertools.count(1)
+
+    def observe(operation: str, name: str) -> None:
+        if next(counter) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return observe
+
+
+def _copy(before: Path, folder: Path) -> None:
+    if before.exists():
+        shutil.copytree(before, folder)
 
 
 def wait_for_end(pid: int, timeout_seconds: float = 240.0) -> None:
