@@ -11,6 +11,7 @@ from benchmarks.rounds import Measurement
 from benchmarks.targets import async_row, device_row, loop_rows
 
 
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_a_training_loop_is_timed_with_and_without_saves(tmp_path: Path) -> None:
     """A round has a segment by each contender and one without saves; the checkpoints are removed."""
     result = train(0, 1, print, LoopSpec(0.002, 1, tmp_path, ("ours_thread", "stock"), steps=2))
@@ -28,6 +29,7 @@ def test_a_training_loop_is_timed_with_and_without_saves(tmp_path: Path) -> None
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_staging_from_a_device_measures_what_it_says(tmp_path: Path) -> None:
     """Its rounds run on any device of torch's; here the processor stands in for the accelerator."""
     spec = DeviceSpec("W1", 0.002, 1, tmp_path, "cpu")

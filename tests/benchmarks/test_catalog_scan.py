@@ -6,6 +6,7 @@ import pytest
 from benchmarks.service.scan import main
 
 
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_figures_are_written_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tiny root is scanned, found unchanged, and each figure is one."""
     (tmp_path / "work").mkdir()

@@ -31,6 +31,7 @@ def service(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Service:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of libraries that contenders use
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_contenders_save_and_load_on_a_real_server(service: Service) -> None:
     """One tiny round: every contender's figures make a row, checkpoints load as saved, no bucket is left."""
     said: list[str] = []
@@ -49,6 +50,7 @@ def test_contenders_save_and_load_on_a_real_server(service: Service) -> None:
     client.close()
 
 
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_resharding_counts_what_was_fetched(service: Service) -> None:
     """One rank alone fetches no less than it needs, and each side loads its own checkpoint."""
     buckets = Buckets(service, "reshard")

@@ -15,6 +15,7 @@ from benchmarks.targets import plan_row
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_planning_gives_rows_for_both_layouts(tmp_path: Path) -> None:
     """Two ranks, a few tensors: the first plan and the next, ours beside stock, sharded and replicated, and
     where the time of ours goes."""

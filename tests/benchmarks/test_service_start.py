@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.service.start import measure
 
 
+@pytest.mark.exhaustive  # test_smoke.py has a whole run
 def test_one_start(tmp_path: Path) -> None:
     """The figures are there and are of this world."""
     found = measure(1, 2, tmp_path)

@@ -95,6 +95,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     assert newest_checkpoint(run) == killed.name
 
 
+@pytest.mark.exhaustive  # the parts that it ends are the same as at its own end
 @pytest.mark.timeout(600)
 def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
     """SIGTERM while ranks train: the demo ends with 143, and its launcher and ranks with it."""

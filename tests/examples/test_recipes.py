@@ -146,14 +146,20 @@ def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tm
     assert steps(lines(folders[2])) == list(range(7, 18))
 
 
-def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(
+    tmp_path: Path, by_torchrun: bool
+) -> None:
     """Four ranks on a 2x2 mesh: bit for bit on the same; on two ranks the model is the same, to rounding."""
     options = ("--steps", 7, "--every", 3)
     folders = [tmp_path / name for name in ("whole", "same", "tp-only", "dp-only")]
     whole, same, *others = folders
     for folder in folders:
         folder.mkdir()
-    run("fsdp2_tensor_parallel.py", whole, *options, ranks=4)
+    if by_torchrun:
+        run("fsdp2_tensor_parallel.py", whole, *options, ranks=4)
+    else:
+        train("fsdp2_tensor_parallel", whole, *options, ranks=4)
     expected = lines(whole)
     assert steps(expected) == list(range(8))
     for folder in folders[1:]:

@@ -119,8 +119,8 @@ def kill_at_each_step(before: Path, root: Path, act: Act, look: Callable[[Path, 
     """The matrix of crashes: ``act`` is killed before its first step, its second, and so on until it gets
     through, each time in a copy of ``before`` below ``root``.
 
-    ``look(folder, operation, killed)`` says what was left; the last one, ``"none"``, got through. The rows are
-    the steps that ``act`` took where nobody killed it.
+    ``look(folder, operation, killed)`` says what was left; the last one, ``"none"``, got through. The rows
+    are the steps that ``act`` took where nobody killed it.
     """
     steps: list[str] = []
     _copy(before, root / "recorded")

@@ -61,7 +61,7 @@ def train(service: Service, key: str, checkpoints: str, environment: dict[str, s
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("make_database", "moment"),
-    [("sqlite", "written"), ("postgresql", "published")],
+    [pytest.param("sqlite", "written", marks=pytest.mark.exhaustive), ("postgresql", "published")],
     indirect=["make_database"],
 )
 def test_from_training_to_download(
