@@ -12,8 +12,9 @@ STAMP = .venv/.installed
 DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
-# Tests of several ranks start processes of their own, so few workers; a file stays on one worker.
-WORKERS ?= -n 2 --dist loadfile
+# Tests of several ranks start processes of their own, so few workers; a file stays on one worker, and those that
+# take longest are first (tests/conftest.py).
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 
 .PHONY: help demo test test-all check lint types contracts bench format sync-client clean
@@ -21,8 +22,8 @@ PYTEST_ARGS ?=
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
 	@echo "make demo S3=1 the same on an S3 server, which it starts"
-	@echo "make test      all tests but the exhaustive ones"
-	@echo "make test-all  all tests: also world size 8 and long runs"
+	@echo "make test      tries every promise, in some minutes on two cores"
+	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours and stock torch in turn, on the same data"
 	@echo "make format    what ruff can repair by itself"

@@ -7,6 +7,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +33,27 @@ if (
     and threading.current_thread() is threading.main_thread()
 ):
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONGEST = (
+    "dcp/test_demo.py",
+    "server/end_to_end/test_training.py",
+    "examples/test_recipes.py",
+    "dcp/manager/test_manager_ending.py",
+    "faults/test_kill_async_process.py",
+    "dcp/compat/test_parallel_models.py",
+    "server/test_serving.py",
+)
+"""Below tests/. They are begun first, so that at the end no worker is at one of them alone."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, all others as they were."""
+    tests = Path(__file__).parent
+    if missing := [name for name in LONGEST if not (tests / name).exists()]:
+        raise pytest.UsageError(f"LONGEST of {__file__}: {missing}: no such file")
+    items.sort(key=lambda item: item.path.relative_to(tests).as_posix() not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

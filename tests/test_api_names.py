@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -255,15 +256,17 @@ def test_errors_that_were_in_dcp_still_are_with_a_warning() -> None:
             assert getattr(dcp, name) is getattr(dcp.errors, name)
 
 
-def test_format_utils_converts_from_the_command_line_as_torchs_does(tmp_path: Path) -> None:
+def test_format_utils_converts_from_the_command_line_as_torchs_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``python -m dcp.format_utils`` turns a torch.save file into a checkpoint and back."""
     torch = importlib.import_module("torch")
     source, folder, back = tmp_path / "model.pt", tmp_path / "sharded", tmp_path / "back.pt"
     torch.save({"weight": torch.arange(6.0).reshape(2, 3), "step": 3}, source)
     for mode, src, dst in (("torch_to_dcp", source, folder), ("dcp_to_torch", folder, back)):
-        command = [sys.executable, "-m", "dcp.format_utils", mode, str(src), str(dst)]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
+        monkeypatch.setattr(sys, "argv", ["format_utils.py", mode, str(src), str(dst)])
+        monkeypatch.delitem(sys.modules, "dcp.format_utils", raising=False)  # as `python -m` finds it
+        runpy.run_module("dcp.format_utils", run_name="__main__", alter_sys=True)
     loaded = torch.load(back, weights_only=True)
     assert loaded["step"] == 3
     assert torch.equal(loaded["weight"], torch.arange(6.0).reshape(2, 3))

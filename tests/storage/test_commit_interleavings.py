@@ -276,7 +276,14 @@ def two_switches(scene: Scene, stage: type[Stage] = Stage) -> Iterator[list[tupl
             yield [(first, before), (second, during), (first, 99)]
 
 
-@pytest.mark.parametrize("name", SCENES)
+LONG = ("overwrite, overwrite bare", "overwrite bare with both")
+"""They have the most plans; `test_three_writers_in_any_order` draws from their like."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONG else name for name in SCENES],
+)
 def test_two_writers_interrupt_each_other_anywhere(name: str) -> None:
     """At every instant a whole checkpoint is visible; one of those that saw the same state commits, the
     others raise CheckpointConflictError; `.metadata` is the winner's, and no file is left over."""
