@@ -75,6 +75,7 @@ def test_every_argument_is_described(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_errors_that_are_named_exist(name: str) -> None:
-    """Each is a class of `dcp`, or of Python."""
+    """Each is a class of `dcp.errors` or `dcp`, or of Python."""
     for error in re.findall(r"^    (\w+):", sections(FUNCTIONS[name])["Raises"], flags=re.MULTILINE):
-        assert hasattr(dcp, error) or error in ERRORS_OF_PYTHON, error
+        ours = error in dcp.errors.__all__ or error in dcp.__all__
+        assert ours or error in ERRORS_OF_PYTHON, error
