@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, insert, select, text, update
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import aliases, checkpoints
@@ -41,7 +41,7 @@ def structure(family: int) -> StructureFacts:
     layers = (f"model.layers.{layer}.{part}.weight" for layer in range(_LAYERS) for part in _PARTS)
     names = [*layers, "model.embed.weight", "head.weight", f"family_{family}.scale"]
     return StructureFacts.of(
-        TensorFacts(name, "tensor", dtype, (side, side), side * side * width) for name in names
+        StructureTensor(name, "tensor", dtype, (side, side), side * side * width) for name in names
     )
 
 

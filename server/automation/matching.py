@@ -13,7 +13,7 @@ from dcp.server.automation.rules import Rule
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
-from dcp.server.catalog.events import Event
+from dcp.server.catalog.events import CatalogEvent
 from dcp.server.catalog.queries.patterns import matches
 from dcp.server.database.tables import jobs, lineage
 from dcp.server.jobs.kinds import KINDS
@@ -30,7 +30,7 @@ EVENTS = ("checkpoint.committed", "checkpoint.verified", "checkpoint.tagged")
 
 
 def act_on(
-    connection: Connection, event: Event, rules: Sequence[Rule], settings: Settings, now: float
+    connection: Connection, event: CatalogEvent, rules: Sequence[Rule], settings: Settings, now: float
 ) -> int:
     """Make the jobs of all ``rules`` that ``event`` concerns; how many are new.
 
@@ -52,7 +52,7 @@ def act_on(
     return count
 
 
-def _is_for(rule: Rule, event: Event) -> bool:
+def _is_for(rule: Rule, event: CatalogEvent) -> bool:
     if not rule.is_enabled or event.at_seconds < rule.updated_seconds:
         return False
     if event.kind == rule.event:
@@ -62,7 +62,7 @@ def _is_for(rule: Rule, event: Event) -> bool:
     return is_late_tag and rule.condition.tag is not None and _tells(event, rule.condition.tag)
 
 
-def _tells(event: Event, tag: str | None) -> bool:
+def _tells(event: CatalogEvent, tag: str | None) -> bool:
     return tag is None or tag in event.data.get("tags", ())
 
 

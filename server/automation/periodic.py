@@ -16,7 +16,7 @@ from dcp.server.catalog.events import events_after, last_event_id, move_on, posi
 from dcp.server.database.engine import Database
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, consumers, jobs, roots, schedules
-from dcp.server.jobs.kinds.purge import Purge, PurgeParams
+from dcp.server.jobs.kinds.purge import PurgeKind, PurgeParams
 from dcp.server.jobs.kinds.retention import retention_spec
 from dcp.server.jobs.kinds.shared.subjects import find_subject
 from dcp.server.jobs.ledger import submit_or_join
@@ -121,7 +121,7 @@ def _due_purges(writable: frozenset[str], now: float) -> Select[Any]:
     not to stand before these. One whose purge has failed lately is left alone for a while."""
     lately = exists().where(
         jobs.c.checkpoint_id == checkpoints.c.id,
-        jobs.c.kind == Purge.name,
+        jobs.c.kind == PurgeKind.name,
         jobs.c.state != "cancelled",
         jobs.c.finished_seconds.is_(None) | (jobs.c.finished_seconds > now - _RETRY_SECONDS),
     )
@@ -143,6 +143,6 @@ def _submit_purges(connection: Connection, settings: Settings, now: float) -> in
     count = 0
     for number in connection.execute(_due_purges(_writable(settings), now)).scalars().all():
         subject = find_subject(connection, number, state="deleted")
-        spec = Purge().spec(subject, PurgeParams(checkpoint_id=number), SYSTEM)
+        spec = PurgeKind().spec(subject, PurgeParams(checkpoint_id=number), SYSTEM)
         count += submit_or_join(connection, spec, now)[1]
     return count

@@ -12,7 +12,16 @@ from sqlalchemy import Connection, func, insert, select, text
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import consumers, events, roots
 
-__all__ = ["Event", "NewEvent", "emit", "emit_all", "events_after", "last_event_id", "move_on", "position"]
+__all__ = [
+    "CatalogEvent",
+    "NewEvent",
+    "emit",
+    "emit_all",
+    "events_after",
+    "last_event_id",
+    "move_on",
+    "position",
+]
 
 _ORDER_LOCK: Final = 0x6576_656E_7473
 
@@ -28,7 +37,7 @@ class NewEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class CatalogEvent:
     """One that happened. A later one has a greater id, on PostgreSQL too."""
 
     id: int
@@ -80,7 +89,7 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
 
 def events_after(
     connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
-) -> list[Event]:
+) -> list[CatalogEvent]:
     """The next ``limit`` events after ``event_id``, oldest first; all kinds if none are named."""
     query = (
         select(events, roots.c.name.label("root"))
@@ -92,7 +101,7 @@ def events_after(
     if kinds is not None:
         query = query.where(events.c.kind.in_(sorted(kinds)))
     return [
-        Event(
+        CatalogEvent(
             id=row.id,
             kind=row.kind,
             root=row.root,

@@ -11,7 +11,7 @@ from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
 from dcp.server.records.checkpoints import CheckpointDetail, Format, State, Verification
-from dcp.server.records.declaring import Stored, fields_of
+from dcp.server.records.declaring import OwnColumn, fields_of
 
 __all__ = ["END_OF_TIME", "CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]
 
@@ -85,7 +85,7 @@ class CheckpointFacts:
         }
 
 
-def _cleaned(stored: Stored, value: Any) -> Any:
+def _cleaned(stored: OwnColumn, value: Any) -> Any:
     """What was found in foreign files, such that the column takes it."""
     if value is None:
         return None

@@ -15,7 +15,15 @@ from dcp.server.client.calls import API, Call
 from dcp.server.client.errors import AnswerError, ProblemError, TransportError, problem_error
 from dcp.version import __version__
 
-__all__ = ["Policy", "base_url_of", "error_of", "headers_of", "httpx_request", "parsed", "transport_error"]
+__all__ = [
+    "RetryPolicy",
+    "base_url_of",
+    "error_of",
+    "headers_of",
+    "httpx_request",
+    "parsed",
+    "transport_error",
+]
 
 T = TypeVar("T")
 
@@ -28,7 +36,7 @@ _MAX_PROBLEM_BYTES: Final = 1 << 20
 _BEFORE_SENDING: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
-class Policy:
+class RetryPolicy:
     """Whether a request is sent again. ``retries``: how many times at most, besides the first."""
 
     def __init__(self, retries: int) -> None:

@@ -23,7 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import TypeEngine
 
-from dcp.server.records.declaring import ColumnType, RecordField, Stored, fields_of, moment
+from dcp.server.records.declaring import ColumnType, OwnColumn, RecordField, fields_of, moment
 
 __all__ = ["ID", "JSON_DOCUMENT", "NAME", "checks_of", "columns_of", "shown_columns", "values_of"]
 
@@ -50,7 +50,7 @@ def columns_of(record: type[Any]) -> list[Column[Any]]:
     return [_column(field, field.stored) for field in fields_of(record) if field.stored is not None]
 
 
-def _column(field: RecordField, stored: Stored) -> Column[Any]:
+def _column(field: RecordField, stored: OwnColumn) -> Column[Any]:
     if stored.type == "id":
         return Column(field.column, ID, primary_key=True, autoincrement=True)
     kind = String(stored.size) if stored.type == "code" else _TYPES[stored.type]

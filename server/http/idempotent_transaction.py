@@ -17,12 +17,12 @@ from dcp.server.database.engine import Database
 from dcp.server.http.dependencies import Db
 from dcp.server.http.kept_answers import KEPT_HEADERS, KeptAnswer, Reservation, keep
 
-__all__ = ["Once", "OnceDep"]
+__all__ = ["IdempotentDep", "IdempotentTransaction"]
 
 A = TypeVar("A", bound=BaseModel)
 
 
-class Once:
+class IdempotentTransaction:
     """Transactions of one request."""
 
     def __init__(self, database: Database, request: Request, response: Response) -> None:
@@ -56,8 +56,8 @@ class Once:
         return KeptAnswer(status, {"content-type": "application/json", **headers}, body)
 
 
-async def _once(database: Db, request: Request, response: Response) -> Once:
-    return Once(database, request, response)
+async def _transaction(database: Db, request: Request, response: Response) -> IdempotentTransaction:
+    return IdempotentTransaction(database, request, response)
 
 
-OnceDep = Annotated[Once, Depends(_once)]
+IdempotentDep = Annotated[IdempotentTransaction, Depends(_transaction)]

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, and_, or_, select
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import job_events, jobs
 from dcp.server.jobs.ledger.rows import event_of_row, progress_of
-from dcp.server.jobs.ledger.states import FINAL_STATES, JobEvent, JobState, Progress
+from dcp.server.jobs.ledger.states import FINAL_STATES, JobEvent, JobProgress, JobState
 from dcp.server.security.keys import valid_keys
 
 __all__ = ["POLL_SECONDS", "Following", "JobFeed", "News"]
@@ -39,7 +39,7 @@ class News:
 
     state: JobState | None
     events: Sequence[JobEvent] = ()
-    progress: Progress | None = None
+    progress: JobProgress | None = None
     is_last: bool = False
 
 
@@ -56,7 +56,7 @@ class Following:
         self._loop = asyncio.get_running_loop()
         self._has_news = asyncio.Event()
         self._news: News | None = None
-        self._told: Progress | None = None
+        self._told: JobProgress | None = None
 
     @property
     def waits(self) -> bool:

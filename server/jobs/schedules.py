@@ -17,7 +17,7 @@ from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import schedules as table
 from dcp.server.settings import Settings
 
-__all__ = ["Schedule", "ScheduleContext", "Scheduler"]
+__all__ = ["PeriodicWork", "ScheduleContext", "Scheduler"]
 
 _THREADS: Final = 4
 _log = structlog.get_logger(__name__)
@@ -35,7 +35,7 @@ class ScheduleContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PeriodicWork:
     """``act`` is called every ``interval_seconds``, counted from its end, in a thread of its own.
 
     Its effects must bear that it is done twice where a process was believed dead. Where ``is_needed`` is
@@ -55,7 +55,7 @@ class Scheduler:
         self,
         settings: Settings,
         database: Database,
-        schedules: Sequence[Schedule],
+        schedules: Sequence[PeriodicWork],
         owner: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -124,7 +124,7 @@ class Scheduler:
                 .values(lease_until_seconds=now + self._settings.lease_seconds)
             )
 
-    def _act(self, schedule: Schedule, now: float) -> None:
+    def _act(self, schedule: PeriodicWork, now: float) -> None:
         try:
             schedule.act(ScheduleContext(self._settings, self._database, now, self._stop))
         except DatabaseUnavailableError as error:
@@ -136,7 +136,7 @@ class Scheduler:
             with self._lock:
                 self._running.discard(schedule.name)
 
-    def _settle(self, schedule: Schedule) -> None:
+    def _settle(self, schedule: PeriodicWork) -> None:
         """The next time; where that cannot be written, the lease runs out."""
         values: dict[str, Any] = {"due_seconds": self._clock() + schedule.interval_seconds}
         values |= {"lease_owner": None, "lease_until_seconds": None}

@@ -15,7 +15,7 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.ledger import submit
-from dcp.server.jobs.schedules import Schedule, ScheduleContext
+from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.roots import Roots
 from dcp.server.security.principal import SYSTEM
 from dcp.server.settings import Settings
@@ -36,19 +36,19 @@ _SCAN_PRIORITY: Final = 10
 """They are short, and what others wait for may depend on what they find."""
 
 
-def built_in_schedules(settings: Settings) -> Sequence[Schedule]:
+def built_in_schedules(settings: Settings) -> Sequence[PeriodicWork]:
     """All of them."""
     scans = [
-        Schedule(f"scan:{name}", root.scan_seconds, partial(_scan, root=name))
+        PeriodicWork(f"scan:{name}", root.scan_seconds, partial(_scan, root=name))
         for name, root in sorted(settings.roots.items())
         if root.scan_seconds > 0
     ]
     return [
         *scans,
-        Schedule("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
-        Schedule("automation", max(1.0, settings.poll_seconds), _consume, has_events),
-        Schedule("due", _DUE_SECONDS, _submit_due, partial(is_anything_due, settings=settings)),
-        Schedule("clean-up", _CLEANING_SECONDS, _clean),
+        PeriodicWork("webhooks", max(1.0, settings.poll_seconds), _deliver, is_any_delivery_due),
+        PeriodicWork("automation", max(1.0, settings.poll_seconds), _consume, has_events),
+        PeriodicWork("due", _DUE_SECONDS, _submit_due, partial(is_anything_due, settings=settings)),
+        PeriodicWork("clean-up", _CLEANING_SECONDS, _clean),
     ]
 
 

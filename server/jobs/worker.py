@@ -25,15 +25,15 @@ from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.jobs.executors.executor import Executor, Running, open_executor
 from dcp.server.jobs.executors.subprocess_main import error_of, load_kinds
 from dcp.server.jobs.executors.subprocess_messages import Order
-from dcp.server.jobs.executors.subprocesses import Outcome
+from dcp.server.jobs.executors.subprocesses import ProcessOutcome
 from dcp.server.jobs.kind import Kind
 from dcp.server.jobs.ledger import (
     DEFAULT_BACKOFF,
     Backoff,
     Claim,
+    ClaimLimits,
     Held,
-    JobError,
-    Limits,
+    JobFailure,
     StaleFenceError,
     TaskSpec,
     claim,
@@ -51,7 +51,7 @@ from dcp.server.jobs.ledger import (
     task_results,
 )
 from dcp.server.jobs.ledger.states import Json
-from dcp.server.jobs.schedules import Schedule, Scheduler
+from dcp.server.jobs.schedules import PeriodicWork, Scheduler
 from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.settings import Settings
 
@@ -74,7 +74,7 @@ class _Entry:
     running: Running | None = None
     done_bytes: int | None = None
     is_told: bool = True  # whether the ledger knows `done_bytes`
-    outcome: Outcome | None = None
+    outcome: ProcessOutcome | None = None
 
 
 class Worker:
@@ -88,7 +88,7 @@ class Worker:
         settings: Settings,
         *,
         kinds: str = DEFAULT_KINDS,
-        schedules: Sequence[Schedule] | None = None,
+        schedules: Sequence[PeriodicWork] | None = None,
         backoff: Backoff = DEFAULT_BACKOFF,
         clock: Callable[[], float] = time.time,
         executor: Executor | None = None,
@@ -96,7 +96,7 @@ class Worker:
         self.owner = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
         self._settings = settings
         self._kinds = load_kinds(kinds)
-        self._limits = Limits(by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds))
+        self._limits = ClaimLimits(by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds))
         self._own_kinds = frozenset(name for name, kind in self._kinds.items() if kind.has_own_slot)
         self._backoff = backoff
         self._clock = clock
@@ -113,10 +113,10 @@ class Worker:
             clock,
         )
         self._entries: dict[Held, _Entry] = {}
-        self._ended: queue.SimpleQueue[tuple[Held, Outcome]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[Held, ProcessOutcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._problem: str | None = None
-        self._failing: dict[tuple[str, str | None], JobError] = {}  # as the log knows, by kind and root
+        self._failing: dict[tuple[str, str | None], JobFailure] = {}  # as the log knows, by kind and root
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -187,13 +187,13 @@ class Worker:
             try:
                 self._start(made)
             except DatabaseUnavailableError:
-                self._ended.put((made.held, Outcome()))
+                self._ended.put((made.held, ProcessOutcome()))
                 raise
             except Exception as error:  # noqa: BLE001 - told to the ledger
                 _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
-                self._ended.put((made.held, Outcome(error=error_of(error))))
+                self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
 
-    def _room(self) -> Limits | None:
+    def _room(self) -> ClaimLimits | None:
         """What may be begun now; None for nothing."""
         in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
         if len(self._entries) - in_own_slot < self._settings.concurrency:
@@ -202,14 +202,14 @@ class Worker:
             return None
         return replace(self._limits, only=self._own_kinds)
 
-    def _claim(self, connection: Connection, limits: Limits) -> Claim | None:
+    def _claim(self, connection: Connection, limits: ClaimLimits) -> Claim | None:
         return claim(connection, self.owner, self._clock(), self._settings.lease_seconds, limits)
 
     def _start(self, made: Claim) -> None:
         held = made.held
         is_clean = made.job.plan is None and not self._kinds[made.job.kind].leaves_plans
         if made.phase == "discard" and is_clean:
-            self._ended.put((held, Outcome(result={})))
+            self._ended.put((held, ProcessOutcome(result={})))
             return
         order = self._order(made)
         entry = self._entries[held]
@@ -217,7 +217,7 @@ class Worker:
         def on_progress(done_bytes: int) -> None:
             entry.done_bytes, entry.is_told = done_bytes, False
 
-        def on_done(outcome: Outcome) -> None:
+        def on_done(outcome: ProcessOutcome) -> None:
             self._ended.put((held, outcome))
             self._wake.set()
 
@@ -333,7 +333,7 @@ class Worker:
                 _log.exception("cannot be told", job=held.job_id)
             del self._entries[held]
 
-    def _tell(self, made: Claim, outcome: Outcome) -> None:
+    def _tell(self, made: Claim, outcome: ProcessOutcome) -> None:
         error = outcome.error
         if outcome.result is not None:
             result = outcome.result
@@ -350,7 +350,7 @@ class Worker:
         else:
             self._fail(made, error)
 
-    def _fail(self, made: Claim, error: JobError) -> None:
+    def _fail(self, made: Claim, error: JobFailure) -> None:
         self._tell_failed(made, error)
         if not self._kinds[made.job.kind].waits:
             error = replace(error, is_environment=False)
@@ -358,7 +358,7 @@ class Worker:
             lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
         )
 
-    def _tell_failed(self, made: Claim, error: JobError) -> None:
+    def _tell_failed(self, made: Claim, error: JobFailure) -> None:
         job = made.job
         log = _log.warning
         if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often

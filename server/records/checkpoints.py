@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from dcp.server.records.declaring import Found, Joined, OneOf, Shown, Stored
+from dcp.server.records.declaring import Found, JoinedColumn, OneOf, OwnColumn, Shown
 
 __all__ = ["Checkpoint", "CheckpointDetail", "Format", "State", "Verification"]
 
@@ -27,45 +27,45 @@ class Checkpoint:
     known.
     """
 
-    id: Annotated[int, Stored("id")]
-    root: Annotated[str, Joined("roots", "name")]
-    run_id: Annotated[int, Stored("reference", refers="runs.id")]
+    id: Annotated[int, OwnColumn("id")]
+    root: Annotated[str, JoinedColumn("roots", "name")]
+    run_id: Annotated[int, OwnColumn("reference", refers="runs.id")]
     run: Annotated[
-        str, Joined("runs", "key"), Shown("Key of the folder that holds it; empty: the root itself.")
+        str, JoinedColumn("runs", "key"), Shown("Key of the folder that holds it; empty: the root itself.")
     ]
-    key: Annotated[str, Stored("name")]  # relative to the root
-    name: Annotated[str, Stored("name")]  # the last part of the key
-    step: Annotated[int | None, Stored("large"), Found("of the same content")]
-    format: Annotated[str, Stored("code", 16), Found(), OneOf(Format)]
-    state: Annotated[str, Stored("code", 16), Found(), OneOf(State, is_checked=True)]
-    committed_at: Annotated[datetime, Stored("seconds"), Found("of the same content")]
-    discovered_at: Annotated[datetime, Stored("seconds")]
-    updated_at: Annotated[datetime, Stored("seconds")]
-    deleted_at: Annotated[datetime | None, Stored("seconds")] = None
+    key: Annotated[str, OwnColumn("name")]  # relative to the root
+    name: Annotated[str, OwnColumn("name")]  # the last part of the key
+    step: Annotated[int | None, OwnColumn("large"), Found("of the same content")]
+    format: Annotated[str, OwnColumn("code", 16), Found(), OneOf(Format)]
+    state: Annotated[str, OwnColumn("code", 16), Found(), OneOf(State, is_checked=True)]
+    committed_at: Annotated[datetime, OwnColumn("seconds"), Found("of the same content")]
+    discovered_at: Annotated[datetime, OwnColumn("seconds")]
+    updated_at: Annotated[datetime, OwnColumn("seconds")]
+    deleted_at: Annotated[datetime | None, OwnColumn("seconds")] = None
     purge_after: Annotated[
-        datetime | None, Stored("seconds"), Shown("From then on a deleted one cannot be restored.")
+        datetime | None, OwnColumn("seconds"), Shown("From then on a deleted one cannot be restored.")
     ] = None
-    bytes: Annotated[int, Stored("large", default=0), Found()]
-    file_count: Annotated[int, Stored("integer", default=0), Found()]
-    world_size: Annotated[int | None, Stored("integer"), Found("of the same content")]
+    bytes: Annotated[int, OwnColumn("large", default=0), Found()]
+    file_count: Annotated[int, OwnColumn("integer", default=0), Found()]
+    world_size: Annotated[int | None, OwnColumn("integer"), Found("of the same content")]
     structure_id: Annotated[
-        int | None, Stored("reference", refers="structures.id"), Found("of the same content")
+        int | None, OwnColumn("reference", refers="structures.id"), Found("of the same content")
     ] = None
-    dtypes: Annotated[Mapping[str, int] | None, Joined("structures", "dtypes"), Shown("Bytes by dtype.")] = (
-        None
-    )
+    dtypes: Annotated[
+        Mapping[str, int] | None, JoinedColumn("structures", "dtypes"), Shown("Bytes by dtype.")
+    ] = None
     verification: Annotated[
-        str, Stored("code", 16, default="unverified"), OneOf(Verification, is_checked=True)
+        str, OwnColumn("code", 16, default="unverified"), OneOf(Verification, is_checked=True)
     ]
-    verified_at: Annotated[datetime | None, Stored("seconds")] = None
+    verified_at: Annotated[datetime | None, OwnColumn("seconds")] = None
     problem: Annotated[
-        str | None, Stored("text"), Found(), Shown("Why it cannot be read, or what verification found.")
+        str | None, OwnColumn("text"), Found(), Shown("Why it cannot be read, or what verification found.")
     ] = None
-    is_pinned: Annotated[bool, Stored("flag", default=False), Found("always")]
+    is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always")]
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-    version: Annotated[int, Stored("integer", default=1)]  # counts every change
+    version: Annotated[int, OwnColumn("integer", default=1)]  # counts every change
     etag: str
 
 
@@ -73,18 +73,18 @@ class Checkpoint:
 class CheckpointDetail(Checkpoint):
     """All that is known of a checkpoint. What is of the structure is None where that is not known."""
 
-    save_id: Annotated[str | None, Stored("code", 64), Found("of the same content")] = None
+    save_id: Annotated[str | None, OwnColumn("code", 64), Found("of the same content")] = None
     # of the commit objects: the scanner opens only what differs
     fingerprint: Annotated[
         str | None,
-        Stored("code", 64),
+        OwnColumn("code", 64),
         Found("of the same content"),
         Shown("Of its commit: another one is another content."),
     ] = None
-    user_metadata: Annotated[Any, Stored("json"), Found("always")] = None
+    user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
     # run, framework and library versions, timings: what the manifest says
-    provenance: Annotated[Any, Stored("json"), Found("always")] = None
-    structure_digest: Annotated[str | None, Joined("structures", "digest")] = None
-    tensor_count: Annotated[int | None, Joined("structures", "tensor_count")] = None
-    object_count: Annotated[int | None, Joined("structures", "object_count")] = None
-    element_count: Annotated[int | None, Joined("structures", "element_count")] = None
+    provenance: Annotated[Any, OwnColumn("json"), Found("always")] = None
+    structure_digest: Annotated[str | None, JoinedColumn("structures", "digest")] = None
+    tensor_count: Annotated[int | None, JoinedColumn("structures", "tensor_count")] = None
+    object_count: Annotated[int | None, JoinedColumn("structures", "object_count")] = None
+    element_count: Annotated[int | None, JoinedColumn("structures", "element_count")] = None

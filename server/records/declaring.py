@@ -9,7 +9,17 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["ColumnType", "Found", "Joined", "OneOf", "RecordField", "Shown", "Stored", "fields_of", "moment"]
+__all__ = [
+    "ColumnType",
+    "Found",
+    "JoinedColumn",
+    "OneOf",
+    "OwnColumn",
+    "RecordField",
+    "Shown",
+    "fields_of",
+    "moment",
+]
 
 _LAST_SECONDS: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 
@@ -22,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class OwnColumn:
     """A column of the record's own table. ``refers`` is to a column of another, for a "reference"."""
 
     type: ColumnType
@@ -32,7 +42,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedColumn:
     """A column of another table, with which the record is shown."""
 
     table: str
@@ -73,8 +83,8 @@ class RecordField:
     name: str
     hint: Any
     is_optional: bool
-    stored: Stored | None = None
-    joined: Joined | None = None
+    stored: OwnColumn | None = None
+    joined: JoinedColumn | None = None
     found: Found | None = None
     one_of: OneOf | None = None
     shown: Shown | None = None
@@ -108,7 +118,7 @@ def _field(name: str, hint: Any) -> RecordField:
         return next((note for note in notes if isinstance(note, kind)), None)
 
     return RecordField(
-        name, hint, is_optional, said(Stored), said(Joined), said(Found), said(OneOf), said(Shown)
+        name, hint, is_optional, said(OwnColumn), said(JoinedColumn), said(Found), said(OneOf), said(Shown)
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated
 
-from dcp.server.records.declaring import Joined, Shown, Stored
+from dcp.server.records.declaring import JoinedColumn, OwnColumn, Shown
 
 __all__ = ["Run"]
 
@@ -15,12 +15,12 @@ __all__ = ["Run"]
 class Run:
     """A folder that holds checkpoints; counts, sums and the latest are of the committed ones."""
 
-    id: Annotated[int, Stored("id")]
-    root: Annotated[str, Joined("roots", "name")]
-    key: Annotated[str, Stored("name"), Shown("Relative to the root; empty: the root itself.")]
-    checkpoint_count: Annotated[int, Stored("integer", default=0)]
-    latest_step: Annotated[int | None, Stored("large")]
-    latest_at: Annotated[datetime | None, Stored("seconds")]  # when the newest was committed
-    bytes: Annotated[int, Stored("large", default=0)]
-    created_at: Annotated[datetime, Stored("seconds")]
-    updated_at: Annotated[datetime, Stored("seconds")]
+    id: Annotated[int, OwnColumn("id")]
+    root: Annotated[str, JoinedColumn("roots", "name")]
+    key: Annotated[str, OwnColumn("name"), Shown("Relative to the root; empty: the root itself.")]
+    checkpoint_count: Annotated[int, OwnColumn("integer", default=0)]
+    latest_step: Annotated[int | None, OwnColumn("large")]
+    latest_at: Annotated[datetime | None, OwnColumn("seconds")]  # when the newest was committed
+    bytes: Annotated[int, OwnColumn("large", default=0)]
+    created_at: Annotated[datetime, OwnColumn("seconds")]
+    updated_at: Annotated[datetime, OwnColumn("seconds")]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, cast, get_args
 
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, Format, FoundState
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -50,17 +50,17 @@ _MAX_PHASES: Final = 64
 
 def structure_of(index: CheckpointIndex) -> StructureFacts:
     """Names, kinds, shapes and dtypes of all tensors and values; some microseconds for each."""
-    objects = (TensorFacts(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
+    objects = (StructureTensor(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
     return StructureFacts.of([*_tensors(index), *objects])
 
 
-def _tensors(index: CheckpointIndex) -> Iterator[TensorFacts]:
+def _tensors(index: CheckpointIndex) -> Iterator[StructureTensor]:
     bounds, sizes = index.shape_start.tolist(), index.shape_values.tolist()
     codes, itemsizes = index.dtype_codes.tolist(), index.itemsizes.tolist()
     names = {code: index.dtype(codes.index(code)).name for code in set(codes)}
     for fqn, code, itemsize, (begin, end) in zip(index.fqns, codes, itemsizes, pairwise(bounds), strict=True):
         shape = tuple(sizes[begin:end])
-        yield TensorFacts(fqn, "tensor", names[code], shape, math.prod(shape) * itemsize)
+        yield StructureTensor(fqn, "tensor", names[code], shape, math.prod(shape) * itemsize)
 
 
 def facts_of_source(

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from dcp.server.catalog.contents.verifications import Statistics, Verified
+from dcp.server.catalog.contents.verifications import Statistics, VerificationRow
 from dcp.server.catalog.details import CheckpointDetail
 from dcp.server.schemas.common import Answer, rfc3339
 
@@ -27,7 +27,7 @@ class VerificationAnswer(Answer):
     job_id: int | None
 
     @classmethod
-    def of(cls, found: Verified, checkpoint: CheckpointDetail) -> Self:
+    def of(cls, found: VerificationRow, checkpoint: CheckpointDetail) -> Self:
         """For the checkpoint as it is now."""
         return cls(
             id=found.id,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, Union
 from pydantic import Field, create_model
 
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger import Job, JobEvent, Progress, Task
+from dcp.server.jobs.ledger import Job, JobEvent, JobProgress, Task
 from dcp.server.jobs.ledger.states import JobState, Json, TaskState
 from dcp.server.schemas.common import Answer, Request, optional_rfc3339, rfc3339
 
@@ -58,7 +58,7 @@ class ProgressAnswer(Answer):
     total_bytes: int
 
     @classmethod
-    def of(cls, progress: Progress) -> Self:
+    def of(cls, progress: JobProgress) -> Self:
         """As it is now."""
         return cls(**progress.document())
 
@@ -119,7 +119,7 @@ class JobAnswer(Answer):
     waiting: WaitingAnswer | None = None
 
     @classmethod
-    def of(cls, job: Job, progress: Progress | None = None) -> Self:
+    def of(cls, job: Job, progress: JobProgress | None = None) -> Self:
         """A row of the ledger; ``progress`` is that of a job which has not ended."""
         kept = None if job.progress is None else ProgressAnswer(**job.progress)
         return cls(

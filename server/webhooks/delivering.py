@@ -24,8 +24,8 @@ from dcp.server.webhooks.addresses import (
     resolve_host,
 )
 from dcp.server.webhooks.ledger import (
-    Claim,
-    Outcome,
+    DeliveryClaim,
+    DeliveryOutcome,
     claim_next,
     due_hooks,
     has_news,
@@ -130,21 +130,21 @@ class Deliverer:
                 break
         return attempts
 
-    def _note(self, claim: Claim, outcome: Outcome, now: float) -> None:
+    def _note(self, claim: DeliveryClaim, outcome: DeliveryOutcome, now: float) -> None:
         self._database.transact(lambda connection: record(connection, claim, outcome, now))
 
-    def _attempt(self, claim: Claim, now: float) -> Outcome:
+    def _attempt(self, claim: DeliveryClaim, now: float) -> DeliveryOutcome:
         message_id, body = f"evt_{claim.event_id}", payload(claim)
         try:
             headers = headers_for(self._signing(claim, now), message_id, now, body)
             target = parse_url(claim.hook.url, self._allowed)
             addresses = permitted_addresses(target, self._allowed, self._resolve)
         except RefusedUrlError as error:
-            return Outcome(None, f"refused: {error}")
+            return DeliveryOutcome(None, f"refused: {error}")
         except SealError as error:
-            return Outcome(None, f"not signed: {error}")
+            return DeliveryOutcome(None, f"not signed: {error}")
         except (OSError, UnicodeError):
-            return Outcome(None, "the name of the host is not resolved")
+            return DeliveryOutcome(None, "the name of the host is not resolved")
         headers |= {"Content-Type": "application/json", "User-Agent": f"dcphub/{__version__}"}
         try:
             answer = post(
@@ -156,19 +156,19 @@ class Deliverer:
                 context=self._context,
             )
         except SendError as error:
-            return Outcome(None, str(error))
+            return DeliveryOutcome(None, str(error))
         if 200 <= answer.status < 300:
-            return Outcome(answer.status, None)
+            return DeliveryOutcome(answer.status, None)
         what = "redirects are not followed" if 300 <= answer.status < 400 else "not taken"
-        return Outcome(answer.status, f"answered {answer.status}: {what}", answer.retry_after_seconds)
+        return DeliveryOutcome(answer.status, f"answered {answer.status}: {what}", answer.retry_after_seconds)
 
-    def _signing(self, claim: Claim, now: float) -> list[str]:
+    def _signing(self, claim: DeliveryClaim, now: float) -> list[str]:
         until = claim.hook.previous_until_seconds
         stored = claim.hook.secrets if until is not None and now < until else claim.hook.secrets[:1]
         return [self._sealer.open(one) for one in stored]
 
 
-def payload(claim: Claim) -> bytes:
+def payload(claim: DeliveryClaim) -> bytes:
     """The body: the same bytes in each attempt, for it says only what does not change any more."""
     at = datetime.fromtimestamp(claim.at_seconds, UTC).isoformat(timespec="milliseconds")
     document = {

@@ -25,10 +25,10 @@ __all__ = [
     "CONSUMER",
     "MAX_ATTEMPTS",
     "TEST_KIND",
-    "Claim",
     "Delivery",
+    "DeliveryClaim",
+    "DeliveryOutcome",
     "DeliveryState",
-    "Outcome",
     "claim_next",
     "due_hooks",
     "forget_deliveries",
@@ -81,7 +81,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class DeliveryClaim:
     """A delivery that this sender makes, with all that it says."""
 
     id: int
@@ -96,7 +96,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DeliveryOutcome:
     """What became of an attempt; delivered if there is no error."""
 
     status_code: int | None
@@ -154,7 +154,9 @@ def due_hooks(connection: Connection, now: float) -> list[int]:
     )
 
 
-def claim_next(connection: Connection, hook_id: int, now: float, lease_seconds: float) -> Claim | None:
+def claim_next(
+    connection: Connection, hook_id: int, now: float, lease_seconds: float
+) -> DeliveryClaim | None:
     """The oldest one that is due for a webhook, for nobody else during ``lease_seconds``."""
     row = connection.execute(
         select(deliveries.c.id, deliveries.c.attempt, deliveries.c.event_id)
@@ -182,7 +184,7 @@ def claim_next(connection: Connection, hook_id: int, now: float, lease_seconds: 
     return _claim(connection, row.id, row.attempt + 1, get_hook(connection, hook_id, None), row.event_id)
 
 
-def record(connection: Connection, claim: Claim, outcome: Outcome, now: float) -> None:
+def record(connection: Connection, claim: DeliveryClaim, outcome: DeliveryOutcome, now: float) -> None:
     """Write what became of it, unless another has claimed it since."""
     is_last = claim.attempt >= MAX_ATTEMPTS
     values: dict[str, Any] = {"status_code": outcome.status_code, "error": outcome.error}
@@ -280,7 +282,9 @@ def _delivery(connection: Connection, delivery_id: int) -> Delivery:
     return Delivery(**row._mapping)
 
 
-def _claim(connection: Connection, delivery_id: int, attempt: int, hook: Hook, event_id: int) -> Claim:
+def _claim(
+    connection: Connection, delivery_id: int, attempt: int, hook: Hook, event_id: int
+) -> DeliveryClaim:
     row = connection.execute(
         select(
             events.c.kind,
@@ -310,7 +314,7 @@ def _claim(connection: Connection, delivery_id: int, attempt: int, hook: Hook, e
             "format": row.format,
             "href": f"/api/v1/checkpoints/{row.checkpoint_id}",
         }
-    return Claim(
+    return DeliveryClaim(
         id=delivery_id,
         attempt=attempt,
         hook=hook,
@@ -323,7 +327,9 @@ def _claim(connection: Connection, delivery_id: int, attempt: int, hook: Hook, e
     )
 
 
-def _note_health(connection: Connection, hook: Hook, outcome: Outcome, is_last: bool, now: float) -> None:
+def _note_health(
+    connection: Connection, hook: Hook, outcome: DeliveryOutcome, is_last: bool, now: float
+) -> None:
     if outcome.error is None:
         if hook.failing_since_seconds is not None:
             _set_failing(connection, hook, None)

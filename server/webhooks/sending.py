@@ -14,7 +14,7 @@ from typing import Final
 
 from dcp.server.webhooks.addresses import Target
 
-__all__ = ["Answer", "SendError", "post"]
+__all__ = ["ReceiverAnswer", "SendError", "post"]
 
 _MAX_RETRY_AFTER_SECONDS: Final = 86_400.0
 
@@ -24,7 +24,7 @@ class SendError(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReceiverAnswer:
     """What the receiver said; its body is not read, so that nothing of it can be shown to anybody."""
 
     status: int
@@ -39,7 +39,7 @@ def post(
     *,
     timeout_seconds: float,
     context: ssl.SSLContext,
-) -> Answer:
+) -> ReceiverAnswer:
     """POST to the first of ``addresses`` that takes a connection. Redirects are answers; no proxy is used.
 
     ``timeout_seconds`` is for all of it: connecting, TLS, sending and the head of the answer. Raises
@@ -58,7 +58,7 @@ def post(
             with connection.getresponse() as response:
                 if late.is_set():  # the end of the connection passes for that of the headers
                     raise TimeoutError
-                return Answer(response.status, _retry_after(response.getheader("Retry-After")))
+                return ReceiverAnswer(response.status, _retry_after(response.getheader("Retry-After")))
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late.is_set() or isinstance(error, TimeoutError):  # of the socket, in the same moment
                 raise SendError(f"no answer within {timeout_seconds:g} s") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcp.server.catalog.checkpoints import upsert_checkpoint
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
@@ -17,9 +17,9 @@ T0 = 1_700_000_000.0
 _STRUCTURE = StructureFacts(
     digest="5" * 64,
     tensors=(
-        TensorFacts(fqn="model.bias", kind="tensor", dtype="float32", shape=(4,), bytes=16),
-        TensorFacts(fqn="model.weight", kind="tensor", dtype="bfloat16", shape=(4, 4), bytes=32),
-        TensorFacts(fqn="step", kind="object", dtype=None, shape=None, bytes=5),
+        StructureTensor(fqn="model.bias", kind="tensor", dtype="float32", shape=(4,), bytes=16),
+        StructureTensor(fqn="model.weight", kind="tensor", dtype="bfloat16", shape=(4, 4), bytes=32),
+        StructureTensor(fqn="step", kind="object", dtype=None, shape=None, bytes=5),
     ),
 )
 

@@ -20,7 +20,7 @@ from dcp.server.database.engine import Database
 from dcp.server.jobs.executors.executor import ProcessExecutor
 from dcp.server.jobs.executors.subprocess_main import Setup
 from dcp.server.jobs.ledger import Backoff, Job, JobSpec, find_job, request_cancel, submit
-from dcp.server.jobs.schedules import Schedule
+from dcp.server.jobs.schedules import PeriodicWork
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
 from tests.support.forking import forkserver_context
@@ -75,7 +75,7 @@ def _shared_executor() -> ProcessExecutor:
 def working(
     settings: Settings,
     *,
-    schedules: Sequence[Schedule] = (),
+    schedules: Sequence[PeriodicWork] = (),
     kinds: str = TEST_KINDS,
     own_executor: bool = False,
 ) -> Iterator[Worker]:

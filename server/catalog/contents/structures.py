@@ -28,7 +28,7 @@ from dcp.server.database.tables import structure_dtypes, structure_tensors, stru
 __all__ = [
     "Structure",
     "StructureFacts",
-    "TensorFacts",
+    "StructureTensor",
     "ensure_structure",
     "ensure_structures",
     "forget_drafts",
@@ -47,7 +47,7 @@ _MOST_PAUSE_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class StructureTensor:
     """A tensor, or an object (then without dtype and shape)."""
 
     fqn: str
@@ -62,10 +62,10 @@ class StructureFacts:
     """The structure of a checkpoint; `of` makes one. ``tensors`` are in the order of their names."""
 
     digest: str
-    tensors: tuple[TensorFacts, ...]
+    tensors: tuple[StructureTensor, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorFacts]) -> StructureFacts:
+    def of(cls, tensors: Iterable[StructureTensor]) -> StructureFacts:
         """With the digest: SHA-256 over names, kinds, dtypes and shapes. Objects' sizes are no part of it."""
         ordered = tuple(sorted(tensors, key=lambda tensor: tensor.fqn))
         digest = hashlib.sha256(b"dcp structure 1\0")
@@ -229,7 +229,7 @@ def _insert_dtypes(connection: Connection, number: int, dtypes: Mapping[str, int
 
 
 def _tensor_rows(
-    structure_id: int, tensors: Sequence[TensorFacts], first: int = 0
+    structure_id: int, tensors: Sequence[StructureTensor], first: int = 0
 ) -> list[dict[str, object]]:
     return [
         {

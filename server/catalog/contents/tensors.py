@@ -12,13 +12,13 @@ from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, que
 from dcp.server.catalog.queries.patterns import check_pattern, matches
 from dcp.server.database.tables import structure_tensors
 
-__all__ = ["Entry", "EntryPage", "TreeNode", "TreePage", "tensors_page", "tree_level"]
+__all__ = ["EntryPage", "StructureEntry", "TreeNode", "TreePage", "tensors_page", "tree_level"]
 
 EntryKind = Literal["tensor", "object"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StructureEntry:
     """A tensor, or a value (then without dtype and shape)."""
 
     fqn: str
@@ -32,7 +32,7 @@ class Entry:
 class EntryPage:
     """Entries in the order of their names, and the cursor of those that follow."""
 
-    items: tuple[Entry, ...]
+    items: tuple[StructureEntry, ...]
     next_cursor: str | None
 
 
@@ -44,7 +44,7 @@ class TreeNode:
     tensors: int
     objects: int
     bytes: int
-    entry: Entry | None
+    entry: StructureEntry | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def tree_level(
     return TreePage(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
 
 
-def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, Entry]:
+def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, StructureEntry]:
     table = structure_tensors.c
     if not names:
         return {}
@@ -139,8 +139,10 @@ def _entries(connection: Connection, structure_id: int, names: Sequence[str]) ->
     return {row.fqn: _entry(row) for row in connection.execute(query)}
 
 
-def _entry(row: Any) -> Entry:
-    return Entry(row.fqn, row.kind, row.dtype, None if row.shape is None else tuple(row.shape), row.bytes)
+def _entry(row: Any) -> StructureEntry:
+    return StructureEntry(
+        row.fqn, row.kind, row.dtype, None if row.shape is None else tuple(row.shape), row.bytes
+    )
 
 
 def _place_of_dot(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:

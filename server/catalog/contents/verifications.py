@@ -18,7 +18,7 @@ from dcp.server.records.declaring import moment
 
 __all__ = [
     "Statistics",
-    "Verified",
+    "VerificationRow",
     "add_verification",
     "get_statistics",
     "list_verifications",
@@ -33,7 +33,7 @@ Outcome = Literal["good", "damaged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class VerificationRow:
     """One verification. ``fingerprint`` is of what was verified; another one now means other content."""
 
     id: int
@@ -144,7 +144,7 @@ def list_verifications(
     visible: frozenset[str] | None = None,
     *,
     limit: int = 20,
-) -> list[Verified]:
+) -> list[VerificationRow]:
     """The last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
     get_checkpoint(connection, checkpoint_id, visible)
     query = (
@@ -153,7 +153,7 @@ def list_verifications(
         .order_by(verifications.c.id.desc())
         .limit(limit)
     )
-    return [Verified(**row._mapping) for row in connection.execute(query)]
+    return [VerificationRow(**row._mapping) for row in connection.execute(query)]
 
 
 def set_statistics(

@@ -26,7 +26,7 @@ from dcp.server.database.tables import (
     tags,
 )
 
-__all__ = ["Condition", "conditions_of"]
+__all__ = ["RowCondition", "conditions_of"]
 
 _COMPARED: Final[dict[Comparison, str]] = {
     "<": "__lt__",
@@ -45,7 +45,7 @@ def _where(test: ColumnElement[bool]) -> Select[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class RowCondition:
     """``test`` holds for a row; ``candidates`` selects the ids of all rows for which it does.
 
     ``column``: the test is that this column has a certain value, or (``is_range``) that it is in a range, and
@@ -60,7 +60,7 @@ class Condition:
 
 def conditions_of(
     connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
-) -> list[Condition]:
+) -> list[RowCondition]:
     """The conditions of a filter, for those who may see these roots."""
     return [
         *_of_places(connection, wanted, visible),
@@ -74,7 +74,7 @@ def conditions_of(
 
 def _of_places(
     connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
-) -> list[Condition]:
+) -> list[RowCondition]:
     found = []
     names = visible
     if wanted.root is not None:
@@ -89,7 +89,7 @@ def _of_places(
     return found
 
 
-def _run_ids(connection: Connection, wanted: CheckpointFilter) -> Condition | None:
+def _run_ids(connection: Connection, wanted: CheckpointFilter) -> RowCondition | None:
     if wanted.run_id is not None and wanted.run is None:
         if wanted.run_contains is None and wanted.run_glob is None:
             return _among("run_id", [wanted.run_id])
@@ -105,10 +105,10 @@ def _run_ids(connection: Connection, wanted: CheckpointFilter) -> Condition | No
     if wanted.run is not None:
         return _among("run_id", list(connection.execute(query).scalars()))
     test = _c.run_id.in_(query)
-    return Condition(test, _where(test))
+    return RowCondition(test, _where(test))
 
 
-def _of_columns(wanted: CheckpointFilter) -> list[Condition]:
+def _of_columns(wanted: CheckpointFilter) -> list[RowCondition]:
     found = [
         _among(column, sorted(values))
         for column, values in (
@@ -123,17 +123,17 @@ def _of_columns(wanted: CheckpointFilter) -> list[Condition]:
     return found
 
 
-def _among(column: str, values: list[Any]) -> Condition:
+def _among(column: str, values: list[Any]) -> RowCondition:
     if not values:
-        return Condition(false(), _where(false()))
+        return RowCondition(false(), _where(false()))
     if len(values) == 1:
         test = _c[column] == values[0]
-        return Condition(test, _where(test), column)
+        return RowCondition(test, _where(test), column)
     test = _c[column].in_(values)
-    return Condition(test, _where(test))
+    return RowCondition(test, _where(test))
 
 
-def _of_ranges(wanted: CheckpointFilter) -> list[Condition]:
+def _of_ranges(wanted: CheckpointFilter) -> list[RowCondition]:
     found = []
     steps = [
         *([_c.step_order >= wanted.min_step] if wanted.min_step is not None else []),
@@ -148,33 +148,35 @@ def _of_ranges(wanted: CheckpointFilter) -> list[Condition]:
     for column, tests in (("step_order", steps), ("committed_seconds", times)):
         if tests:
             test = and_(*tests)
-            found.append(Condition(test, _where(test), column, is_range=True))
+            found.append(RowCondition(test, _where(test), column, is_range=True))
     return found
 
 
-def _of_labels(wanted: CheckpointFilter) -> list[Condition]:
+def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
     found = []
     for tag in sorted(wanted.tags):
         has = exists().where(tags.c.checkpoint_id == _c.id, tags.c.tag == tag).correlate(checkpoints)
-        found.append(Condition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
+        found.append(RowCondition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
     if wanted.alias is not None:
         named = (
             exists()
             .where(aliases.c.checkpoint_id == _c.id, aliases.c.name == wanted.alias)
             .correlate(checkpoints)
         )
-        found.append(Condition(named, select(aliases.c.checkpoint_id).where(aliases.c.name == wanted.alias)))
+        found.append(
+            RowCondition(named, select(aliases.c.checkpoint_id).where(aliases.c.name == wanted.alias))
+        )
     return found + [_of_metric(condition) for condition in wanted.metrics]
 
 
-def _of_metric(condition: MetricCondition) -> Condition:
+def _of_metric(condition: MetricCondition) -> RowCondition:
     value: ColumnElement[bool] = getattr(metrics.c.value, _COMPARED[condition.comparison])(condition.value)
     is_it = and_(metrics.c.name == condition.name, value)
     test = exists().where(metrics.c.checkpoint_id == _c.id, is_it).correlate(checkpoints)
-    return Condition(test, select(metrics.c.checkpoint_id).where(is_it))
+    return RowCondition(test, select(metrics.c.checkpoint_id).where(is_it))
 
 
-def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[Condition]:
+def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[RowCondition]:
     queries: list[Select[Any]] = []
     if wanted.dtype is not None:
         queries.append(
@@ -196,14 +198,14 @@ def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[Con
         else:
             queries.append(select(structure_tensors.c.structure_id).where(names == wanted.tensor))
     tests = [_c.structure_id.in_(query) for query in queries]
-    return [Condition(test, _where(test)) for test in tests]
+    return [RowCondition(test, _where(test)) for test in tests]
 
 
-def _of_names(connection: Connection, wanted: CheckpointFilter) -> list[Condition]:
+def _of_names(connection: Connection, wanted: CheckpointFilter) -> list[RowCondition]:
     found = []
     for make, pattern in ((contains, wanted.name_contains), (matches, wanted.name_glob)):
         if pattern is not None:
             known = select(checkpoint_names.c.name).where(make(connection, checkpoint_names.c.name, pattern))
             candidates = _where(_c.name.in_(known))
-            found.append(Condition(make(connection, _c.name, pattern), candidates))
+            found.append(RowCondition(make(connection, _c.name, pattern), candidates))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from dcp.server.client import calls, calls_admin
-from dcp.server.client.asynchronous.connection import AsyncConnection, AsyncPages
+from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
 from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
 from dcp.server.client.models import Job
 from dcp.server.client.models_admin import (
@@ -23,7 +23,7 @@ from dcp.server.client.models_admin import (
 __all__ = ["AsyncAdministration"]
 
 
-class AsyncAdministration(AsyncConnection):
+class AsyncAdministration(AsyncHttpConnection):
     """Methods of `AsyncClient`. Changes with an ``etag`` are made only if it is still in that version.
 
     What answers with a secret is not tried again once it was sent, since its answer is given only once.

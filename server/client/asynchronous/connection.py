@@ -19,7 +19,7 @@ from dcp.server.client.errors import AnswerError, ProblemError, TransportError
 from dcp.server.client.events import EventStream
 from dcp.server.client.models import JobEvent
 from dcp.server.client.transport import (
-    Policy,
+    RetryPolicy,
     base_url_of,
     error_of,
     headers_of,
@@ -28,7 +28,7 @@ from dcp.server.client.transport import (
     transport_error,
 )
 
-__all__ = ["AsyncConnection", "AsyncPages"]
+__all__ = ["AsyncHttpConnection", "AsyncPages"]
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class AsyncPages(Generic[T]):
         return [item async for item in self]
 
 
-class AsyncConnection:
+class AsyncHttpConnection:
     """What a client is made of; see `AsyncClient`."""
 
     def __init__(
@@ -87,7 +87,7 @@ class AsyncConnection:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = base_url_of(url)
-        self._policy = Policy(retries)
+        self._policy = RetryPolicy(retries)
         headers = headers_of(key or os.environ.get("DCP_CATALOG_KEY"))
         self._http = httpx.AsyncClient(
             base_url=self.url, headers=headers, timeout=timeout_seconds, verify=verify, transport=transport

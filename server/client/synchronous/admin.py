@@ -19,12 +19,12 @@ from dcp.server.client.models_admin import (
     Webhook,
     WebhookSecret,
 )
-from dcp.server.client.synchronous.connection import Connection, Pages
+from dcp.server.client.synchronous.connection import HttpConnection, Pages
 
 __all__ = ["Administration"]
 
 
-class Administration(Connection):
+class Administration(HttpConnection):
     """Methods of `Client`. Changes with an ``etag`` are made only if it is still in that version.
 
     What answers with a secret is not tried again once it was sent, since its answer is given only once.

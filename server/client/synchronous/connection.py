@@ -20,7 +20,7 @@ from dcp.server.client.errors import AnswerError, ProblemError, TransportError
 from dcp.server.client.events import EventStream
 from dcp.server.client.models import JobEvent
 from dcp.server.client.transport import (
-    Policy,
+    RetryPolicy,
     base_url_of,
     error_of,
     headers_of,
@@ -29,7 +29,7 @@ from dcp.server.client.transport import (
     transport_error,
 )
 
-__all__ = ["Connection", "Pages"]
+__all__ = ["HttpConnection", "Pages"]
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class Pages(Generic[T]):
         return list(self)
 
 
-class Connection:
+class HttpConnection:
     """What a client is made of; see `Client`."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Connection:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = base_url_of(url)
-        self._policy = Policy(retries)
+        self._policy = RetryPolicy(retries)
         headers = headers_of(key or os.environ.get("DCP_CATALOG_KEY"))
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=timeout_seconds, verify=verify, transport=transport

@@ -25,8 +25,8 @@ import structlog
 from dcp.server.jobs.executors.executor import OnDone, OnProgress, ProcessExecutor, Running
 from dcp.server.jobs.executors.subprocess_main import Setup, load_kinds
 from dcp.server.jobs.executors.subprocess_messages import Order
-from dcp.server.jobs.executors.subprocesses import Nursery, Outcome
-from dcp.server.jobs.ledger.states import JobError
+from dcp.server.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
+from dcp.server.jobs.ledger.states import JobFailure
 
 __all__ = ["DaskExecutor", "carry_out_there"]
 
@@ -173,12 +173,12 @@ class DaskExecutor:
         """It waits for its turn, or has begun and nobody has heard of it. What begins after the cluster was
         told finds its name among the killed ones, so that it is enough to ask once."""
         if remote.future is None:
-            self._end(remote, Outcome())
+            self._end(remote, ProcessOutcome())
         elif remote.is_told:
             remote.has_begun = self._has_begun(remote)
             if not remote.has_begun:
                 remote.future.cancel()
-                self._end(remote, Outcome())
+                self._end(remote, ProcessOutcome())
 
     def _has_begun(self, remote: _Remote) -> bool:
         ask = self._client.scheduler.call_stack
@@ -205,7 +205,7 @@ class DaskExecutor:
 
     def _lose(self, error: BaseException | None) -> None:
         for remote in list(self._remotes.values()):
-            self._end(remote, Outcome() if remote.is_killed else Outcome(error=_away(error)))
+            self._end(remote, ProcessOutcome() if remote.is_killed else ProcessOutcome(error=_away(error)))
 
     # -- what comes back --
 
@@ -221,12 +221,12 @@ class DaskExecutor:
         if future.status == "finished":
             self._end(remote, _outcome(future.result()), is_finished=True)
         elif remote.is_killed:
-            self._end(remote, Outcome())
+            self._end(remote, ProcessOutcome())
         else:
             failure = None if future.status == "cancelled" else future.exception()
-            self._end(remote, Outcome(error=_away(failure)))
+            self._end(remote, ProcessOutcome(error=_away(failure)))
 
-    def _end(self, remote: _Remote, outcome: Outcome, *, is_finished: bool = False) -> None:
+    def _end(self, remote: _Remote, outcome: ProcessOutcome, *, is_finished: bool = False) -> None:
         with self._lock:
             if self._remotes.pop(remote.name, None) is None:
                 return
@@ -237,27 +237,27 @@ class DaskExecutor:
         remote.on_done(outcome)
 
 
-def _away(error: BaseException | None) -> JobError:
+def _away(error: BaseException | None) -> JobFailure:
     detail = "the Dask cluster lost it" if error is None else f"the Dask cluster: {type(error).__name__}"
-    return JobError(type="DaskError", detail=detail)
+    return JobFailure(type="DaskError", detail=detail)
 
 
-def _outcome(document: Mapping[str, Any]) -> Outcome:
+def _outcome(document: Mapping[str, Any]) -> ProcessOutcome:
     error = document["error"]
-    return Outcome(result=document["result"], error=None if error is None else JobError(**error))
+    return ProcessOutcome(result=document["result"], error=None if error is None else JobFailure(**error))
 
 
 # -- on the cluster ------------------------------------------------------------------------------------------
 
-_nurseries: dict[bytes, Nursery] = {}
+_nurseries: dict[bytes, WarmProcessPool] = {}
 _nurseries_lock = threading.Lock()
 
 
-def _nursery(setup: bytes) -> Nursery:
+def _pool(setup: bytes) -> WarmProcessPool:
     """One for each setup, for as long as this process lives."""
     with _nurseries_lock:
         if setup not in _nurseries:
-            _nurseries[setup] = Nursery(pickle.loads(setup))
+            _nurseries[setup] = WarmProcessPool(pickle.loads(setup))
         return _nurseries[setup]
 
 
@@ -267,12 +267,12 @@ def carry_out_there(
     """Run on a Dask worker: one order in a subprocess of its own; the outcome as plain data."""
     worker: Any = distributed.get_worker()
     ended = threading.Event()
-    outcomes: list[Outcome] = []
+    outcomes: list[ProcessOutcome] = []
 
     def on_progress(done_bytes: int) -> None:
         worker.log_event(channel, {"name": name, "done_bytes": done_bytes})
 
-    def on_done(outcome: Outcome) -> None:
+    def on_done(outcome: ProcessOutcome) -> None:
         outcomes.append(outcome)
         ended.set()
 
@@ -280,11 +280,11 @@ def carry_out_there(
     if not is_wanted():
         return {"result": None, "error": None}
     worker.log_event(channel, {"name": name, "done_bytes": None})
-    nursery = _nursery(setup)
-    child = nursery.start(Order.from_document(document), on_progress, on_done)
+    pool = _pool(setup)
+    child = pool.start(Order.from_document(document), on_progress, on_done)
     while not ended.wait(_LOOK_SECONDS):
         if not is_wanted():
-            nursery.kill(child)
+            pool.kill(child)
     error = outcomes[0].error
     return {"result": outcomes[0].result, "error": None if error is None else error.document()}
 

@@ -7,13 +7,13 @@ from typing import Protocol
 
 from dcp.server.jobs.executors.subprocess_main import Setup
 from dcp.server.jobs.executors.subprocess_messages import Order
-from dcp.server.jobs.executors.subprocesses import Nursery, Outcome
+from dcp.server.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
 from dcp.server.settings import Settings
 
 __all__ = ["Executor", "ProcessExecutor", "Running", "open_executor"]
 
 OnProgress = Callable[[int], None]
-OnDone = Callable[[Outcome], None]
+OnDone = Callable[[ProcessOutcome], None]
 
 
 class Running(Protocol):
@@ -34,31 +34,31 @@ class Executor(Protocol):
 
 
 class _Process:
-    def __init__(self, nursery: Nursery, order: Order, on_progress: OnProgress, on_done: OnDone) -> None:
-        self._nursery = nursery
-        self._child = nursery.start(order, on_progress, on_done)
+    def __init__(self, pool: WarmProcessPool, order: Order, on_progress: OnProgress, on_done: OnDone) -> None:
+        self._pool = pool
+        self._child = pool.start(order, on_progress, on_done)
 
     def kill(self) -> None:
-        self._nursery.kill(self._child)
+        self._pool.kill(self._child)
 
 
 class ProcessExecutor:
     """A subprocess of this machine for each order."""
 
     def __init__(self, setup: Setup) -> None:
-        self._nursery = Nursery(setup)
+        self._pool = WarmProcessPool(setup)
 
     def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
         """As `Executor.start`."""
-        return _Process(self._nursery, order, on_progress, on_done)
+        return _Process(self._pool, order, on_progress, on_done)
 
     def warm(self) -> None:
         """Let what begins next begin at once."""
-        self._nursery.warm()
+        self._pool.warm()
 
     def close(self) -> None:
         """As `Executor.close`."""
-        self._nursery.close()
+        self._pool.close()
 
 
 def open_executor(settings: Settings, kinds: str) -> Executor:

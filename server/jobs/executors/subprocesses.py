@@ -22,9 +22,9 @@ from typing import Any, Final
 from dcp.server.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MUCH_MEMORY, Setup
 from dcp.server.jobs.executors.subprocess_messages import Messages, Order, send_message
 from dcp.server.jobs.executors.work_folders import WorkFolders
-from dcp.server.jobs.ledger.states import JobError, Json
+from dcp.server.jobs.ledger.states import JobFailure, Json
 
-__all__ = ["Child", "Nursery", "Outcome", "resident_bytes"]
+__all__ = ["ProcessOutcome", "TaskProcess", "WarmProcessPool", "resident_bytes"]
 
 _START: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,14 +39,14 @@ _ONE_THREAD: Final = dict.fromkeys(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ProcessOutcome:
     """How it ended: a result, an error, or killed by order (neither)."""
 
     result: Json | None = None
-    error: JobError | None = None
+    error: JobFailure | None = None
 
 
-class Child:
+class TaskProcess:
     """One subprocess at its one order."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Child:
         order: Order,
         connection: socket.socket,
         on_progress: Callable[[int], None],
-        on_done: Callable[[Outcome], None],
+        on_done: Callable[[ProcessOutcome], None],
     ) -> None:
         self.number = number
         self.order = order
         self.pid: int | None = None
         self.is_killed = False
-        self.error: JobError | None = None  # why it was killed
+        self.error: JobFailure | None = None  # why it was killed
         self.result: Json | None = None
         self.connection = connection
         self.messages = Messages(connection)
@@ -70,31 +70,31 @@ class Child:
         self.until_seconds = time.monotonic() + order.seconds if order.seconds else float("inf")
         self.is_over = False
 
-    def outcome(self, status: int | None) -> Outcome:
+    def outcome(self, status: int | None) -> ProcessOutcome:
         """What it comes to, now that it has ended with ``status``."""
         if self.result is not None and status == 0:  # it was quicker than whoever killed it
-            return Outcome(result=self.result)
+            return ProcessOutcome(result=self.result)
         if self.error is not None:
-            return Outcome(error=self.error)
+            return ProcessOutcome(error=self.error)
         if self.is_killed:
-            return Outcome()
-        return Outcome(error=_died(status))
+            return ProcessOutcome()
+        return ProcessOutcome(error=_died(status))
 
 
-def _died(status: int | None) -> JobError:
+def _died(status: int | None) -> JobFailure:
     if status is None:
         how = "could not be started, or was lost with the process that it came from"
     elif (code := os.waitstatus_to_exitcode(status)) < 0:
         how = f"was killed by signal {-code}" + (" (often for want of memory)" if code == -9 else "")
     else:
         how = f"ended with exit code {code} and no answer"
-    return JobError(type="TaskProcessError", detail=f"the subprocess {how}")
+    return JobFailure(type="TaskProcessError", detail=f"the subprocess {how}")
 
 
-class Nursery:
+class WarmProcessPool:
     """Subprocesses that are forked from a warm one, which the first `start` starts. Safe from any thread.
 
-    ``on_progress`` and ``on_done`` are called from one thread of the nursery, and must be quick. `close`
+    ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be quick. `close`
     kills what still runs.
     """
 
@@ -105,7 +105,7 @@ class Nursery:
         self._lock = threading.Lock()
         self._warm: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, TaskProcess] = {}
         self._number = 0
         self._selector = selectors.DefaultSelector()
         self._is_closed = False
@@ -118,20 +118,20 @@ class Nursery:
                 self._ready()
 
     def start(
-        self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[Outcome], None]
-    ) -> Child:
+        self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[ProcessOutcome], None]
+    ) -> TaskProcess:
         """Have it done. Whatever goes wrong with it is told to ``on_done``."""
         if self._is_closed:
-            raise RuntimeError("the nursery is closed")
+            raise RuntimeError("the pool is closed")
         order = replace(order, work_folder=str(self._folders.make()))
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             if self._is_closed:
                 ours.close()
-                raise RuntimeError("the nursery is closed")
+                raise RuntimeError("the pool is closed")
             control = self._ready()
             self._number += 1
-            child = Child(self._number, order, ours, on_progress, on_done)
+            child = TaskProcess(self._number, order, ours, on_progress, on_done)
             self._children[child.number] = child
             self._selector.register(ours, selectors.EVENT_READ, child)
             with suppress(OSError):  # the warm process has died: the watching thread sees that, and tells
@@ -140,7 +140,7 @@ class Nursery:
             send_message(ours, order.document())
         return child
 
-    def kill(self, child: Child, error: JobError | None = None) -> None:
+    def kill(self, child: TaskProcess, error: JobFailure | None = None) -> None:
         """End it now; ``error`` is why, where it is its own fault."""
         with self._lock:
             if child.is_over or child.is_killed:
@@ -187,7 +187,7 @@ class Nursery:
         self._control = ours
         self._selector.register(ours, selectors.EVENT_READ, None)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="dcp-nursery", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="dcp-warm-pool", daemon=True)
             self._thread.start()
         return ours
 
@@ -238,24 +238,24 @@ class Nursery:
                 time.sleep(_LOOK_SECONDS / 10)  # the kernel has killed it
             self._end(child, None)
 
-    def _read(self, child: Child) -> None:
+    def _read(self, child: TaskProcess) -> None:
         try:
             messages, is_open = child.messages.read()
         except ValueError:
             messages, is_open = [], False
-            self.kill(child, JobError(type="TaskProcessError", detail="the subprocess sent no message"))
+            self.kill(child, JobFailure(type="TaskProcessError", detail="the subprocess sent no message"))
         for message in messages:
             if "done_bytes" in message:
                 child.on_progress(int(message["done_bytes"]))
             elif "error" in message:
-                child.error = JobError(**message["error"])
+                child.error = JobFailure(**message["error"])
             elif "result" in message:
                 child.result = message["result"]
         if not is_open:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(child.connection)
 
-    def _end(self, child: Child, status: int | None) -> None:
+    def _end(self, child: TaskProcess, status: int | None) -> None:
         self._read(child)  # what it said last
         with self._lock:
             child.is_over = True
@@ -266,16 +266,16 @@ class Nursery:
         self._sweeper.submit(shutil.rmtree, child.order.work_folder, True)
         child.on_done(child.outcome(status))
 
-    def _look_after(self, child: Child) -> None:
+    def _look_after(self, child: TaskProcess) -> None:
         if child.pid is None or child.is_over:
             return
         most = child.order.memory_bytes
         if most and resident_bytes(child.pid) > most:
             detail = f"it took more memory than task_memory_bytes={most} allows"
-            self.kill(child, JobError(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
+            self.kill(child, JobFailure(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
         elif time.monotonic() > child.until_seconds:
             detail = f"it took longer than task_seconds={child.order.seconds:g}"
-            self.kill(child, JobError(type="TaskTimeoutError", detail=detail))
+            self.kill(child, JobFailure(type="TaskTimeoutError", detail=detail))
 
 
 def _lives(pid: int) -> bool:

@@ -8,17 +8,26 @@ from __future__ import annotations
 from typing import Any, Final
 
 from dcp.server.jobs.kind import Kind
-from dcp.server.jobs.kinds.convert import Convert
-from dcp.server.jobs.kinds.delete import Delete
-from dcp.server.jobs.kinds.diff import Diff
-from dcp.server.jobs.kinds.purge import Purge
-from dcp.server.jobs.kinds.retention import Retention
-from dcp.server.jobs.kinds.scan import Scan
-from dcp.server.jobs.kinds.stats import Stats
-from dcp.server.jobs.kinds.verify import Verify
+from dcp.server.jobs.kinds.convert import ConvertKind
+from dcp.server.jobs.kinds.delete import DeleteKind
+from dcp.server.jobs.kinds.diff import DiffKind
+from dcp.server.jobs.kinds.purge import PurgeKind
+from dcp.server.jobs.kinds.retention import RetentionKind
+from dcp.server.jobs.kinds.scan import ScanKind
+from dcp.server.jobs.kinds.stats import StatsKind
+from dcp.server.jobs.kinds.verify import VerifyKind
 
 __all__ = ["KINDS"]
 
-KINDS: Final[dict[str, Kind[Any]]] = {
-    kind.name: kind for kind in (Convert(), Delete(), Diff(), Purge(), Retention(), Scan(), Stats(), Verify())
-}
+_ALL: Final[tuple[Kind[Any], ...]] = (
+    ConvertKind(),
+    DeleteKind(),
+    DiffKind(),
+    PurgeKind(),
+    RetentionKind(),
+    ScanKind(),
+    StatsKind(),
+    VerifyKind(),
+)
+
+KINDS: Final[dict[str, Kind[Any]]] = {kind.name: kind for kind in _ALL}

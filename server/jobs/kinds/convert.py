@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.conversion.stages import StagedConversion, StageOptions
     from dcp.conversion.targets.places import TargetPlace
 
-__all__ = ["Convert", "ConvertOptions", "ConvertParams", "target_dedup_key"]
+__all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
 
 _TORCH_SUFFIXES: Final = tuple(suffix for suffix in FILE_SUFFIXES if suffix != ".safetensors")
 _MAX_LISTED: Final = 100
@@ -136,7 +136,7 @@ def target_dedup_key(root: str, key: str) -> str:
     return f"convert:{hashlib.sha256(f'{root}/{key}'.encode()).hexdigest()[:40]}"
 
 
-class Convert(Kind[ConvertParams]):
+class ConvertKind(Kind[ConvertParams]):
     """Prepared in the plan, a part a task, published by one rename or one conditional request."""
 
     name: ClassVar[str] = "convert"

@@ -20,7 +20,7 @@ from dcp.server.problems import ConflictError, ForbiddenError
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
-__all__ = ["Delete", "DeleteParams"]
+__all__ = ["DeleteKind", "DeleteParams"]
 
 
 class DeleteParams(Parameters):
@@ -30,7 +30,7 @@ class DeleteParams(Parameters):
     grace_seconds: Annotated[float, Field(ge=0, le=10 * 366 * 86_400.0)] | None = None
 
 
-class Delete(Kind[DeleteParams]):
+class DeleteKind(Kind[DeleteParams]):
     """No tasks: it is done in the transaction that completes the job."""
 
     name: ClassVar[str] = "delete"

@@ -15,7 +15,7 @@ from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
-__all__ = ["Diff", "DiffParams"]
+__all__ = ["DiffKind", "DiffParams"]
 
 
 class DiffParams(Parameters):
@@ -28,7 +28,7 @@ class DiffParams(Parameters):
     exclude: Globs | None = None
 
 
-class Diff(Kind[DiffParams]):
+class DiffKind(Kind[DiffParams]):
     """One task; the result is the job's."""
 
     name: ClassVar[str] = "diff"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.manager.cleanup.removal import Removed
     from dcp.manager.steps import Commit
 
-__all__ = ["Purge", "PurgeParams", "purge_dedup_key"]
+__all__ = ["PurgeKind", "PurgeParams", "purge_dedup_key"]
 
 _INDEX_ENDING: Final = ".safetensors.index.json"
 
@@ -60,7 +60,7 @@ def purge_dedup_key(checkpoint_id: int) -> str:
     return f"purge:{checkpoint_id}"
 
 
-class Purge(Kind[PurgeParams]):
+class PurgeKind(Kind[PurgeParams]):
     """One task, which may be repeated from any point on."""
 
     name: ClassVar[str] = "purge"

@@ -16,11 +16,11 @@ from dcp.server.jobs.kinds.shared.subjects import open_database
 from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.problems import ForbiddenError
 from dcp.server.retention.planning import plan_run, runs_of
-from dcp.server.retention.policies import Policy, get_policy
+from dcp.server.retention.policies import RetentionPolicy, get_policy
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
-__all__ = ["Retention", "RetentionParams", "retention_spec"]
+__all__ = ["RetentionKind", "RetentionParams", "retention_spec"]
 
 _RUNS: Final = 100
 _MAX_LISTED: Final = 200
@@ -33,7 +33,7 @@ class RetentionParams(Parameters):
     dry_run: bool = False
 
 
-def retention_spec(policy: Policy, *, created_by: str, dry_run: bool = False) -> JobSpec:
+def retention_spec(policy: RetentionPolicy, *, created_by: str, dry_run: bool = False) -> JobSpec:
     """The job; there is one of a policy at a time."""
     return JobSpec(
         kind="retention",
@@ -44,7 +44,7 @@ def retention_spec(policy: Policy, *, created_by: str, dry_run: bool = False) ->
     )
 
 
-class Retention(Kind[RetentionParams]):
+class RetentionKind(Kind[RetentionParams]):
     """A task for some runs, a transaction for each."""
 
     name: ClassVar[str] = "retention"
@@ -109,7 +109,7 @@ def _batches(found: Sequence[tuple[int, str]]) -> list[list[tuple[int, str]]]:
     return [list(found[start : start + _RUNS]) for start in range(0, len(found), _RUNS)]
 
 
-def _policy(connection: Connection, policy_id: int) -> Policy:
+def _policy(connection: Connection, policy_id: int) -> RetentionPolicy:
     try:
         policy = get_policy(connection, policy_id)
     except CatalogError as error:

@@ -21,7 +21,7 @@ from dcp.server.schemas.common import MAX_ID
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
-__all__ = ["Scan", "ScanParams", "scan_spec"]
+__all__ = ["ScanKind", "ScanParams", "scan_spec"]
 
 _TOLD: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
 _log = structlog.get_logger(__name__)
@@ -55,7 +55,7 @@ def scan_spec(
     )
 
 
-class Scan(Kind[ScanParams]):
+class ScanKind(Kind[ScanParams]):
     """One task, which writes what it finds as it goes."""
 
     name: ClassVar[str] = "scan"

@@ -24,7 +24,7 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.formats.sources import index_at
 
-__all__ = ["Stats", "StatsParams"]
+__all__ = ["StatsKind", "StatsParams"]
 
 
 class StatsParams(Parameters):
@@ -41,7 +41,7 @@ class StatsParams(Parameters):
         return self.only is None and self.exclude is None
 
 
-class Stats(Kind[StatsParams]):
+class StatsKind(Kind[StatsParams]):
     """One task; its result is kept with the checkpoint, if it is of all tensors."""
 
     name: ClassVar[str] = "stats"

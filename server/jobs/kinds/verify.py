@@ -26,7 +26,7 @@ from dcp.server.roots import Root
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
-__all__ = ["Verify", "VerifyParams"]
+__all__ = ["VerifyKind", "VerifyParams"]
 
 _MAX_FINDINGS: Final = 200
 _MAX_MESSAGE: Final = 1000
@@ -38,7 +38,7 @@ class VerifyParams(Parameters):
     checkpoint_id: CheckpointId
 
 
-class Verify(Kind[VerifyParams]):
+class VerifyKind(Kind[VerifyParams]):
     """One task, which reads with several threads."""
 
     name: ClassVar[str] = "verify"

@@ -4,7 +4,7 @@ What may become of a job is in `transitions`, `claims` and `failures`, all of wh
 what is done in its phases is in `dcp.server.jobs.kinds`.
 """
 
-from dcp.server.jobs.ledger.claims import NO_LIMITS, Limits, claim, has_work, renew, stopped
+from dcp.server.jobs.ledger.claims import NO_LIMITS, ClaimLimits, claim, has_work, renew, stopped
 from dcp.server.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
 from dcp.server.jobs.ledger.reading import (
     JobFilter,
@@ -21,10 +21,10 @@ from dcp.server.jobs.ledger.states import (
     Claim,
     Held,
     Job,
-    JobError,
     JobEvent,
+    JobFailure,
+    JobProgress,
     JobSpec,
-    Progress,
     StaleFenceError,
     Task,
     TaskSpec,
@@ -46,14 +46,14 @@ __all__ = [
     "NO_LIMITS",
     "Backoff",
     "Claim",
+    "ClaimLimits",
     "Held",
     "Job",
-    "JobError",
     "JobEvent",
+    "JobFailure",
     "JobFilter",
+    "JobProgress",
     "JobSpec",
-    "Limits",
-    "Progress",
     "StaleFenceError",
     "Task",
     "TaskSpec",

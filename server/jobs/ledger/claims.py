@@ -17,14 +17,14 @@ from dcp.server.database.tables import jobs, tasks
 from dcp.server.jobs.ledger.rows import by_priority, emit, lock_job, task_of_row
 from dcp.server.jobs.ledger.states import Claim, Held, Job, Phase
 
-__all__ = ["NO_LIMITS", "Limits", "claim", "has_work", "renew", "stopped"]
+__all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
 
 _CLAIMS_LOCK: Final = 7_218_330_041
 """PostgreSQL's advisory lock of claims: they are short, and in turn they need not look around for others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClaimLimits:
     """``by_kind``: how many phases and tasks of one kind may run at a time, over all workers; of other kinds
     any number. ``only``: the kinds that the one who claims can do; None is all."""
 
@@ -32,7 +32,7 @@ class Limits:
     only: frozenset[str] | None = None
 
 
-NO_LIMITS: Final = Limits()
+NO_LIMITS: Final = ClaimLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class _Candidate:
     task_id: int | None = None
 
 
-def has_work(connection: Connection, now: float, limits: Limits = NO_LIMITS) -> bool:
+def has_work(connection: Connection, now: float, limits: ClaimLimits = NO_LIMITS) -> bool:
     """Whether `claim` would find something: asked without a lock, so that idle workers disturb nobody."""
     return _next(connection, now, limits) is not None
 
 
 def claim(
-    connection: Connection, owner: str, now: float, lease_seconds: float, limits: Limits = NO_LIMITS
+    connection: Connection, owner: str, now: float, lease_seconds: float, limits: ClaimLimits = NO_LIMITS
 ) -> Claim | None:
     """The next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
 
@@ -100,7 +100,7 @@ def _claim_phase(
 
 
 def _next(
-    connection: Connection, now: float, limits: Limits, *, only_job: int | None = None
+    connection: Connection, now: float, limits: ClaimLimits, *, only_job: int | None = None
 ) -> _Candidate | None:
     known: ColumnElement[bool] = true()
     if limits.only is not None:
@@ -182,7 +182,7 @@ def _task(connection: Connection, now: float, allowed: ColumnElement[bool]) -> _
     return None if row is None else _Candidate("task", row.job_id, row.priority, row.id)
 
 
-def _allowed(connection: Connection, limits: Limits) -> ColumnElement[bool]:
+def _allowed(connection: Connection, limits: ClaimLimits) -> ColumnElement[bool]:
     if not limits.by_kind:
         return true()
     full = [kind for kind, most in limits.by_kind.items() if _running(connection, kind) >= most]

@@ -13,17 +13,17 @@ from sqlalchemy import Connection, null, select, update
 
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.jobs.ledger.rows import NO_LEASE, by_priority, emit, finish, held_job, held_task, lock_job
-from dcp.server.jobs.ledger.states import Backoff, Held, Job, JobError, StaleFenceError, Task
+from dcp.server.jobs.ledger.states import Backoff, Held, Job, JobFailure, StaleFenceError, Task
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
 
 DEFAULT_BACKOFF: Final = Backoff()
 _MOST_EXPIRED: Final = 1000
-_LOST: Final = JobError(type="WorkerLostError", detail="the worker that had it was not heard of any more")
+_LOST: Final = JobFailure(type="WorkerLostError", detail="the worker that had it was not heard of any more")
 
 
 def fail(
-    connection: Connection, held: Held, error: JobError, now: float, backoff: Backoff = DEFAULT_BACKOFF
+    connection: Connection, held: Held, error: JobFailure, now: float, backoff: Backoff = DEFAULT_BACKOFF
 ) -> None:
     """It did not work: it is tried again later, or the job is given up."""
     if held.task_id is None:
@@ -33,7 +33,7 @@ def fail(
 
 
 def _fail_task(
-    connection: Connection, job: Job, task: Task, error: JobError, now: float, backoff: Backoff
+    connection: Connection, job: Job, task: Task, error: JobFailure, now: float, backoff: Backoff
 ) -> None:
     attempt = task.attempt + 1
     values: dict[str, Any] = {"error": error.document(), "done_bytes": 0, **NO_LEASE}
@@ -52,7 +52,7 @@ def _fail_task(
     connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values))
 
 
-def _fail_phase(connection: Connection, job: Job, error: JobError, now: float, backoff: Backoff) -> None:
+def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff) -> None:
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
@@ -91,7 +91,7 @@ def clear_away(connection: Connection, job: Job, **found: Any) -> None:
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))
 
 
-def _end(connection: Connection, job: Job, error: JobError, now: float, **where: Any) -> None:
+def _end(connection: Connection, job: Job, error: JobFailure, now: float, **where: Any) -> None:
     document = error.document() | where
     values: dict[str, Any] = {"error": document, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
     values["waiting"] = null()
@@ -100,7 +100,7 @@ def _end(connection: Connection, job: Job, error: JobError, now: float, **where:
 
 
 def _wait(
-    connection: Connection, job: Job, error: JobError, now: float, backoff: Backoff, **where: Any
+    connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff, **where: Any
 ) -> None:
     """The job as a whole pauses: what is away is away for all of its tasks."""
     waiting = job.waiting if job.waiting is not None and job.waiting["is_environment"] else None
@@ -117,7 +117,7 @@ def _wait(
 def _tell_retry(
     connection: Connection,
     job: Job,
-    error: JobError,
+    error: JobFailure,
     now: float,
     next_seconds: float,
     attempt: int,
@@ -139,7 +139,7 @@ def _tell_retry(
     emit(connection, job.id, "retry", now, error=error.document(), delay_seconds=delay, **where)
 
 
-def _is_patient(job: Job, error: JobError, now: float, backoff: Backoff) -> bool:
+def _is_patient(job: Job, error: JobFailure, now: float, backoff: Backoff) -> bool:
     """Whether what failed is worth waiting for, and has not been waited for too long."""
     if not error.is_environment:
         return False
@@ -148,7 +148,7 @@ def _is_patient(job: Job, error: JobError, now: float, backoff: Backoff) -> bool
     return now - since < backoff.patience_seconds
 
 
-def _is_tried_again(job: Job, error: JobError, attempt: int) -> bool:
+def _is_tried_again(job: Job, error: JobFailure, attempt: int) -> bool:
     """Of what is not waited for, or has been for long enough."""
     return error.is_retryable and not error.is_environment and attempt < job.max_attempts
 

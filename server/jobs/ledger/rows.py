@@ -17,11 +17,11 @@ from dcp.server.jobs.ledger.states import (
     FINAL_STATES,
     Held,
     Job,
-    JobError,
     JobEvent,
+    JobFailure,
+    JobProgress,
     JobState,
     Json,
-    Progress,
     StaleFenceError,
     Task,
 )
@@ -168,7 +168,7 @@ def finish(
     now: float,
     *,
     result: Json | None = None,
-    error: JobError | None = None,
+    error: JobFailure | None = None,
 ) -> None:
     """The end of the job: what is left of its tasks is cancelled, and its key is free again."""
     if state not in FINAL_STATES:
@@ -210,7 +210,7 @@ def _size(value: Any) -> int:
     return len(json.dumps(value))
 
 
-def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Progress]:
+def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
     """By job, as it is now; jobs without tasks are left out."""
     is_done = tasks.c.state == "succeeded"
     query = (
@@ -225,7 +225,7 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Pro
         .group_by(tasks.c.job_id)
     )
     return {
-        job_id: Progress(
+        job_id: JobProgress(
             done_tasks=int(done),
             total_tasks=int(total),
             done_bytes=min(int(done_bytes), int(total_bytes)),

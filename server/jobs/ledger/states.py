@@ -14,13 +14,13 @@ __all__ = [
     "Claim",
     "Held",
     "Job",
-    "JobError",
     "JobEvent",
+    "JobFailure",
+    "JobProgress",
     "JobSpec",
     "JobState",
     "Json",
     "Phase",
-    "Progress",
     "StaleFenceError",
     "Task",
     "TaskSpec",
@@ -74,7 +74,7 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobError:
+class JobFailure:
     """Why something failed: the ``type`` of the exception, and a text for whoever made the job.
 
     ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
@@ -91,7 +91,7 @@ class JobError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class JobProgress:
     """Of the tasks of a job."""
 
     done_tasks: int = 0
@@ -113,7 +113,7 @@ class Progress:
 class Job:
     """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost.
 
-    ``waiting`` is a `JobError` with ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
+    ``waiting`` is a `JobFailure` with ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
     ``count``: why the last attempt failed, where another one is to follow.
     """
 

@@ -20,12 +20,12 @@ from dcp.server.http.dependencies import (
     check_visible,
     requires,
 )
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.retention import RetentionParams
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.retention import policies
 from dcp.server.retention.planning import plan_run, runs_of
-from dcp.server.retention.policies import Policy
+from dcp.server.retention.policies import RetentionPolicy
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.administration.retention import (
     PolicyAnswer,
@@ -51,7 +51,11 @@ _MAX_PLANNED = 5_000
 
 @router.post("/policies", status_code=201, dependencies=[requires("delete")], responses=problems(404, 409))
 def create_retention_policy(
-    body: PolicyRequest, service: ServiceDep, author: Author, once: OnceDep, response: Response
+    body: PolicyRequest,
+    service: ServiceDep,
+    author: Author,
+    transact: IdempotentDep,
+    response: Response,
 ) -> PolicyAnswer:
     """Make a policy. It is applied at once, and then as often as it says; try it out before."""
     _check_root(service, author, body.root)
@@ -64,7 +68,7 @@ def create_retention_policy(
         response.headers["ETag"] = policy.etag
         return PolicyAnswer.of(policy)
 
-    return once(act)
+    return transact(act)
 
 
 @router.get("/policies", dependencies=[requires("read")])
@@ -120,7 +124,7 @@ def change_retention_policy(
     """Change what is given; a run of it that is under way stops."""
     expected = if_match.version(f"p{policy_id}")
 
-    def act(connection: Connection) -> Policy:
+    def act(connection: Connection) -> RetentionPolicy:
         policy = policies.update_policy(
             connection,
             policy_id,
@@ -159,10 +163,10 @@ def delete_retention_policy(
     "/policies/{policy_id}/run", status_code=202, dependencies=[requires("delete")], responses=problems(404)
 )
 def run_retention_policy(
-    policy_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
+    policy_id: IdPath, service: ServiceDep, author: Author, transact: IdempotentDep, response: Response
 ) -> JobAnswer:
     """Apply it now, as a job."""
-    return submit_kind("retention", RetentionParams(policy_id=policy_id), service, author, once, response)
+    return submit_kind("retention", RetentionParams(policy_id=policy_id), service, author, transact, response)
 
 
 def _check_root(service: Service, author: Writer, root: str) -> None:
@@ -173,7 +177,7 @@ def _check_root(service: Service, author: Writer, root: str) -> None:
         raise ForbiddenError(f"root {root} is read-only")
 
 
-def _note(connection: Connection, author: Writer, action: str, policy: Policy) -> None:
+def _note(connection: Connection, author: Writer, action: str, policy: RetentionPolicy) -> None:
     detail = {
         "name": policy.name,
         "root": policy.root,

@@ -13,7 +13,7 @@ from dcp.server.automation.rules import Rule
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, IfMatch, Page, ServiceDep, Writer, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.problems import UnprocessableError
 from dcp.server.schemas.administration.rules import RuleAnswer, RuleChange, RulePage, RuleRequest
 from dcp.server.schemas.common import IdPath, problems
@@ -27,7 +27,7 @@ _CURSOR = "rules"
 
 @router.post("", status_code=201, responses=problems(409))
 def create_rule(
-    body: RuleRequest, service: ServiceDep, author: Author, once: OnceDep, response: Response
+    body: RuleRequest, service: ServiceDep, author: Author, transact: IdempotentDep, response: Response
 ) -> RuleAnswer:
     """Make a rule, for what happens from now on."""
     _check_roots(service, body.condition, body.actions)
@@ -39,7 +39,7 @@ def create_rule(
         response.headers["ETag"] = rule.etag
         return RuleAnswer.of(rule)
 
-    return once(act)
+    return transact(act)
 
 
 @router.get("")

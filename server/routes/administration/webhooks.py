@@ -12,7 +12,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, Caller, IfMatch, Page, ServiceDep, Writer, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.schemas.administration.webhooks import (
     DeliveryAnswer,
@@ -179,7 +179,7 @@ def rotate_webhook_secret(
 
 
 @router.post("/{webhook_id}/test", status_code=202, responses=problems(404, 408, 409, 413, *_USUAL))
-def test_webhook(webhook_id: IdPath, author: Author, once: OnceDep) -> DeliveryAnswer:
+def test_webhook(webhook_id: IdPath, author: Author, transact: IdempotentDep) -> DeliveryAnswer:
     """Send it an event of the type `webhook.test`; the worker does so within seconds."""
     now = author.now_seconds
 
@@ -190,7 +190,7 @@ def test_webhook(webhook_id: IdPath, author: Author, once: OnceDep) -> DeliveryA
         _note(connection, author, "webhook.test", hook, {})
         return DeliveryAnswer.of(ledger.send_test(connection, hook, now))
 
-    return once(act)
+    return transact(act)
 
 
 @router.get("/{webhook_id}/deliveries", responses=problems(404, *_USUAL))
@@ -218,7 +218,7 @@ def list_webhook_deliveries(
     responses=problems(404, 408, 409, 413, *_USUAL),
 )
 def redeliver_webhook_delivery(
-    webhook_id: IdPath, delivery_id: IdPath, author: Author, once: OnceDep
+    webhook_id: IdPath, delivery_id: IdPath, author: Author, transact: IdempotentDep
 ) -> DeliveryAnswer:
     """Deliver one again, whatever became of it, with the attempts counted anew."""
     now = author.now_seconds
@@ -229,7 +229,7 @@ def redeliver_webhook_delivery(
         _note(connection, author, "webhook.redeliver", hook, {"event_id": delivery.event_id})
         return DeliveryAnswer.of(delivery)
 
-    return once(act)
+    return transact(act)
 
 
 def _note(connection: Connection, author: Writer, action: str, hook: Hook, detail: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from dcp.server.catalog.details import get_checkpoint as find_checkpoint
 from dcp.server.catalog.queries import listing
 from dcp.server.catalog.queries.known import check_filter, notes_of
 from dcp.server.http.dependencies import Caller, Db, ServiceDep, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.process.logs import redact
 from dcp.server.scanning.registering import observe
 from dcp.server.schemas.checkpoints import (
@@ -58,7 +58,7 @@ def register_checkpoint(
     body: NewRegistration,
     service: ServiceDep,
     caller: Caller,
-    once: OnceDep,
+    transact: IdempotentDep,
     request: Request,
     response: Response,
 ) -> RegisteredAnswer:
@@ -79,7 +79,7 @@ def register_checkpoint(
             response.headers["Location"] = f"{request.url.path}/{found.id}"
         return RegisteredAnswer.of(found)
 
-    return once(act)
+    return transact(act)
 
 
 @router.get(

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, IfMatch, ServiceDep, Writer, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.shared import deletion
 from dcp.server.problems import ForbiddenError
 from dcp.server.schemas.checkpoints import CheckpointDetailAnswer
@@ -65,7 +65,11 @@ def delete_checkpoint(
 
 @router.post("/{checkpoint_id}/restore", dependencies=[requires("delete")], responses=problems(404, 409, 412))
 def restore_checkpoint(
-    checkpoint_id: IdPath, author: Author, once: OnceDep, if_match: IfMatch, response: Response
+    checkpoint_id: IdPath,
+    author: Author,
+    transact: IdempotentDep,
+    if_match: IfMatch,
+    response: Response,
 ) -> CheckpointDetailAnswer:
     """Take a deletion back, unless its bytes are being purged already."""
     change = author.change(if_match.version(f"c{checkpoint_id}"))
@@ -83,7 +87,7 @@ def restore_checkpoint(
         response.headers["ETag"] = found.etag
         return CheckpointDetailAnswer.of(found)
 
-    return once(act)
+    return transact(act)
 
 
 def _check_root(service: Service, author: Writer, checkpoint_id: int) -> None:

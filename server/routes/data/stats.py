@@ -8,7 +8,7 @@ from dcp.server.catalog.contents.verifications import get_statistics as find_sta
 from dcp.server.catalog.contents.verifications import statistics_tensors
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.stats import StatsParams
 from dcp.server.problems import NotFoundError
 from dcp.server.routes.jobs.submitting import submit_kind
@@ -40,7 +40,11 @@ def get_statistics(checkpoint_id: IdPath, database: Db, caller: Caller, page: Pa
 
 @router.post("/statistics", status_code=202, responses=problems(404, 409, 410))
 def compute_statistics(
-    checkpoint_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
+    checkpoint_id: IdPath,
+    service: ServiceDep,
+    author: Author,
+    transact: IdempotentDep,
+    response: Response,
 ) -> JobAnswer:
     """Have them computed of all tensors, by a job; they are kept with the checkpoint."""
-    return submit_kind("stats", StatsParams(checkpoint_id=checkpoint_id), service, author, once, response)
+    return submit_kind("stats", StatsParams(checkpoint_id=checkpoint_id), service, author, transact, response)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from dcp.server.catalog.contents.tensors import Entry, tensors_page, tree_level
+from dcp.server.catalog.contents.tensors import StructureEntry, tensors_page, tree_level
 from dcp.server.data.access import DataDep
 from dcp.server.data.responses import BodyResponse, choose_range, disposition, is_unchanged, not_modified
 from dcp.server.data.slices import TensorFormat, parse_slices
@@ -149,7 +149,7 @@ def tensor_data(
     )
 
 
-def _entry(entry: Entry) -> TensorAnswer:
+def _entry(entry: StructureEntry) -> TensorAnswer:
     return TensorAnswer(
         fqn=entry.fqn,
         kind=entry.kind,

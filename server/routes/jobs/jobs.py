@@ -13,7 +13,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.queries.known import check_root
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Job, JobFilter
@@ -64,7 +64,7 @@ def submit_job(
     body: Annotated[NewJob, Body()],
     service: ServiceDep,
     author: Author,
-    once: OnceDep,
+    transact: IdempotentDep,
     request: Request,
     response: Response,
 ) -> JobAnswer:
@@ -81,7 +81,7 @@ def submit_job(
         response.headers["Location"] = f"{request.url.path}/{job_id}"
         return JobAnswer.of(ledger.get_job(connection, job_id))
 
-    return once(submit)
+    return transact(submit)
 
 
 @router.get("", dependencies=[requires("read")])
@@ -172,7 +172,7 @@ def watch_job(
 
 
 @router.post("/{job_id}/cancel", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
-def cancel_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
+def cancel_job(job_id: IdPath, author: Author, transact: IdempotentDep) -> JobAnswer:
     """Stop it, and clear away what it left. Again is fine; what is being published is not stopped."""
 
     def cancel(connection: Connection) -> JobAnswer:
@@ -182,11 +182,11 @@ def cancel_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
             _note(connection, author, "job.cancel", job_id)
         return JobAnswer.of(after)
 
-    return once(cancel)
+    return transact(cancel)
 
 
 @router.post("/{job_id}/retry", status_code=202, dependencies=[_BY_KIND], responses=problems(403, 404, 409))
-def retry_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
+def retry_job(job_id: IdPath, author: Author, transact: IdempotentDep) -> JobAnswer:
     """Begin a job anew that has failed or was cancelled."""
 
     def retry(connection: Connection) -> JobAnswer:
@@ -194,7 +194,7 @@ def retry_job(job_id: IdPath, author: Author, once: OnceDep) -> JobAnswer:
         _note(connection, author, "job.retry", job_id)
         return JobAnswer.of(ledger.retry(connection, job_id, author.now_seconds, author.principal.name))
 
-    return once(retry)
+    return transact(retry)
 
 
 def _found(connection: Connection, author: Writer, job_id: int) -> Job:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from dcp.server.catalog import audit
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Writer
-from dcp.server.http.idempotent_transaction import Once
+from dcp.server.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.schemas.jobs import JobAnswer
@@ -18,7 +18,12 @@ __all__ = ["submit_kind"]
 
 
 def submit_kind(
-    kind: str, params: BaseModel, service: Service, author: Writer, once: Once, response: Response
+    kind: str,
+    params: BaseModel,
+    service: Service,
+    author: Writer,
+    transact: IdempotentTransaction,
+    response: Response,
 ) -> JobAnswer:
     """The job of this kind, new or unfinished; ``response`` says where it is.
 
@@ -42,4 +47,4 @@ def submit_kind(
         response.headers["Location"] = f"/api/v1/jobs/{job_id}"
         return JobAnswer.of(ledger.get_job(connection, job_id))
 
-    return once(submit)
+    return transact(submit)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from dcp.server.catalog.contents.verifications import list_verifications as find_verifications
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.http.dependencies import Author, Caller, Db, ServiceDep, requires
-from dcp.server.http.idempotent_transaction import OnceDep
+from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.jobs.kinds.verify import VerifyParams
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.common import IdPath, problems
@@ -39,7 +39,13 @@ def list_verifications(
     "/verifications", status_code=202, dependencies=[requires("write")], responses=problems(404, 409, 410)
 )
 def verify_checkpoint(
-    checkpoint_id: IdPath, service: ServiceDep, author: Author, once: OnceDep, response: Response
+    checkpoint_id: IdPath,
+    service: ServiceDep,
+    author: Author,
+    transact: IdempotentDep,
+    response: Response,
 ) -> JobAnswer:
     """Have every byte read and compared, by a job."""
-    return submit_kind("verify", VerifyParams(checkpoint_id=checkpoint_id), service, author, once, response)
+    return submit_kind(
+        "verify", VerifyParams(checkpoint_id=checkpoint_id), service, author, transact, response
+    )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from dcp.manager.cleanup.retention import Retention
 from dcp.server.retention.planning import RunPlan
-from dcp.server.retention.policies import NewPolicy, Policy
+from dcp.server.retention.policies import NewPolicy, RetentionPolicy
 from dcp.server.schemas.common import Answer, Finite, Name, Request, Text, rfc3339
 
 __all__ = [
@@ -122,7 +122,7 @@ class PolicyAnswer(Answer):
     etag: str = Field(description="For If-Match.")
 
     @classmethod
-    def of(cls, policy: Policy) -> Self:
+    def of(cls, policy: RetentionPolicy) -> Self:
         """As the catalog has it."""
         return cls(
             id=policy.id,

@@ -16,7 +16,7 @@ from dcp.server.catalog.checkpoints import (
     upsert_checkpoint,
     upsert_checkpoints,
 )
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError, StateError
 from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import sync_roots
@@ -26,7 +26,7 @@ from dcp.server.database.tables import checkpoints, structures
 from dcp.server.records.declaring import moment
 
 MODEL = StructureFacts.of(
-    [TensorFacts("w", "tensor", "bfloat16", (4, 8), 64), TensorFacts("step", "object", None, None, 9)]
+    [StructureTensor("w", "tensor", "bfloat16", (4, 8), 64), StructureTensor("step", "object", None, None, 9)]
 )
 
 
@@ -279,9 +279,9 @@ def test_hostile_names_and_values_are_stored_all_the_same(catalog: Database) -> 
     """NUL, lone surrogates, NaN, huge numbers and endless names neither fail nor stop the batch."""
     structure = StructureFacts.of(
         [
-            TensorFacts("a\x00b", "tensor", "float32", (2**62, 2**62), 2**80),
-            TensorFacts("\ud800", "tensor", "float32\x00", (1,), 4),
-            TensorFacts("long." * 5000, "object", None, None, 1),
+            StructureTensor("a\x00b", "tensor", "float32", (2**62, 2**62), 2**80),
+            StructureTensor("\ud800", "tensor", "float32\x00", (1,), 4),
+            StructureTensor("long." * 5000, "object", None, None, 1),
         ]
     )
     deep: list[Any] = []

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import Connection, func, select
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.events import emit, events_after, last_event_id, move_on, position
 from dcp.server.catalog.labelling.labels import Change, add_tags
 from dcp.server.catalog.roots import sync_roots
@@ -17,7 +17,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, structures, tags
 from tests.support.databases import MakeDatabase
 
-MODEL = StructureFacts.of([TensorFacts("w", "tensor", "float32", (2,), 8)])
+MODEL = StructureFacts.of([StructureTensor("w", "tensor", "float32", (2,), 8)])
 
 
 def found(number: int) -> CheckpointFacts:

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.queries import planning
 from dcp.server.catalog.queries.conditions import conditions_of
 from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
@@ -16,8 +16,8 @@ from dcp.server.catalog.queries.listing import Search, list_checkpoints
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 
-COMMON = StructureFacts.of([TensorFacts("w", "tensor", "bfloat16", (1,), 2)])
-RARE = StructureFacts.of([TensorFacts("odd", "tensor", "float8", (1,), 1)])
+COMMON = StructureFacts.of([StructureTensor("w", "tensor", "bfloat16", (1,), 2)])
+RARE = StructureFacts.of([StructureTensor("odd", "tensor", "float8", (1,), 1)])
 FEW = 20
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Connection, text, update
 
 from dcp.server.catalog.checkpoints import CheckpointFacts, set_state, upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.details import Checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.labelling.aliases import set_alias
@@ -24,8 +24,10 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints
 
-BIG = StructureFacts.of([TensorFacts(f"layers.{i}.weight", "tensor", "bfloat16", (2,), 4) for i in range(3)])
-SMALL = StructureFacts.of([TensorFacts("head.weight", "tensor", "float32", (2,), 8)])
+BIG = StructureFacts.of(
+    [StructureTensor(f"layers.{i}.weight", "tensor", "bfloat16", (2,), 4) for i in range(3)]
+)
+SMALL = StructureFacts.of([StructureTensor("head.weight", "tensor", "float32", (2,), 8)])
 FORMATS = ("dcp", "torch_dcp", "safetensors")
 COMPARED: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,

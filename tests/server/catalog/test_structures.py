@@ -13,7 +13,7 @@ from dcp.server.catalog.checkpoints import CheckpointFacts, get_checkpoint, upse
 from dcp.server.catalog.contents import structures
 from dcp.server.catalog.contents.structures import (
     StructureFacts,
-    TensorFacts,
+    StructureTensor,
     ensure_structure,
     forget_drafts,
     get_structure,
@@ -36,11 +36,11 @@ from dcp.server.records.declaring import moment
 
 MODEL = StructureFacts.of(
     [
-        *(TensorFacts(f"model.layers.{i}.w", "tensor", "bfloat16", (2, 3), 12) for i in range(12)),
-        *(TensorFacts(f"model.layers.{i}.b", "tensor", "float32", (3,), 12) for i in range(12)),
-        TensorFacts("model", "object", None, None, 5),
-        TensorFacts("head", "tensor", "float32", (), 4),
-        TensorFacts("optim.lr", "object", None, None, 9),
+        *(StructureTensor(f"model.layers.{i}.w", "tensor", "bfloat16", (2, 3), 12) for i in range(12)),
+        *(StructureTensor(f"model.layers.{i}.b", "tensor", "float32", (3,), 12) for i in range(12)),
+        StructureTensor("model", "object", None, None, 5),
+        StructureTensor("head", "tensor", "float32", (), 4),
+        StructureTensor("optim.lr", "object", None, None, 9),
     ]
 )
 
@@ -48,7 +48,7 @@ MODEL = StructureFacts.of(
 def test_a_structure_is_written_once(database: Database) -> None:
     """Whoever comes with the same names, kinds, shapes and dtypes, in whatever order."""
     again = StructureFacts.of(reversed(MODEL.tensors))
-    other = StructureFacts.of([*MODEL.tensors, TensorFacts("x", "tensor", "int8", (1,), 1)])
+    other = StructureFacts.of([*MODEL.tensors, StructureTensor("x", "tensor", "int8", (1,), 1)])
     with database.write() as connection:
         number = ensure_structure(connection, MODEL)
         assert ensure_structure(connection, again) == number
@@ -65,7 +65,7 @@ def test_a_structure_is_written_once(database: Database) -> None:
 def large(count: int) -> StructureFacts:
     """A structure of so many tensors."""
     return StructureFacts.of(
-        TensorFacts(f"layers.{n}.w", "tensor", "float32", (n,), 4 * n) for n in range(count)
+        StructureTensor(f"layers.{n}.w", "tensor", "float32", (n,), 4 * n) for n in range(count)
     )
 
 
@@ -158,15 +158,15 @@ def test_drafts_of_structures_are_nobodys(database: Database, monkeypatch: pytes
 @pytest.mark.parametrize(
     "change",
     [
-        TensorFacts("a", "tensor", "float32", (6,), 24),
-        TensorFacts("a", "tensor", "int32", (2, 3), 24),
-        TensorFacts("b", "tensor", "float32", (2, 3), 24),
-        TensorFacts("a", "object", None, None, 24),
+        StructureTensor("a", "tensor", "float32", (6,), 24),
+        StructureTensor("a", "tensor", "int32", (2, 3), 24),
+        StructureTensor("b", "tensor", "float32", (2, 3), 24),
+        StructureTensor("a", "object", None, None, 24),
     ],
 )
-def test_the_digest_tells_structures_apart(change: TensorFacts) -> None:
+def test_the_digest_tells_structures_apart(change: StructureTensor) -> None:
     """Another shape of as many elements, another dtype, name or kind is another structure."""
-    same = TensorFacts("a", "tensor", "float32", (2, 3), 24)
+    same = StructureTensor("a", "tensor", "float32", (2, 3), 24)
     assert StructureFacts.of([same]).digest != StructureFacts.of([change]).digest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.server.catalog.contents.structures import StructureFacts, TensorFacts, ensure_structure
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor, ensure_structure
 from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.database.engine import Database
@@ -16,9 +16,12 @@ NAMES = [f"layers.{n}.{part}" for n in range(12) for part in ("w", "b")] + ["lay
 def structure(database: Database) -> int:
     """A structure of `NAMES` with two values."""
     facts = [
-        TensorFacts(name, "tensor", "float32" if name != "a.b" else "int8", (2, 3), 24) for name in NAMES
+        StructureTensor(name, "tensor", "float32" if name != "a.b" else "int8", (2, 3), 24) for name in NAMES
     ]
-    facts += [TensorFacts("step", "object", None, None, 0), TensorFacts("ä.ö", "object", None, None, 0)]
+    facts += [
+        StructureTensor("step", "object", None, None, 0),
+        StructureTensor("ä.ö", "object", None, None, 0),
+    ]
     with database.write() as connection:
         return ensure_structure(connection, StructureFacts.of(facts))
 
@@ -83,7 +86,7 @@ def test_the_tree(database: Database, structure: int) -> None:
 def test_characters_that_mean_something_elsewhere(database: Database) -> None:
     """Names are compared as they are."""
     names = ["50%_a.x", "50xya.x", "[a].x", "Z.x", "a\\b.x"]
-    facts = StructureFacts.of(TensorFacts(name, "tensor", "int8", (1,), 1) for name in names)
+    facts = StructureFacts.of(StructureTensor(name, "tensor", "int8", (1,), 1) for name in names)
     with database.write() as connection:
         number = ensure_structure(connection, facts)
     with database.read() as connection:

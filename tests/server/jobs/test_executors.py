@@ -16,7 +16,7 @@ import pytest
 from dcp.server.jobs.executors.executor import ProcessExecutor, open_executor
 from dcp.server.jobs.executors.subprocess_main import Setup, error_of
 from dcp.server.jobs.executors.subprocess_messages import Messages, Order, receive_message, send_message
-from dcp.server.jobs.executors.subprocesses import Nursery, Outcome
+from dcp.server.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
 from dcp.server.jobs.kind import PermanentJobError, TransientJobError, is_retryable
 from dcp.server.problems import NotFoundError, UnavailableError
 from dcp.server.settings import Settings
@@ -27,9 +27,9 @@ from tests.support.processes import environment_of, open_files, parent_of
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcessPool]:
     """One for several tests."""
-    made = Nursery(Setup(Settings(work_folder=tmp_path_factory.mktemp("nursery")), TEST_KINDS))
+    made = WarmProcessPool(Setup(Settings(work_folder=tmp_path_factory.mktemp("pool")), TEST_KINDS))
     yield made
     made.close()
 
@@ -37,23 +37,23 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 class Begun:
     """A task of the kind "made" in a subprocess."""
 
-    def __init__(self, nursery: Nursery, folder: Path, act: str, **changes: Any) -> None:
+    def __init__(self, pool: WarmProcessPool, folder: Path, act: str, **changes: Any) -> None:
         payload = {"folder": str(folder), "act": act, "number": 0, **changes.pop("payload", {})}
         values = {"kind": "made", "phase": "task", "job_id": 1, "attempt_name": "1-0-1", "task_number": 0}
         self.told: list[int] = []
-        self._outcome: list[Outcome] = []
+        self._outcome: list[ProcessOutcome] = []
         self._ended = threading.Event()
-        self.child = nursery.start(
+        self.child = pool.start(
             Order(**values | {"payload": payload} | changes),  # type: ignore[arg-type]
             self.told.append,
             self._end,
         )
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: ProcessOutcome) -> None:
         self._outcome.append(outcome)
         self._ended.set()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProcessOutcome:
         """Once it has ended."""
         assert self._ended.wait(HANG_SECONDS)
         assert len(self._outcome) == 1
@@ -66,73 +66,71 @@ class Begun:
         return error.type, error.is_retryable
 
 
-def test_results_progress_and_errors(nursery: Nursery, tmp_path: Path) -> None:
+def test_results_progress_and_errors(pool: WarmProcessPool, tmp_path: Path) -> None:
     """What a task returns, how far it is, why it failed, and how it died."""
-    slow = Begun(nursery, tmp_path, "sleep:0.5")
-    assert slow.outcome() == Outcome(result={"number": 0, "roots": ["checkpoints"]})
+    slow = Begun(pool, tmp_path, "sleep:0.5")
+    assert slow.outcome() == ProcessOutcome(result={"number": 0, "roots": ["checkpoints"]})
     assert slow.told == sorted(slow.told)
-    assert Begun(nursery, tmp_path, "fail").failure() == ("PermanentJobError", False)
-    assert Begun(nursery, tmp_path, "fail_once").failure() == ("TransientJobError", True)
-    died = Begun(nursery, tmp_path, "die")
+    assert Begun(pool, tmp_path, "fail").failure() == ("PermanentJobError", False)
+    assert Begun(pool, tmp_path, "fail_once").failure() == ("TransientJobError", True)
+    died = Begun(pool, tmp_path, "die")
     assert died.failure() == ("TaskProcessError", True)
     assert "signal 9" in (died.outcome().error or died).detail  # type: ignore[union-attr]
-    assert Begun(nursery, tmp_path, "exit:3").failure() == ("TaskProcessError", True)
+    assert Begun(pool, tmp_path, "exit:3").failure() == ("TaskProcessError", True)
 
 
-def test_large_orders_and_results_pass(nursery: Nursery, tmp_path: Path) -> None:
+def test_large_orders_and_results_pass(pool: WarmProcessPool, tmp_path: Path) -> None:
     """Plans and results of many tasks are more than a socket holds at a time."""
     results = tuple({"number": n, "text": "x" * 100} for n in range(20_000))
     plan_data = {"folder": str(tmp_path), "act": "write"}
-    begun = Begun(
-        nursery, tmp_path, "", phase="publish", plan_data=plan_data, results=results, task_number=None
-    )
+    begun = Begun(pool, tmp_path, "", phase="publish", plan_data=plan_data, results=results, task_number=None)
     result = begun.outcome().result
     assert result is not None and result["parts"] == 20_000
     assert result["text"] == "\n".join(str(n) for n in range(20_000))
 
 
-def test_what_is_no_json_is_an_error_of_the_kind(nursery: Nursery, tmp_path: Path) -> None:
+def test_what_is_no_json_is_an_error_of_the_kind(pool: WarmProcessPool, tmp_path: Path) -> None:
     """A result that the ledger cannot keep fails for good; so does an order that no kind understands."""
-    assert Begun(nursery, tmp_path, "nan").failure() == ("ValueError", False)
-    assert Begun(nursery, tmp_path, "write", phase="plan", params={"acts": 1}).failure() == (
+    assert Begun(pool, tmp_path, "nan").failure() == ("ValueError", False)
+    assert Begun(pool, tmp_path, "write", phase="plan", params={"acts": 1}).failure() == (
         "ValidationError",
         False,
     )
-    assert Begun(nursery, tmp_path, "write", kind="unknown").failure() == ("KeyError", False)
+    assert Begun(pool, tmp_path, "write", kind="unknown").failure() == ("KeyError", False)
 
 
-def test_memory_is_bounded(nursery: Nursery, tmp_path: Path) -> None:
+def test_memory_is_bounded(pool: WarmProcessPool, tmp_path: Path) -> None:
     """What takes more is killed, also if it takes it faster than anybody looks, and is not tried again."""
     limit = 256 << 20
-    assert Begun(nursery, tmp_path, "take:500", memory_bytes=limit).failure() == ("TaskMemoryError", False)
-    assert Begun(nursery, tmp_path, "grab:4000", memory_bytes=limit).failure() == ("TaskMemoryError", False)
-    assert Begun(nursery, tmp_path, "write", memory_bytes=limit).outcome().error is None
+    assert Begun(pool, tmp_path, "take:500", memory_bytes=limit).failure() == ("TaskMemoryError", False)
+    assert Begun(pool, tmp_path, "grab:4000", memory_bytes=limit).failure() == ("TaskMemoryError", False)
+    assert Begun(pool, tmp_path, "write", memory_bytes=limit).outcome().error is None
 
 
-def test_time_is_bounded(nursery: Nursery, tmp_path: Path) -> None:
+def test_time_is_bounded(pool: WarmProcessPool, tmp_path: Path) -> None:
     """What hangs is killed, whatever it holds on to, and is tried again."""
-    assert Begun(nursery, tmp_path, "hold:1000", seconds=0.3).failure() == ("TaskTimeoutError", True)
+    assert Begun(pool, tmp_path, "hold:1000", seconds=0.3).failure() == ("TaskTimeoutError", True)
 
 
-def test_killing(nursery: Nursery, tmp_path: Path) -> None:
+def test_killing(pool: WarmProcessPool, tmp_path: Path) -> None:
     """At any instant: as it begins, in its middle, when it is over; nothing of it runs when that is told."""
-    at_once = Begun(nursery, tmp_path, "hold:1000")
-    nursery.kill(at_once.child)
-    assert at_once.outcome() == Outcome()
-    deaf = Begun(nursery, tmp_path, "hold:1000")
+    at_once = Begun(pool, tmp_path, "hold:1000")
+    pool.kill(at_once.child)
+    assert at_once.outcome() == ProcessOutcome()
+    deaf = Begun(pool, tmp_path, "hold:1000")
     until(lambda: len(log_lines(tmp_path)) > 0, "its beginning")
     until(lambda: deaf.child.pid is not None, "its number")
-    nursery.kill(deaf.child)
-    assert deaf.outcome() == Outcome() and not Path(f"/proc/{deaf.child.pid}").exists()
-    over = Begun(nursery, tmp_path, "write")
+    pool.kill(deaf.child)
+    assert deaf.outcome() == ProcessOutcome() and not Path(f"/proc/{deaf.child.pid}").exists()
+    over = Begun(pool, tmp_path, "write")
     result = over.outcome()
-    nursery.kill(over.child)
+    pool.kill(over.child)
     assert over.outcome() == result and result.result is not None
 
 
-def test_the_warm_process_has_no_threads_and_no_secrets(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_warm_process_has_no_threads_and_no_secrets(pool: WarmProcessPool, tmp_path: Path) -> None:
     """A fork of a process with other threads may hang; settings of the service are not in its environment."""
-    begun = Begun(nursery, tmp_path, "wait:go")
+    begun = Begun(pool, tmp_path, "wait:go")
     until(lambda: begun.child.pid is not None, "its number")
     warm = parent_of(begun.child.pid or 0)
     assert len(list(Path(f"/proc/{warm}/task").iterdir())) == 1
@@ -143,11 +141,11 @@ def test_the_warm_process_has_no_threads_and_no_secrets(nursery: Nursery, tmp_pa
     assert begun.outcome().error is None
 
 
-def test_the_next_one_starts_warm(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_next_one_starts_warm(pool: WarmProcessPool, tmp_path: Path) -> None:
     """It costs a small part of what importing costs; many at once do no harm."""
-    Begun(nursery, tmp_path, "write").outcome()
+    Begun(pool, tmp_path, "write").outcome()
     begun = time.perf_counter()
-    tasks = [Begun(nursery, tmp_path, "write") for _ in range(30)]
+    tasks = [Begun(pool, tmp_path, "write") for _ in range(30)]
     assert all(task.outcome().result for task in tasks)
     print(f"a subprocess takes {(time.perf_counter() - begun) / 30 * 1000:.1f} ms")
 
@@ -158,28 +156,28 @@ def test_closing_kills_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     settings = Settings(work_folder=tmp_path / "work", database_url="sqlite:///x")  # type: ignore[arg-type]
     before = Counter(open_files())
     executor = ProcessExecutor(Setup(settings, TEST_KINDS))
-    nursery = executor._nursery
-    begun = [Begun(nursery, tmp_path, "hold:1000"), Begun(nursery, tmp_path, "keep")]
+    pool = executor._pool
+    begun = [Begun(pool, tmp_path, "hold:1000"), Begun(pool, tmp_path, "keep")]
     until(lambda: begun[0].child.pid is not None, "its number")
     environment = environment_of(begun[0].child.pid or 0)
     assert environment and b"SECRET" not in environment and b"DCP_SERVER" not in environment
     begun[1].outcome()
     executor.close()
-    assert begun[0].outcome() == Outcome()
+    assert begun[0].outcome() == ProcessOutcome()
     assert not Path(f"/proc/{begun[0].child.pid}").exists()
     assert list((tmp_path / "work").iterdir()) == []
     with pytest.raises(RuntimeError, match="closed"):
-        Begun(nursery, tmp_path, "write")
+        Begun(pool, tmp_path, "write")
     gc.collect()
     assert not Counter(open_files()) - before  # what other tests left may have been closed meanwhile
 
 
 def test_kinds_that_cannot_be_imported_fail_the_attempt(tmp_path: Path) -> None:
     """The warm process ends, and whoever waits is told; the next attempt starts another one."""
-    nursery = Nursery(Setup(Settings(work_folder=tmp_path / "work"), "dcp.no_such:KINDS"))
+    pool = WarmProcessPool(Setup(Settings(work_folder=tmp_path / "work"), "dcp.no_such:KINDS"))
     for _ in range(2):
-        assert Begun(nursery, tmp_path, "write").failure() == ("TaskProcessError", True)
-    nursery.close()
+        assert Begun(pool, tmp_path, "write").failure() == ("TaskProcessError", True)
+    pool.close()
 
 
 def test_messages_arrive_whole_and_in_order() -> None:

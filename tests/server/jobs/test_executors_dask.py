@@ -18,7 +18,7 @@ from dcp.server.jobs.executors.dask import DaskExecutor
 from dcp.server.jobs.executors.executor import Running
 from dcp.server.jobs.executors.subprocess_main import Setup
 from dcp.server.jobs.executors.subprocess_messages import Order
-from dcp.server.jobs.executors.subprocesses import Outcome
+from dcp.server.jobs.executors.subprocesses import ProcessOutcome
 from dcp.server.settings import Settings
 from tests.support.job_kinds import TEST_KINDS, log_lines
 from tests.support.job_workers import (
@@ -78,15 +78,15 @@ class Begun:
             payload=payload,
         )
         self.told: list[int] = []
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[ProcessOutcome] = []
         self.ended = threading.Event()
         self.running: Running = executor.start(order, self.told.append, self._end)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: ProcessOutcome) -> None:
         self.outcomes.append(outcome)
         self.ended.set()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProcessOutcome:
         """Once it has ended; there is only one."""
         assert self.ended.wait(HANG_SECONDS)
         assert len(self.outcomes) == 1
@@ -161,7 +161,7 @@ def test_tasks_on_the_cluster_are_killed(executor: DaskExecutor, tmp_path: Path)
         one.running.has_begun = False  # type: ignore[attr-defined]  # as if nobody had heard of it yet
     for one in (waiting, *deaf):
         one.running.kill()
-    assert [one.outcome() for one in (waiting, *deaf)] == [Outcome()] * 5
+    assert [one.outcome() for one in (waiting, *deaf)] == [ProcessOutcome()] * 5
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids(tmp_path))
     assert "done 9" not in log_lines(tmp_path)
 
@@ -191,11 +191,11 @@ def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_
         until(lambda remote=remote: remote.future is not None, "that it is handed over")  # type: ignore[misc]
         asked = time.monotonic()
         waiting.running.kill()
-        assert waiting.outcome() == Outcome()
+        assert waiting.outcome() == ProcessOutcome()
         seconds.append(time.monotonic() - asked)
     for one in running:
         one.running.kill()
-    assert [one.outcome() for one in running] == [Outcome()] * 4
+    assert [one.outcome() for one in running] == [ProcessOutcome()] * 4
     assert min(seconds) < 0.9
     assert len(pids(tmp_path)) == 4
 

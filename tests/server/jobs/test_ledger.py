@@ -17,12 +17,12 @@ from dcp.server.jobs import ledger
 from dcp.server.jobs.ledger import (
     Backoff,
     Claim,
+    ClaimLimits,
     Held,
     Job,
-    JobError,
+    JobFailure,
     JobFilter,
     JobSpec,
-    Limits,
     StaleFenceError,
     TaskSpec,
 )
@@ -73,7 +73,7 @@ def job_of(database: Database, job_id: int) -> Job:
         return ledger.get_job(connection, job_id)
 
 
-BROKEN = JobError(type="StorageError", detail="away")
+BROKEN = JobFailure(type="StorageError", detail="away")
 
 
 def test_backoff_doubles_and_is_bounded() -> None:
@@ -123,7 +123,7 @@ def test_limits_of_kinds(database: Database) -> None:
     """A kind has as many at a time as it may; others pass by; kinds that are not known wait."""
     first, second = add(database), add(database)
     other, unknown = add(database, kind="scan"), add(database, kind="new")
-    limits = Limits(by_kind={"verify": 1}, only=frozenset({"verify", "scan"}))
+    limits = ClaimLimits(by_kind={"verify": 1}, only=frozenset({"verify", "scan"}))
     made = take(database, limits=limits)
     assert made is not None and made.job.id == first
     assert (following := take(database, limits=limits)) is not None and following.job.id == other

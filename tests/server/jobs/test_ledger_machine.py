@@ -19,7 +19,7 @@ from dcp.server.jobs.ledger import (
     Claim,
     Held,
     Job,
-    JobError,
+    JobFailure,
     JobSpec,
     StaleFenceError,
     TaskSpec,
@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.snapshot()
         for act in (
             lambda: self.complete_claim(one),
-            lambda: self.write(fail, one.held, JobError(type="X", detail="x"), self.now),
+            lambda: self.write(fail, one.held, JobFailure(type="X", detail="x"), self.now),
             lambda: self.write(release, one.held, self.now),
         ):
             with pytest.raises(StaleFenceError):
@@ -238,7 +238,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         taken = data.draw(st.sampled_from(self.taken))
         is_retryable = why != "lasting"
-        error = JobError(
+        error = JobFailure(
             type="X", detail="it broke", is_retryable=is_retryable, is_environment=why == "environment"
         )
         self.write(fail, taken.claim.held, error, self.now, BACKOFF)

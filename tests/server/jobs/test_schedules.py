@@ -13,7 +13,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import job_events, jobs, lineage, roots, schedules, tasks
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.ledger import JobSpec, list_jobs, submit
-from dcp.server.jobs.schedules import Schedule, ScheduleContext, Scheduler
+from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.jobs.schedules_built_in import built_in_schedules
 from dcp.server.settings import RootSettings
 from tests.support.catalog_rows import add_checkpoint
@@ -56,7 +56,7 @@ class Acting:
             raise self._error
 
 
-def scheduler(database: Database, folder: Path, clock: Clock, owner: str, *made: Schedule) -> Scheduler:
+def scheduler(database: Database, folder: Path, clock: Clock, owner: str, *made: PeriodicWork) -> Scheduler:
     """One process's."""
     return Scheduler(job_settings(database, folder, lease_seconds=30.0), database, made, owner, clock)
 
@@ -76,7 +76,12 @@ def test_it_is_done_again_after_its_interval(database: Database, tmp_path: Path)
     """Counted from its end; what fails is done again as well."""
     clock, acting, failing = Clock(), Acting(), Acting(ValueError("of a test"))
     one = scheduler(
-        database, tmp_path, clock, "one", Schedule("good", 10.0, acting), Schedule("bad", 10.0, failing)
+        database,
+        tmp_path,
+        clock,
+        "one",
+        PeriodicWork("good", 10.0, acting),
+        PeriodicWork("bad", 10.0, failing),
     )
     for expected in (1, 2, 3):
         one.tick()
@@ -93,7 +98,7 @@ def test_one_process_at_a_time(database: Database, tmp_path: Path) -> None:
     """Whoever is first; the other one finds it done."""
     clock, acting = Clock(), Acting()
     acting.go.clear()
-    both = [scheduler(database, tmp_path, clock, n, Schedule("s", 10.0, acting)) for n in ("one", "two")]
+    both = [scheduler(database, tmp_path, clock, n, PeriodicWork("s", 10.0, acting)) for n in ("one", "two")]
     for one in both * 2:
         one.tick()
     until(lambda: acting.count == 1, "the first one")
@@ -115,7 +120,7 @@ def test_another_one_takes_over_from_the_dead(database: Database, tmp_path: Path
     with database.write() as connection:
         dead = {"name": "s", "due_seconds": 0.0, "lease_owner": "dead", "lease_until_seconds": 1020.0}
         connection.execute(insert(schedules).values(**dead))
-    one = scheduler(database, tmp_path, clock, "one", Schedule("s", 10.0, acting))
+    one = scheduler(database, tmp_path, clock, "one", PeriodicWork("s", 10.0, acting))
     one.tick()
     assert acting.count == 0 and row(database, "s").lease_owner == "dead"
     clock.seconds += 30.0
@@ -132,7 +137,7 @@ def test_what_is_not_needed_is_not_written(database: Database, tmp_path: Path) -
         assert connection.execute(select(1)).scalar_one() == 1 and now >= 1000.0
         return needed.is_set()
 
-    one = scheduler(database, tmp_path, clock, "one", Schedule("s", 10.0, acting, is_needed))
+    one = scheduler(database, tmp_path, clock, "one", PeriodicWork("s", 10.0, acting, is_needed))
     one.tick()
     with database.read() as connection:
         assert connection.execute(select(func.count()).select_from(schedules)).scalar_one() == 0
@@ -147,7 +152,7 @@ def test_a_worker_does_periodic_work_beside_its_jobs(database: Database, tmp_pat
     acting = Acting()
     acting.go.clear()
     job_id = put(database, tmp_path, "write")
-    with working(job_settings(database, tmp_path), schedules=[Schedule("s", 0.01, acting)]):
+    with working(job_settings(database, tmp_path), schedules=[PeriodicWork("s", 0.01, acting)]):
         until(lambda: acting.count == 1, "the periodic work")
         assert wait_for_end(database, job_id).state == "succeeded"
         acting.go.set()

@@ -296,7 +296,7 @@ def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: 
     assert claim is not None
     assert bench.round(NOW + 79) == 0
     assert bench.round(NOW + 81) == 1
-    late = ledger.Outcome(500, "too late")
+    late = ledger.DeliveryOutcome(500, "too late")
     bench.database.transact(lambda connection: ledger.record(connection, claim, late, NOW + 82))
     (delivery,) = bench.deliveries(hook)
     assert (delivery.state, delivery.attempt, delivery.status_code) == ("delivered", 2, 204)

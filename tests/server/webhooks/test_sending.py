@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from dcp.server.webhooks.addresses import Target
-from dcp.server.webhooks.sending import Answer, SendError, post
+from dcp.server.webhooks.sending import ReceiverAnswer, SendError, post
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
 TRUSTING = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
@@ -23,7 +23,7 @@ def send(
     body: bytes = b"{}",
     timeout_seconds: float = 30.0,
     context: ssl.SSLContext = TRUSTING,
-) -> Answer:
+) -> ReceiverAnswer:
     """`post` with a header of its own."""
     return post(target, addresses, {"X-Mine": "1"}, body, timeout_seconds=timeout_seconds, context=context)
 
@@ -32,7 +32,7 @@ def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
     """Nobody resolves the name: hooks.example.com is reached at the address given, and proves to be it."""
     with Receiver(tls=True) as receiver:
         target = Target("https", "hooks.example.com", receiver.port, "/a?b=c")
-        assert send(target, "127.0.0.1", body=b'{"x":1}') == Answer(204, None)
+        assert send(target, "127.0.0.1", body=b'{"x":1}') == ReceiverAnswer(204, None)
         request = receiver.requests[0]
         assert (request.method, request.path, request.body) == ("POST", "/a?b=c", b'{"x":1}')
         assert request.headers["host"] == f"hooks.example.com:{receiver.port}"
@@ -82,7 +82,7 @@ def test_retry_after_is_read_as_seconds_within_bounds(value: str, seconds: float
     """A receiver may ask for a day at most."""
     with Receiver(answers=[(503, {"Retry-After": value})]) as receiver:
         answer = send(Target("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
-    assert answer == Answer(503, seconds)
+    assert answer == ReceiverAnswer(503, seconds)
 
 
 def _silent(connection: socket.socket) -> None:
