@@ -6,10 +6,10 @@ the page is full, which is soon because what each filter leaves is many. How man
 beforehand, up to `FEW`, in its index.
 
 SQLite is told which index to take. Without statistics it guesses: pages in order of size, name or step take
-20 times the steps at 100,000 checkpoints, and more with each one; with those of ``PRAGMA optimize`` they still
-do. A whole ``ANALYZE`` leads it to the same indexes, but is to be made anew as the catalog grows, and is seen
-by connections that are opened after it. PostgreSQL keeps statistics by itself: it is only kept from reading in
-order what few rows would have answered.
+20 times the steps at 100,000 checkpoints, and more with each one; with those of ``PRAGMA optimize`` they
+still do. A whole ``ANALYZE`` leads it to the same indexes, but is to be made anew as the catalog grows, and
+is seen by connections that are opened after it. PostgreSQL keeps statistics by itself: it is only kept from
+reading in order what few rows would have answered.
 """
 
 from __future__ import annotations
