@@ -13,18 +13,53 @@ from dcp.loading.engine import LoadEngine
 from dcp.planners.load import planner as load_planner
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.save import planner as save_planner
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.saving.columns import ColumnSaveEngine
+from dcp.saving.engine import SaveEngine
+from dcp.saving.rank_state import PlanOptions
 from dcp.storage import reader as reading
+from dcp.storage import writer as writing
 from dcp.storage.errors import CheckpointError
 from dcp.storage.reader import FileSystemReader
+from dcp.storage.writer import FileSystemWriter
 from dcp.torch_protocol.load import ProtocolLoad
+from dcp.torch_protocol.save import ProtocolSaveEngine
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlanner
-    from torch.distributed.checkpoint.storage import StorageReader
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
     from dcp.ranks.collectives import Ranks
+    from dcp.saving.options import SaveOptions
 
-__all__ = ["load_engine"]
+__all__ = ["load_engine", "save_engine", "save_engine_again"]
+
+
+def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> SaveEngine:
+    """What saves with ``planner`` (ours, if there is none) and ``writer``.
+
+    Raises CheckpointError for user metadata that a storage of somebody else's has no place for.
+    """
+    planner = planner if planner is not None else DefaultSavePlanner()
+    ours = planner if isinstance(planner, DefaultSavePlanner) else None
+    storage = writer if isinstance(writer, FileSystemWriter) else None
+    if options.user_metadata and storage is None:
+        raise CheckpointError(
+            f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
+        )
+    on_columns = save_planner.uses_columns(planner) and writing.uses_columns(writer)
+    if ours is not None and storage is not None and on_columns:
+        return ColumnSaveEngine(storage, ours, PlanOptions.of(ours))
+    return ProtocolSaveEngine(writer, planner, ours, storage)
+
+
+def save_engine_again(writer: FileSystemWriter, *, on_columns: bool) -> SaveEngine:
+    """One that takes the steps of another rank's, with a planner of ours."""
+    if on_columns:
+        return ColumnSaveEngine(writer, None, PlanOptions())
+    planner = DefaultSavePlanner()
+    return ProtocolSaveEngine(writer, planner, planner, writer)
 
 
 def load_engine(

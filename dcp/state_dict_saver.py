@@ -7,10 +7,8 @@ them, by torch's protocol (`dcp.torch_protocol.steps`).
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,19 +24,18 @@ from dcp.background.future import SaveFuture
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
 from dcp.calls.stateful_values import stateful_to_plain
-from dcp.calls.storage_selection import choose_writer, refuse_user_metadata
+from dcp.calls.storage_selection import choose_writer, with_own_id
+from dcp.engines import save_engine
 from dcp.planners.cache.plan_cache import PlanCache
-from dcp.planners.save import planner as save_planner
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.ranks.handshake import told_to_all
-from dcp.saving.engine import ColumnarSave, cache_of
-from dcp.saving.provenance import provenance_of
-from dcp.saving.rank_state import PlanOptions, RankState
-from dcp.storage import writer as columnar
+from dcp.saving.columns import cache_of
+from dcp.saving.engine import RankPart, SaveEngine
+from dcp.saving.options import SaveOptions
+from dcp.saving.order import SaveOrder, SaveOutcome, carry_out
 from dcp.storage.writer import FileSystemWriter
-from dcp.torch_protocol import save as object_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,22 +110,47 @@ def save(
         These and others of `dcp.errors` are raised on all ranks alike, by several ranks as a
         `RankFailedError` that is also of the cause's class.
     """
-    alone = works_alone(process_group, no_dist=no_dist, operation="save")
-    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="save")
-    with told_to_all(ranks):
-        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
-        if not isinstance(writer, FileSystemWriter):
-            refuse_user_metadata(writer, user_metadata)
-    return _save(
-        lambda: stateful_to_plain(state_dict),
-        writer,
-        ranks,
-        planner,
-        cache=_cache_for(storage_writer, planner),
-        use_collectives=use_collectives,
-        user_metadata=user_metadata,
-        progress=progress,
+    metadata, _ = save_with(
+        state_dict,
+        SaveOptions(
+            use_collectives=use_collectives,
+            user_metadata=dict(user_metadata or {}),
+            progress=progress,
+            timeout_seconds=timeout_seconds,
+        ),
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        storage_options=storage_options,
     )
+    return metadata
+
+
+def save_with(
+    state_dict: dict[str, Any],
+    options: SaveOptions,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[Metadata, SaveOutcome]:
+    """`save`, with what it did on this rank."""
+    alone = works_alone(process_group, no_dist=no_dist, operation="save")
+
+    def ranks_of_attempt() -> Ranks:
+        bound = options.timeout_seconds
+        return Ranks(process_group, use_dist=not alone, timeout_seconds=bound, operation="save")
+
+    with told_to_all(ranks_of_attempt()):
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
+        engine = save_engine(writer, planner, options)
+    cache = _cache_for(storage_writer, planner)
+    return _saved(engine, lambda: stateful_to_plain(state_dict), ranks_of_attempt, options, cache)
 
 
 @plain_errors
@@ -192,17 +214,17 @@ def async_save(
     if async_stager is None and _stages_itself(storage_writer):
         async_stager = storage_writer  # as torch does for storages from before there were stagers
     session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
-    if isinstance(storage_writer, FileSystemWriter):
-        storage_writer = copy.copy(storage_writer)  # the caller's may be pointed at the next id meanwhile
-    elif storage_writer is not None:
-        session.wait()  # it cannot be pointed at another id while a save uses it
+    if storage_writer is not None:
+        given, storage_writer = storage_writer, with_own_id(storage_writer)
+        if storage_writer is given:
+            session.wait()  # it cannot be pointed at another id while a save uses it
     return session.save(
         state_dict,
         storage_writer=choose_writer(storage_writer, checkpoint_id, storage_options),
         planner=planner,
-        use_collectives=use_collectives,
-        user_metadata=user_metadata,
-        progress=progress,
+        options=SaveOptions(
+            use_collectives=use_collectives, user_metadata=dict(user_metadata or {}), progress=progress
+        ),
         overlap=overlap,
         stager=async_stager,
     )
@@ -222,43 +244,26 @@ def save_state_dict(
     storage_writer.reset()
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="save")
-    return _save(lambda: state_dict, storage_writer, ranks, planner)
+    options = SaveOptions()
+    engine = save_engine(storage_writer, planner, options)
+    metadata, _ = _saved(engine, lambda: state_dict, lambda: ranks, options)
+    return metadata
 
 
-def _save(
+def _saved(
+    engine: SaveEngine,
     state: Callable[[], dict[str, Any]],
-    writer: StorageWriter,
-    ranks: Ranks,
-    planner: SavePlanner | None,
-    *,
+    ranks_of_attempt: Callable[[], Ranks],
+    options: SaveOptions,
     cache: PlanCache | None = None,
-    use_collectives: bool = True,
-    user_metadata: Mapping[str, Any] | None = None,
-    progress: bool | ProgressCallback | None = None,
-) -> Metadata:
+) -> tuple[Metadata, SaveOutcome]:
     """Save what ``state`` gives, which is asked in the first step so that its failure reaches all ranks."""
-    planner = planner if planner is not None else DefaultSavePlanner()
-    if isinstance(planner, DefaultSavePlanner):
-        planner.rank = ranks.rank
-    if isinstance(writer, FileSystemWriter):
-        writer.user = dict(user_metadata or {})
-        writer.provenance = provenance_of(ranks)
-    if (
-        isinstance(writer, FileSystemWriter)
-        and columnar.uses_columns(writer)
-        and isinstance(planner, DefaultSavePlanner)
-        and save_planner.uses_columns(planner)
-    ):
-        return ColumnarSave(
-            partial(_collect, state, writer, ranks, planner, cache),
-            writer,
-            ranks,
-            PlanOptions.of(planner),
-            use_collectives=use_collectives,
-            progress=progress,
-            cache=cache,
-        ).run()
-    return object_steps.save(state, writer, ranks, planner, use_collectives=use_collectives)
+
+    def part(ranks: Ranks) -> RankPart:
+        known = None if cache is None else cache.known
+        return engine.part(state(), rank=ranks.rank, is_coordinator=ranks.is_coordinator, known=known)
+
+    return carry_out(SaveOrder(engine, options), part, lambda _: ranks_of_attempt(), cache=cache)
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:
@@ -275,17 +280,3 @@ def _cache_for(writer: StorageWriter | None, planner: SavePlanner | None) -> Pla
     if isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
         return cache_of(planner)
     return None
-
-
-def _collect(
-    state: Callable[[], dict[str, Any]],
-    writer: FileSystemWriter,
-    ranks: Ranks,
-    planner: DefaultSavePlanner,
-    cache: PlanCache | None,
-) -> RankState:
-    planner.known = None if cache is None else cache.known
-    planner.set_up_planner(
-        state_dict=state(), storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
-    )
-    return RankState.collect(planner, digests=False)

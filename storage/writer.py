@@ -112,8 +112,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.open_store = open_store
         self.rank = 0
         self.use_collectives = True
-        self.user: dict[str, Any] = {}
-        self.provenance: dict[str, Any] = {}
+        self._said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
         self._structure: Mapping[str, Any] = {}
         self.index: CheckpointIndex | None = None
         self.lanes = 2
@@ -171,6 +170,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
             self.reset()
         self._begun = True
+        self._said = {}, {}
         if self._store is not None:
             self._traffic_before = self._store.traffic()
         self.rank = int(kwargs.get("rank") or 0)
@@ -210,7 +210,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Publish: ``metadata`` of the planner plus where ``results`` say the bytes are."""
         index = torch_metadata.index_from_results(metadata, results)
         index = dataclasses.replace(index, provenance=self._structure)
-        self.publish(index)
+        user, provenance = self._said
+        self.publish(index, user=user, provenance=provenance)
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {
@@ -250,8 +251,19 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 path=self.store.url,
             )
 
-    def publish(self, index: CheckpointIndex) -> None:
-        """Commit ``index``; on failure no file of this save remains."""
+    def describe(self, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        """Keep for `finish` of the save that was begun what `publish` is to say."""
+        self._said = user, provenance
+
+    def publish(
+        self,
+        index: CheckpointIndex,
+        *,
+        user: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
+        no file of this save remains."""
         index = dataclasses.replace(
             index,
             provenance={
@@ -259,9 +271,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 "save_id": self.save_id,
                 "time": time.time(),
                 **({} if self.sync_files else {"durable": False}),
-                **self.provenance,
+                **(provenance or {}),
             },
-            user=dict(self.user),
+            user=dict(user or {}),
         )
         previous = self._previous
         if previous is None:

@@ -133,7 +133,7 @@ class _Planning:
 
     def _note_phases(self) -> None:
         for phase, values in self._phases.items():
-            values.append(max(rank.get(phase, 0.0) for rank in self._kept.provenance["rank_seconds"]))
+            values.append(max(rank.get(phase, 0.0) for rank in _rank_seconds(self._kept)))
 
     def _ours_first(self, state: dict[str, Any], folder: Path) -> float:
         return self._ours(state, dcp.FileSystemWriter(folder, sync_files=False))
@@ -144,8 +144,7 @@ class _Planning:
 
     def _ours(self, state: dict[str, Any], writer: dcp.FileSystemWriter) -> float:
         dcp.save(state, storage_writer=writer)
-        ranks = writer.provenance.get("rank_seconds", ())  # on the coordinator
-        return max((seconds["plan"] for seconds in ranks), default=0.0)
+        return max((seconds["plan"] for seconds in _rank_seconds(writer)), default=0.0)
 
     def _stock_first(self, state: dict[str, Any], folder: Path) -> float:
         return self._stock(state, folder, caching=False)
@@ -159,6 +158,11 @@ class _Planning:
         begun = time.perf_counter()
         stock.save(state, storage_writer=writer, planner=planner)
         return writer.planned_at - begun
+
+
+def _rank_seconds(writer: dcp.FileSystemWriter) -> list[dict[str, float]]:
+    """On the coordinator, from the manifest that it published; elsewhere none."""
+    return [] if writer.index is None else list(writer.index.provenance["rank_seconds"])
 
 
 def _name(number: int) -> str:

@@ -6,26 +6,14 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp.calls.plain_errors import plain_errors
+from dcp.saving.order import SaveOutcome
 
 __all__ = ["SaveFuture", "SaveOutcome"]
-
-
-@dataclass(frozen=True)
-class SaveOutcome:
-    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once), the
-    ``staged_bytes`` of this rank's tensors, and whether the plan of an earlier save served again."""
-
-    save_id: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-    attempts: int = 1
-    staged_bytes: int = 0
-    plan_reused: bool = False
 
 
 class SaveFuture(Future[Metadata], AsyncSaveResponse):

@@ -8,12 +8,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp.background.error_codec import Verdict
 from dcp.background.future import SaveFuture, SaveOutcome
-from dcp.background.order import SaveOrder
+from dcp.saving.order import SaveOrder
 from dcp.storage.errors import CheckpointConflictError, WriterProcessError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import FileSystemWriter
 
 __all__ = ["end_future"]
 
@@ -49,10 +48,10 @@ def end_future(
 
 
 def _metadata(order: SaveOrder, save_id: str, sent: bytes | None, rank: int) -> Metadata:
-    writer = order.writer
-    if isinstance(writer, FileSystemWriter):
+    writer = order.engine.storage
+    if writer is not None:
         store = writer.open_store(writer.path)
-        own_rank = None if order.use_collectives else rank
+        own_rank = None if order.options.use_collectives else rank
 
         def index() -> CheckpointIndex:
             found = open_index(store, rank=own_rank)

@@ -6,7 +6,6 @@ share nothing, so that two managers in one process cannot get into each other's 
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,25 +27,23 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.future import SaveFuture
 from dcp.background.interrupts import interrupts_later
-from dcp.background.order import SaveOrder
 from dcp.background.process.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
 from dcp.background.worker import BackgroundWriter, FailedStaging, Payload, StagedDict
 from dcp.calls.plain_errors import shorten
 from dcp.calls.stateful_values import stateful_to_plain
-from dcp.calls.storage_selection import refuse_user_metadata
+from dcp.calls.storage_selection import with_own_id
+from dcp.engines import save_engine
 from dcp.planners.cache.known_state import KnownState
-from dcp.planners.save import planner as save_planner
-from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.progress import ProgressCallback, harmless
+from dcp.progress import harmless
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
 from dcp.ranks.handshake import begin
-from dcp.saving.rank_state import PlanOptions, RankState
+from dcp.saving.engine import RankPart, SaveEngine
+from dcp.saving.options import SaveOptions
+from dcp.saving.order import SaveOrder
 from dcp.staging.guarding.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
-from dcp.storage import writer as columnar
 from dcp.storage.errors import CheckpointError, StagingError
-from dcp.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,11 +110,7 @@ class AsyncSession:
         *,
         storage_writer: StorageWriter,
         planner: SavePlanner | None = None,
-        use_collectives: bool = True,
-        user_metadata: Mapping[str, Any] | None = None,
-        progress: bool | ProgressCallback | None = None,
-        retries: int = 0,
-        retry_pause_seconds: float = 1.0,
+        options: SaveOptions | None = None,
         overlap: bool = False,
         stager: AsyncStager | None = None,
     ) -> SaveFuture:
@@ -125,34 +119,23 @@ class AsyncSession:
         Returns when the state may change again; with ``overlap`` at once, and then the state must not change
         before ``staging_completion`` of the result is done (see `DefaultStager.lock`). Whatever fails after
         the arguments were found good, staging included, is the future's error, on all ranks alike.
-        ``stager`` replaces the session's own for this save. A ``progress`` callback may raise.
+        ``stager`` replaces the session's own for this save. A ``progress`` callback may raise; the timeout is
+        the session's.
         """
         if self._closed:
             raise CheckpointError(
                 "this session is closed, or of the process that forked this one; open another"
             )
-        refuse_user_metadata(storage_writer, user_metadata)
-        planner = planner if planner is not None else DefaultSavePlanner()
-        if isinstance(planner, DefaultSavePlanner):
-            planner.rank = self.rank
+        options = self._options_of(options if options is not None else SaveOptions())
+        engine = save_engine(with_own_id(storage_writer), planner, options)
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
-        # A copy, because the caller may point the writer at the next id while this save is under way.
-        writer = copy.copy(storage_writer) if isinstance(storage_writer, FileSystemWriter) else storage_writer
-        future = SaveFuture(getattr(writer, "checkpoint_id", None) or "")
-        order = SaveOrder(
-            self._serial,
-            writer,
-            use_collectives=use_collectives,
-            user_metadata=dict(user_metadata or {}),
-            timeout_seconds=self.timeout_seconds,
-            retries=retries,
-            retry_pause_seconds=retry_pause_seconds,
-        )
+        future = SaveFuture(getattr(engine.writer, "checkpoint_id", None) or "")
+        order = SaveOrder(engine, options, self._serial)
         begun = time.perf_counter()
         interrupt: BaseException | None = None
         try:
-            payload = self._stage(order, state_dict, planner, stager, overlap)
+            payload = self._stage(engine, state_dict, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
             payload = FailedStaging.because(error)
         except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks are told
@@ -160,71 +143,49 @@ class AsyncSession:
             payload = FailedStaging.because(StagingError(f"staging was ended by a {type(error).__name__}"))
         order.seconds["blocked"] = time.perf_counter() - begun
         with interrupts_later():
-            self._hand_over(order, payload, future, progress)
+            self._hand_over(order, payload, future)
         if interrupt is not None:
             raise interrupt
         return future
 
-    def _hand_over(
-        self,
-        order: SaveOrder,
-        payload: Payload,
-        future: SaveFuture,
-        progress: bool | ProgressCallback | None,
-    ) -> None:
+    def _options_of(self, options: SaveOptions) -> SaveOptions:
+        """``options`` in the background, where a callback that raises must not fail the save."""
+        progress = harmless(options.progress) if callable(options.progress) else options.progress
+        return replace(options, progress=progress, timeout_seconds=self.timeout_seconds)
+
+    def _hand_over(self, order: SaveOrder, payload: Payload, future: SaveFuture) -> None:
         with self._changed:
             self._unfinished.add(future)
         future.add_done_callback(lambda _: self._ended(future))
         _chain(payload.done, future.staging_completion)
         try:
-            self._worker.submit(
-                order, payload, future, harmless(progress) if callable(progress) else progress
-            )
+            self._worker.submit(order, payload, future)
         except BaseException:
             payload.release()
             self._forget(future)
             raise
 
     def _stage(
-        self,
-        order: SaveOrder,
-        state_dict: dict[str, Any],
-        planner: SavePlanner,
-        stager: AsyncStager | None,
-        overlap: bool,
+        self, engine: SaveEngine, state_dict: dict[str, Any], stager: AsyncStager | None, overlap: bool
     ) -> Payload:
-        writer = order.writer
-        ours: DefaultSavePlanner | None = None
-        # known before anything fails, so that a rank where something does takes the steps of the others
-        if (
-            isinstance(writer, FileSystemWriter)
-            and columnar.uses_columns(writer)
-            and isinstance(planner, DefaultSavePlanner)
-            and save_planner.uses_columns(planner)
-        ):
-            ours, order.options = planner, PlanOptions.of(planner)
-        else:
-            order.planner = planner
-        if isinstance(writer, FileSystemWriter):
-            writer.stay_here()
+        if engine.storage is not None:
+            engine.storage.stay_here()
         chosen = stager or self._given_stager or self._own_stager()
         state = stateful_to_plain(state_dict)
-        if ours is None:
-            return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))
-        meta = writer.storage_meta()
-
-        def local_state(state: dict[str, Any]) -> RankState:
-            ours.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=self.rank == 0)
-            return RankState.collect(ours, digests=False).encoded()
-
         own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
-        ours.known = self._known if own else None  # copies of other stagers are new ones each time
+
+        def part(state: dict[str, Any]) -> RankPart:
+            known = self._known if own else None  # copies of other stagers are new ones each time
+            return engine.part(state, rank=self.rank, is_coordinator=self.rank == 0, known=known).encoded()
+
+        if not engine.on_columns:
+            return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))
         if isinstance(chosen, DefaultStager) and own:
-            return chosen.stage_local(local_state(state), overlap=overlap, shared=self._in_process)
+            return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
-            return StagedDict(self._staged_alone(chosen, state, local_state))
+            return StagedDict(self._staged_alone(chosen, state, part))
         # What a stager of somebody else's has copied is not where another process can read it.
-        staged = _staged_by(chosen, state, local_state)
+        staged = _staged_by(chosen, state, part)
         return self._own_stager().stage_local(staged.result(self.timeout_seconds), shared=True)
 
     def _staged_alone(

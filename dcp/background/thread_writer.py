@@ -7,10 +7,9 @@ import threading
 from dataclasses import dataclass
 
 from dcp.background.future import SaveFuture
-from dcp.background.order import RanksFor, SaveOrder, carry_out
 from dcp.background.worker import BackgroundWriter, Payload, payload_of
 from dcp.planners.cache.plan_cache import PlanCache
-from dcp.progress import ProgressCallback
+from dcp.saving.order import RanksFor, SaveOrder, carry_out
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["ThreadWriter"]
@@ -21,7 +20,6 @@ class _Task:
     order: SaveOrder
     payload: Payload
     future: SaveFuture
-    progress: bool | ProgressCallback | None
 
 
 class ThreadWriter(BackgroundWriter):
@@ -44,7 +42,6 @@ class ThreadWriter(BackgroundWriter):
         order: SaveOrder,
         payload: Payload,
         future: SaveFuture,
-        progress: bool | ProgressCallback | None = None,
     ) -> None:
         """Queue the save."""
         if self._closed:
@@ -52,7 +49,7 @@ class ThreadWriter(BackgroundWriter):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._tasks.put(_Task(order, payload, future, progress))
+        self._tasks.put(_Task(order, payload, future))
 
     def close(self, timeout_seconds: float) -> None:
         """Let the queue run empty, then end the thread."""
@@ -72,10 +69,9 @@ class ThreadWriter(BackgroundWriter):
         try:
             metadata, outcome = carry_out(
                 order,
-                lambda: payload_of(task.payload, order),
+                lambda _: payload_of(task.payload, order),
                 self._ranks_for,
                 abort=future.abort_event,
-                progress=task.progress,
                 cache=self._cache,
             )
         except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dcp.background.future import SaveFuture
-    from dcp.background.order import SaveOrder
-    from dcp.progress import ProgressCallback
+    from dcp.saving.order import SaveOrder
     from dcp.saving.rank_state import RankState
 
 __all__ = ["BackgroundWriter", "Payload", "StagedDict", "payload_of"]
@@ -62,7 +61,7 @@ class FailedStaging:
 def payload_of(payload: Payload, order: SaveOrder) -> RankState | dict[str, Any]:
     """What ``payload`` holds, once staging is complete; raises what staging raised. Its duration goes into
     ``order``."""
-    result = payload.done.result(order.timeout_seconds)
+    result = payload.done.result(order.options.timeout_seconds)
     order.seconds.update(getattr(payload, "seconds", {}))
     local: RankState | None = getattr(payload, "local", None)
     return local if local is not None else result
@@ -77,7 +76,6 @@ class BackgroundWriter(ABC):
         order: SaveOrder,
         payload: Payload,
         future: SaveFuture,
-        progress: bool | ProgressCallback | None = None,
     ) -> None:
         """Begin a save; returns at once. Staging may still be running.
 

@@ -10,15 +10,23 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final, ParamSpec, TypeVar
 
 from dcp.storage.errors import CheckpointError, RemoteError
 
-__all__ = ["DEBUG_VARIABLE", "plain_errors", "shorten", "whole_tracebacks", "without_our_frames"]
+__all__ = [
+    "DEBUG_VARIABLE",
+    "plain_errors",
+    "shorten",
+    "warn_caller",
+    "whole_tracebacks",
+    "without_our_frames",
+]
 
 DEBUG_VARIABLE: Final = "DCP_DEBUG"
 
@@ -90,7 +98,20 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _package(trace: TracebackType) -> str:
-    return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    return _package_of(trace.tb_frame)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def warn_caller(text: str) -> None:
+    """A UserWarning at the line that called this package."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _package_of(frame) == "dcp":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 @contextmanager

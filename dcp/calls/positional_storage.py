@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from dcp.calls.plain_errors import warn_caller
 from dcp.storage.errors import OptionError
 
 __all__ = ["refuse_a_place", "takes_storage_second"]
@@ -19,8 +19,7 @@ R = TypeVar("R")
 def takes_storage_second(argument: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator that makes of a second positional argument the keyword ``argument``, with torch's warning.
 
-    Between it and the caller there is `dcp.calls.plain_errors.plain_errors`. Raises PlanError where a place
-    is given as the state dict.
+    Raises PlanError where a place is given as the state dict.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -30,10 +29,9 @@ def takes_storage_second(argument: str) -> Callable[[Callable[P, R]], Callable[P
         def call(*args: Any, **kwargs: Any) -> R:
             refuse_a_place(name, args[0] if args else kwargs.get("state_dict"))
             if len(args) == 2 and argument not in kwargs:
-                warnings.warn(
+                warn_caller(
                     f"The argument order of {name} has been changed. Please check the document to avoid "
-                    "future breakages.",
-                    stacklevel=3,
+                    "future breakages."
                 )
                 return cast("Callable[..., R]", function)(args[0], **kwargs, **{argument: args[1]})
             return cast("Callable[..., R]", function)(*args, **kwargs)

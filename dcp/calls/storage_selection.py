@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from dcp.storage.writer import FileSystemWriter
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-__all__ = ["choose_reader", "choose_writer", "refuse_user_metadata", "with_options"]
+__all__ = ["choose_reader", "choose_writer", "with_options", "with_own_id"]
 
 
 def choose_reader(
@@ -59,12 +60,10 @@ def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter
     return writer
 
 
-def refuse_user_metadata(writer: StorageWriter, user_metadata: Mapping[str, Any] | None) -> None:
-    """Raises CheckpointError if ``writer``, which is not one of ours, is to store ``user_metadata``."""
-    if user_metadata and not isinstance(writer, FileSystemWriter):
-        raise CheckpointError(
-            f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
-        )
+def with_own_id(writer: StorageWriter) -> StorageWriter:
+    """A copy of one of ours, which the caller may point at the next id while a save with the copy is under
+    way; of others nobody knows how to make one."""
+    return copy.copy(writer) if isinstance(writer, FileSystemWriter) else writer
 
 
 def _refuse_others(storage: object, argument: str, method: str) -> None:

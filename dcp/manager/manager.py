@@ -25,7 +25,7 @@ from dcp.manager.cleanup.retention import Retention
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import Ledger
 from dcp.manager.restore import Restored, restore
-from dcp.manager.saves import Mode, SaveOptions, check_group, saves_of
+from dcp.manager.saves import Mode, SaveSettings, check_group, saves_of
 from dcp.manager.saving import Saver, WhenBusy
 from dcp.manager.schedule import Schedule
 from dcp.manager.step_coordinator import StepCoordinator
@@ -33,6 +33,7 @@ from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
+from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
@@ -205,15 +206,17 @@ class CheckpointManager:
         )
         self._saves = saves_of(
             mode,
-            SaveOptions(
+            SaveSettings(
                 process_group,
                 alone,
                 planner,
                 stager,
-                retries,
-                retry_pause_seconds,
-                progress,
-                timeout_seconds,
+                SaveOptions(
+                    progress=progress,
+                    timeout_seconds=timeout_seconds,
+                    retries=retries,
+                    retry_pause_seconds=retry_pause_seconds,
+                ),
             ),
         )
         self._saver = Saver(

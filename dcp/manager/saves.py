@@ -7,16 +7,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
-from dcp.background.future import SaveFuture, SaveOutcome
-from dcp.background.order import is_passing
+from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession
-from dcp.progress import ProgressCallback
-from dcp.state_dict_saver import AsyncCheckpointerType, save
+from dcp.saving.options import SaveOptions
+from dcp.state_dict_saver import AsyncCheckpointerType, save_with
 from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.writer import FileSystemWriter
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.staging import AsyncStager
 
-__all__ = ["Mode", "SaveOptions", "Saves", "check_group", "saves_of"]
+__all__ = ["Mode", "SaveSettings", "Saves", "check_group", "saves_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +32,18 @@ Mode = Literal["thread", "process", "sync"]
 
 
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveSettings:
     """What is the same for all saves of a manager."""
 
     process_group: ProcessGroup | None = None
     no_dist: bool = False
     planner: SavePlanner | None = None
     stager: AsyncStager | None = None
-    retries: int = 2
-    retry_pause_seconds: float = 1.0
-    progress: bool | ProgressCallback | None = None
-    timeout_seconds: float = 1800.0
+    options: SaveOptions = field(default_factory=SaveOptions)
+
+    def options_of(self, user_metadata: Mapping[str, Any]) -> SaveOptions:
+        """Those of the save that stores ``user_metadata``."""
+        return replace(self.options, user_metadata=dict(user_metadata))
 
 
 class Saves(ABC):
@@ -51,8 +51,8 @@ class Saves(ABC):
 
     ends_at_once = False
 
-    def __init__(self, options: SaveOptions) -> None:
-        self._options = options
+    def __init__(self, settings: SaveSettings) -> None:
+        self._settings = settings
 
     @abstractmethod
     def begin(
@@ -77,14 +77,14 @@ class Saves(ABC):
 class _BackgroundSaves(Saves):
     """In a thread or a process of this manager's own."""
 
-    def __init__(self, options: SaveOptions, kind: AsyncCheckpointerType) -> None:
-        super().__init__(options)
+    def __init__(self, settings: SaveSettings, kind: AsyncCheckpointerType) -> None:
+        super().__init__(settings)
         self._session = AsyncSession(
-            options.process_group,
-            no_dist=options.no_dist,
+            settings.process_group,
+            no_dist=settings.no_dist,
             kind=kind,
-            stager=options.stager,
-            timeout_seconds=options.timeout_seconds,
+            stager=settings.stager,
+            timeout_seconds=settings.options.timeout_seconds,
             start=kind is AsyncCheckpointerType.PROCESS,
         )
 
@@ -96,15 +96,11 @@ class _BackgroundSaves(Saves):
         *,
         overlap: bool,
     ) -> SaveFuture:
-        options = self._options
         return self._session.save(
             state_dict,
             storage_writer=writer,
-            planner=options.planner,
-            user_metadata=user_metadata,
-            progress=options.progress,
-            retries=options.retries,
-            retry_pause_seconds=options.retry_pause_seconds,
+            planner=self._settings.planner,
+            options=self._settings.options_of(user_metadata),
             overlap=overlap,
         )
 
@@ -129,51 +125,26 @@ class _SyncSaves(Saves):
         overlap: bool,
     ) -> SaveFuture:
         future = SaveFuture(writer.checkpoint_id)
-        attempt = 0
-        while not future.done():
-            attempt += 1
-            begun = time.perf_counter()
-            try:
-                metadata = self._save(state_dict, writer, user_metadata)
-            except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
-                if (
-                    isinstance(error, CheckpointError)
-                    and is_passing(error)
-                    and attempt <= self._options.retries
-                ):
-                    self._pause(attempt, error)
-                    writer.reset()
-                    continue
-                future.staging_completion.set_result(None)
-                future.set_exception(error)
-            else:
-                spent = time.perf_counter() - begun
-                seconds = {"blocked": spent, "save": spent}
-                future.outcome = SaveOutcome(writer.save_id, seconds, attempt)
-                future.staging_completion.set_result(None)
-                future.set_result(metadata)
+        settings, begun = self._settings, time.perf_counter()
+        try:
+            check_group(no_dist=settings.no_dist)
+            metadata, outcome = save_with(
+                state_dict,
+                settings.options_of(user_metadata),
+                storage_writer=writer,
+                planner=settings.planner,
+                process_group=settings.process_group,
+                no_dist=settings.no_dist,
+            )
+        except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
+            future.staging_completion.set_result(None)
+            future.set_exception(error)
+        else:
+            spent = time.perf_counter() - begun
+            future.outcome = replace(outcome, seconds=outcome.seconds | {"blocked": spent})
+            future.staging_completion.set_result(None)
+            future.set_result(metadata)
         return future
-
-    def _save(
-        self, state_dict: dict[str, Any], writer: FileSystemWriter, user_metadata: Mapping[str, Any]
-    ) -> Any:
-        options = self._options
-        check_group(no_dist=options.no_dist)
-        return save(
-            state_dict,
-            storage_writer=writer,
-            planner=options.planner,
-            process_group=options.process_group,
-            no_dist=options.no_dist,
-            timeout_seconds=options.timeout_seconds,
-            user_metadata=user_metadata,
-            progress=options.progress,
-        )
-
-    def _pause(self, attempt: int, error: CheckpointError) -> None:
-        pause = self._options.retry_pause_seconds * 2 ** (attempt - 1)
-        logger.warning("attempt %d of a save failed, the next follows in %g s: %s", attempt, pause, error)
-        time.sleep(pause)
 
     def lock(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -191,11 +162,11 @@ def check_group(*, no_dist: bool) -> None:
         )
 
 
-def saves_of(mode: Mode, options: SaveOptions) -> Saves:
+def saves_of(mode: Mode, settings: SaveSettings) -> Saves:
     """What carries out saves in ``mode``. Collective, except for "sync"."""
     if mode == "sync":
-        return _SyncSaves(options)
+        return _SyncSaves(settings)
     if mode not in ("thread", "process"):
         raise OptionError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
     kind = AsyncCheckpointerType.PROCESS if mode == "process" else AsyncCheckpointerType.THREAD
-    return _BackgroundSaves(options, kind)
+    return _BackgroundSaves(settings, kind)

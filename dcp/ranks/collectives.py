@@ -15,7 +15,6 @@ import re
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgpack
 import torch.distributed as dist
 
+from dcp.calls.plain_errors import warn_caller
 from dcp.ranks.channel import Channel
 from dcp.ranks.failures import decode_failure, failure_of, pack_failure, pack_failures
 from dcp.ranks.presence import Presence, grace_seconds
@@ -88,7 +88,7 @@ def _tell_of_no_group(processes: int, operation: str) -> None:
     facts = f"this is one of {processes} processes (WORLD_SIZE), and torch.distributed is not initialised"
     if operation == "load":
         text = f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True"
-        warnings.warn(text, stacklevel=6)  # whoever called dcp.load
+        warn_caller(text)
         return
     raise CheckpointError(
         f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.storage import StorageWriter
 from torch.optim import Optimizer
 
 from dcp.calls.stateful_values import stateful_keys
@@ -42,9 +41,9 @@ _OF_PLANS = {
 }
 
 
-def of_save(writer: StorageWriter, options: PlanOptions | None) -> dict[str, Any]:
-    """Of a save by ``writer``, by the names that its caller knows; those of others are not known."""
-    told = _values(writer, _OF_WRITERS) if isinstance(writer, FileSystemWriter) else {}
+def of_save(writer: FileSystemWriter | None, options: PlanOptions | None) -> dict[str, Any]:
+    """Of a save by ``writer``, by the names that its caller knows; those of others (None) are not known."""
+    told = {} if writer is None else _values(writer, _OF_WRITERS)
     if options is not None:
         told |= {name: getattr(options, field) for field, name in _OF_PLANS.items()}
     return told

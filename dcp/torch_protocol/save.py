@@ -1,4 +1,4 @@
-"""A save by torch's protocol: plans made of objects, for a planner or storage that overrides a step.
+"""Saves by torch's protocol: plans made of objects, for a planner or storage that overrides a step.
 
 The sequence of calls is the one that torch documents for StorageWriter and SavePlanner. Plans and results
 travel as `dcp.torch_protocol.plan_transport` packs them.
@@ -11,117 +11,142 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.ranks.handshake import begin, check_same_target
 from dcp.ranks.options import of_save
+from dcp.saving.engine import RankPart, SaveAttempt, SaveEngine
+from dcp.saving.options import SaveOptions
+from dcp.saving.provenance import provenance_of
 from dcp.saving.rank_state import PlanOptions, warn_of_foreign, warn_of_keys
+from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.open import open_index
 from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import FileSystemWriter
 from dcp.torch_protocol import plan_transport
 from dcp.torch_protocol.calls import call_with_optional
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import StorageWriter
 
+    from dcp.planners.cache.known_state import KnownState
+    from dcp.planners.cache.plan_cache import PlanCache
+    from dcp.planners.save.planner import DefaultSavePlanner
     from dcp.ranks.collectives import Ranks
+    from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["save"]
+__all__ = ["ProtocolSave", "ProtocolSaveEngine"]
 
 
-def save(
-    state: Callable[[], dict[str, Any]],
-    writer: StorageWriter,
-    ranks: Ranks,
-    planner: SavePlanner,
-    *,
-    use_collectives: bool = True,
-) -> Metadata:
-    """Save what ``state`` gives with any planner and any storage; returns the metadata that the planner
-    made."""
-    made: list[Metadata] = []
-    manner = ["by torch's protocol"] if use_collectives else ["by torch's protocol", "without collectives"]
-    options = of_save(writer, PlanOptions.of(planner) if isinstance(planner, DefaultSavePlanner) else None)
-    places = begin(ranks, lambda: _place_of(writer), manner=manner, options=options)
-    if use_collectives:
-        check_same_target(
-            ranks, places, lambda: writer.store if isinstance(writer, FileSystemWriter) else None
-        )
-    scattered = len(set(places)) > 1
+class ProtocolSaveEngine(SaveEngine):
+    """Saves by any ``planner`` and any ``writer``; ``ours`` and ``storage`` are the same where they are of
+    this package, else None."""
 
-    def local_plan() -> SavePlan:
-        given = state()
+    on_columns = False
+
+    def __init__(
+        self,
+        writer: StorageWriter,
+        planner: SavePlanner,
+        ours: DefaultSavePlanner | None,
+        storage: FileSystemWriter | None,
+    ) -> None:
+        super().__init__(writer, storage)
+        self.planner = planner
+        self.ours = ours
+
+    def part(
+        self, state: dict[str, Any], *, rank: int, is_coordinator: bool, known: KnownState | None = None
+    ) -> dict[str, Any]:
+        """The state dict itself: what is in it, the planner finds out."""
+        return state
+
+    def attempt(
+        self,
+        part: Callable[[], RankPart],
+        ranks: Ranks,
+        options: SaveOptions,
+        *,
+        before: Mapping[str, float] | None = None,
+        cache: PlanCache | None = None,
+    ) -> ProtocolSave:
+        """One attempt; no plan of others is kept."""
+        return ProtocolSave(self, part, ranks, options, before)
+
+
+class ProtocolSave(SaveAttempt):
+    """One attempt by torch's protocol; its metadata are those that the planner made."""
+
+    def __init__(
+        self,
+        engine: ProtocolSaveEngine,
+        part: Callable[[], RankPart],
+        ranks: Ranks,
+        options: SaveOptions,
+        before: Mapping[str, float] | None,
+    ) -> None:
+        super().__init__(engine, part, ranks, options, before)
+        self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
+        self._made: Metadata | None = None
+
+    def _place(self) -> str:
+        if self._storage is not None:
+            return self._storage.store.url
+        return str(getattr(self._writer, "checkpoint_id", ""))
+
+    def _manner(self) -> list[str]:
+        return ["by torch's protocol"]
+
+    def _compared(self) -> dict[str, Any]:
+        return of_save(self._storage, PlanOptions.of(self._ours) if self._ours is not None else None)
+
+    def _local_plan(self) -> bytes:
+        writer, planner, ours, ranks = self._writer, self._planner, self._ours, self._ranks
+        state = self._part()
+        if ours is not None:
+            ours.begin_save(ranks.rank)
         call_with_optional(
             planner.set_up_planner,
-            (given,),
+            (state,),
             {"storage_meta": writer.storage_meta(), "is_coordinator": ranks.is_coordinator},
         )
         call_with_optional(
             writer.set_up_storage_writer,
             (ranks.is_coordinator,),
-            {"rank": ranks.rank, "use_collectives": use_collectives},
+            {"rank": ranks.rank, "use_collectives": self._together},
         )
+        if self._storage is not None:
+            self._storage.describe(self._options.user_metadata, provenance_of(ranks))
         plan = planner.create_local_plan()
         if ranks.is_coordinator:
-            _warn_of_foreign(plan, planner.state_dict if hasattr(planner, "state_dict") else given)
-            warn_of_keys(planner.foreign_keys if isinstance(planner, DefaultSavePlanner) else {})
-        return writer.prepare_local_plan(plan)
+            _warn_of_foreign(plan, planner.state_dict if hasattr(planner, "state_dict") else state)
+            warn_of_keys(ours.foreign_keys if ours is not None else {})
+        return plan_transport.pack(writer.prepare_local_plan(plan))
 
-    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
-        made[:] = [metadata]
-        return writer.prepare_global_plan(plans)
+    def _global_plan(self, parts: list[bytes]) -> list[bytes]:
+        plans, self._made = self._planner.create_global_plan([plan_transport.unpack(part) for part in parts])
+        return [plan_transport.pack(plan) for plan in self._writer.prepare_global_plan(plans)]
 
-    def write(plan: SavePlan) -> list[WriteResult]:
-        future = writer.write_data(planner.finish_plan(plan), planner)
+    def _write(self, plan: bytes) -> bytes:
+        planned = self._planner.finish_plan(plan_transport.unpack(plan))
+        future = self._writer.write_data(planned, self._planner)
         future.wait()
-        return list(future.value())
+        return plan_transport.pack(list(future.value()))
 
-    def finish(results: list[list[WriteResult]]) -> bytes:
-        writer.finish(metadata=made[0], results=results)
+    def _commit(self, parts: list[bytes]) -> bytes:
+        made = self._made
+        if made is None:
+            raise CheckpointError("the save was not planned")
+        self._writer.finish(metadata=made, results=[plan_transport.unpack(part) for part in parts])
         # What our writer published can be read again; a foreign storage need not be readable at all.
-        return b"" if isinstance(writer, FileSystemWriter) else plan_transport.pack(made[0])
+        return b"" if self._storage is not None else plan_transport.pack(made)
 
-    try:
-        if use_collectives:
-            reply = ranks.reduce_scatter(
-                "plan",
-                lambda: plan_transport.pack(local_plan()),
-                lambda parts: [
-                    plan_transport.pack(plan)
-                    for plan in global_plan([plan_transport.unpack(p) for p in parts])
-                ],
-            )
-            published = ranks.reduce_broadcast(
-                "write",
-                lambda: plan_transport.pack(write(plan_transport.unpack(reply))),
-                lambda parts: finish([plan_transport.unpack(part) for part in parts]),
-            )
-        else:
-            ranks.all_gather("save", lambda: finish([write(global_plan([local_plan()])[0])]))
-    except BaseException:
-        if isinstance(writer, FileSystemWriter) and (
-            ranks.is_coordinator or scattered or not use_collectives
-        ):
-            writer.discard()
-        raise
-    if made:
-        return made[0]
-    if isinstance(writer, FileSystemWriter):
-        store = writer.store
-        return LazyMetadata.of(lambda: open_index(store), writer.storage_meta())
-    metadata: Metadata = plan_transport.unpack(published)
-    return metadata
-
-
-def _place_of(writer: StorageWriter) -> str:
-    return (
-        writer.store.url
-        if isinstance(writer, FileSystemWriter)
-        else str(getattr(writer, "checkpoint_id", ""))
-    )
+    def _metadata(self) -> Metadata:
+        if self._made is not None:
+            return self._made
+        if self._storage is not None:
+            store = self._storage.store
+            return LazyMetadata.of(lambda: open_index(store), self._storage.storage_meta())
+        metadata: Metadata = plan_transport.unpack(self._answer)
+        return metadata
 
 
 def _warn_of_foreign(plan: SavePlan, values: Mapping[str, Any]) -> None:

@@ -85,6 +85,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
 
+    def begin_save(self, rank: int, known: KnownState | None = None) -> None:
+        """The next state dict is of rank ``rank``; ``known`` is lent for it."""
+        self.rank, self.known = rank, known
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

@@ -18,8 +18,9 @@ from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
-from dcp.saving import engine as columnar_save
-from dcp.saving.engine import ColumnarSave, cache_of
+from dcp.saving import columns as columnar_save
+from dcp.saving.columns import ColumnSaveEngine, cache_of
+from dcp.saving.options import SaveOptions
 from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.storage.errors import ReplicaMismatchError, StorageError
 from dcp.storage.stores import PosixStore
@@ -115,9 +116,9 @@ def save_steps(rank: int, world_size: int, folder: str) -> list[Step]:
             planner.set_up_planner(state(rank, world_size, step))
             return RankState.collect(planner, digests=False)
 
-        save = ColumnarSave(
-            local, FileSystemWriter(place, sync_files=False), ranks, PlanOptions.of(planner), cache=cache
-        )
+        writer = FileSystemWriter(place, sync_files=False)
+        engine = ColumnSaveEngine(writer, planner, PlanOptions.of(planner))
+        save = engine.attempt(local, ranks, SaveOptions(), cache=cache)
         save.run()
         loaded = loads(rank, world_size, place, step)
         steps.append(Step(dict(ranks.said), save.plan_reused, set(save.seconds), loaded))

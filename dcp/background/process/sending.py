@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.background.error_codec import plain_error
-from dcp.background.order import SaveOrder
 from dcp.background.process import pickled_state as parcel
 from dcp.background.process.child import Child
 from dcp.background.worker import Payload
 from dcp.planners.columns import SaveColumns, SaveObjects
-from dcp.progress import ProgressCallback
+from dcp.saving.order import SaveOrder
 from dcp.staging.stager import StagedState
 from dcp.storage.errors import CheckpointError
 from dcp.storage.tensors import dtype_code
@@ -51,20 +50,20 @@ class Sender:
         order: SaveOrder,
         payload: Payload,
         *,
-        progress: bool | ProgressCallback | None,
         go: bool,
         place: str,
     ) -> None:
         """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
         the other ranks learn of it. With ``go`` it may begin when those sent before have ended."""
+        options, progress = order.options, order.options.progress
         body: dict[str, Any] = {
             "kind": "save",
             "serial": order.serial,
             "go": go,
             "place": place,
-            "together": order.use_collectives,
-            "on_columns": order.options is not None,
-            "timeout_seconds": order.timeout_seconds,
+            "together": options.use_collectives,
+            "on_columns": order.engine.on_columns,
+            "timeout_seconds": options.timeout_seconds,
             "progress": "report" if callable(progress) else bool(progress),
         }
         fds: list[int] = []
@@ -72,7 +71,8 @@ class Sender:
         try:
             body["cwd"] = os.getcwd()  # noqa: PTH109 - travels as text
             seconds = order.seconds | getattr(payload, "seconds", {})
-            body["order"] = parcel.pack(replace(order, seconds=seconds), "the save's storage or planner").data
+            sent = replace(order, seconds=seconds, options=replace(options, progress=None))
+            body["order"] = parcel.pack(sent, "the save's storage or planner").data
         except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
             body["refused"] = plain_error(error)
         else:

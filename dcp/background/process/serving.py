@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, BinaryIO, NoReturn
 
@@ -21,17 +21,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dcp.background.error_codec import error_to_data
-from dcp.background.order import SaveOrder, agreeing_seconds, carry_out
 from dcp.background.process import pickled_state as parcel
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
+from dcp.engines import save_engine_again
 from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.columns import SaveColumns
-from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
-from dcp.saving.rank_state import PlanOptions, RankState
+from dcp.saving.options import SaveOptions
+from dcp.saving.order import SaveOrder, agreeing_seconds, carry_out
+from dcp.saving.rank_state import RankState
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import torch_dtype
 from dcp.storage.writer import FileSystemWriter
@@ -151,16 +152,16 @@ class WriterLoop:
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
             refusal = _Refusal(error)
             order, payload = refusal.order(body), refusal.payload
-        ranks_for = self._meeting.ranks_for(order.timeout_seconds)
+        order = replace(order, options=replace(order.options, progress=self._progress(save)))
+        ranks_for = self._meeting.ranks_for(order.options.timeout_seconds)
         metadata, outcome = carry_out(
             order,
-            payload,
+            lambda _: payload(),
             ranks_for,
             abort=save.abort,
-            progress=self._progress(save),
             cache=self._cache,
         )
-        ours = isinstance(order.writer, FileSystemWriter)  # the trainer can read the manifest itself
+        ours = order.engine.storage is not None  # the trainer can read the manifest itself
         return {
             "ok": True,
             "outcome": asdict(outcome),
@@ -208,14 +209,8 @@ class _Refusal(FileSystemWriter):
 
     def order(self, body: dict[str, Any]) -> SaveOrder:
         """In the place of the order of ``body``, on the road that the others take."""
-        return SaveOrder(
-            body["serial"],
-            self,
-            options=PlanOptions() if body["on_columns"] else None,
-            planner=DefaultSavePlanner(),
-            use_collectives=body["together"],
-            timeout_seconds=body["timeout_seconds"],
-        )
+        options = SaveOptions(use_collectives=body["together"], timeout_seconds=body["timeout_seconds"])
+        return SaveOrder(save_engine_again(self, on_columns=body["on_columns"]), options, body["serial"])
 
     def payload(self) -> dict[str, Any]:
         raise self._error

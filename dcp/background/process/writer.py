@@ -19,14 +19,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from dcp.background.error_codec import Ending, Verdict, error_to_data, verdict
 from dcp.background.future import SaveFuture, SaveOutcome
-from dcp.background.order import SaveOrder, agreeing_seconds
 from dcp.background.process.child import Child
 from dcp.background.process.rendezvous import meet, own_client
 from dcp.background.process.sending import Sender
 from dcp.background.results import end_future
 from dcp.background.worker import BackgroundWriter, Payload
-from dcp.progress import Progress, ProgressCallback
+from dcp.progress import Progress
 from dcp.ranks.collectives import Channel, Ranks
+from dcp.saving.order import SaveOrder, agreeing_seconds
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
 
 __all__ = ["ProcessWriter"]
@@ -42,7 +42,6 @@ class _Save:
     order: SaveOrder
     payload: Payload
     future: SaveFuture
-    progress: bool | ProgressCallback | None
     child: Child | None = None
     released: bool = False
     ending: Ending | None = None
@@ -94,10 +93,9 @@ class ProcessWriter(BackgroundWriter):
         order: SaveOrder,
         payload: Payload,
         future: SaveFuture,
-        progress: bool | ProgressCallback | None = None,
     ) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
-        save = _Save(order, payload, future, progress)
+        save = _Save(order, payload, future)
         with self._changed:
             if self._closing:
                 raise CheckpointError("this writer is closed")
@@ -158,7 +156,6 @@ class ProcessWriter(BackgroundWriter):
                 self._sender.send(
                     save.order,
                     save.payload,
-                    progress=save.progress,
                     go=save.released,
                     place=save.future.checkpoint_id,
                 )
@@ -173,8 +170,8 @@ class ProcessWriter(BackgroundWriter):
         if save is None or save.child is not child:
             return
         if body["kind"] == "progress":
-            if callable(save.progress):
-                save.progress(Progress(**body["progress"]))
+            if callable(progress := save.order.options.progress):
+                progress(Progress(**body["progress"]))
             return
         with self._changed:
             if body["ok"]:
@@ -246,9 +243,9 @@ class ProcessWriter(BackgroundWriter):
 
         Its writer may go on for a while then, because its own waits for a lost rank end soon.
         """
-        agreeing = agreeing_seconds(save.order.timeout_seconds)
+        agreeing = agreeing_seconds(save.order.options.timeout_seconds)
         look_seconds, grace_seconds = min(0.5, agreeing / 10), agreeing / 4
-        wait([save.payload.done], save.order.timeout_seconds)
+        wait([save.payload.done], save.order.options.timeout_seconds)
         given_up_at = 0.0
         while True:
             with self._changed:
@@ -281,12 +278,12 @@ class ProcessWriter(BackgroundWriter):
 
     def _verdict(self, save: _Save, ending: Ending) -> Verdict:
         """What all ranks make of it; what this rank knows where they cannot agree any more."""
-        together = save.order.use_collectives
+        together = save.order.options.use_collectives
         if self._store is None:
             return verdict({0: ending}, 0, together=together)
         if self._lost or self._agreement is None:
             return verdict({self._rank: ending}, self._rank, together=together)
-        bound = save.order.timeout_seconds
+        bound = save.order.options.timeout_seconds
         if ending.is_timeout:  # most of the time is over, and more than what is left brings nobody
             bound = agreeing_seconds(bound)
         try:

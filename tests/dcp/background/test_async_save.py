@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from dcp.background.session import AsyncSession
+from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import AsyncSaveResponse
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
@@ -191,7 +192,9 @@ def test_failed_attempts_are_repeated_from_the_same_copy(tmp_path: Path) -> None
     session = AsyncSession(no_dist=True, timeout_seconds=240)
     writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
     state = version_state(5)
-    future = session.save(state, storage_writer=writer, retries=2, retry_pause_seconds=0.01)
+    future = session.save(
+        state, storage_writer=writer, options=SaveOptions(retries=2, retry_pause_seconds=0.01)
+    )
     overwrite(state)
     future.result(240)
     session.close()
@@ -214,7 +217,9 @@ def test_a_full_disk_is_not_tried_again(tmp_path: Path) -> None:
 
     session = AsyncSession(no_dist=True, timeout_seconds=240)
     writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
-    future = session.save(version_state(5), storage_writer=writer, retries=2, retry_pause_seconds=60)
+    future = session.save(
+        version_state(5), storage_writer=writer, options=SaveOptions(retries=2, retry_pause_seconds=60)
+    )
     with pytest.raises(dcp.errors.StorageFullError):
         future.result(30)
     session.close()

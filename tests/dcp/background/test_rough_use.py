@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import dcp
 from dcp.background.session import AsyncSession
 from dcp.progress import Progress
+from dcp.saving.options import SaveOptions
 from dcp.staging import BlockingAsyncStager, DefaultStager
 from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.storage.stores import PosixStore
@@ -349,7 +350,9 @@ def test_a_failing_progress_callback_harms_no_save(tmp_path: Path, kind: AsyncCh
     session = AsyncSession(no_dist=True, kind=kind, timeout_seconds=240)
     for version in (1, 2):
         writer = dcp.FileSystemWriter(tmp_path / str(version))
-        session.save(state_of(version), storage_writer=writer, progress=leave).result(240)
+        session.save(state_of(version), storage_writer=writer, options=SaveOptions(progress=leave)).result(
+            240
+        )
         assert loaded(tmp_path / str(version))["version"] == version
     session.close()
 

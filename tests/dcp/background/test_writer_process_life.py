@@ -20,9 +20,11 @@ import torch
 import dcp
 from dcp.background.error_codec import Verdict
 from dcp.background.future import SaveFuture
-from dcp.background.order import SaveOrder
 from dcp.background.results import end_future
 from dcp.background.session import AsyncSession
+from dcp.engines import save_engine
+from dcp.saving.options import SaveOptions
+from dcp.saving.order import SaveOrder
 from dcp.storage.errors import WriterProcessError
 from dcp.storage.stores import PosixStore
 from tests.support.gates import FileGate, open_gated
@@ -157,7 +159,9 @@ def test_a_future_that_is_kept_keeps_no_staged_copy(tmp_path: Path) -> None:
 def test_metadata_that_cannot_be_read_ends_the_future(tmp_path: Path, sent: bytes) -> None:
     """Nobody waits for ever, and the error says that the checkpoint is there."""
     future = SaveFuture("x")
-    end_future(future, SaveOrder(1, ItemWriter(tmp_path)), Verdict(None, "id", False), None, sent, 0)
+    options = SaveOptions()
+    order = SaveOrder(save_engine(ItemWriter(tmp_path), None, options), options)
+    end_future(future, order, Verdict(None, "id", False), None, sent, 0)
     with pytest.raises(WriterProcessError, match="is committed") as caught:
         future.result(0)
     assert caught.value.facts["committed"]

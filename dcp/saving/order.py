@@ -1,0 +1,143 @@
+"""One save as data, and the one piece of logic that carries it out.
+
+The training loop runs it itself, the thread writer in the background, the process writer in a process of its
+own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp.planners.cache.plan_cache import PlanCache
+from dcp.progress import Progress, ProgressCallback
+from dcp.ranks.collectives import Ranks
+from dcp.saving.engine import RankPart, SaveEngine
+from dcp.saving.options import SaveOptions
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    SaveAbortedError,
+    StorageError,
+    StorageFullError,
+)
+
+__all__ = ["RanksFor", "SaveOrder", "SaveOutcome", "agreeing_seconds", "carry_out", "is_passing"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_AGREEING_SECONDS = 20.0
+
+RanksFor = Callable[[threading.Event], Ranks]
+"""Makes the ranks of one attempt; the event is the save's abort."""
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once), the
+    ``staged_bytes`` of this rank's tensors, and whether the plan of an earlier save served again."""
+
+    save_id: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    attempts: int = 1
+    staged_bytes: int = 0
+    plan_reused: bool = False
+
+
+@dataclass
+class SaveOrder:
+    """What to save and how. ``seconds`` are phases that came before.
+
+    ``options.retries`` further attempts follow on storage errors, after ``options.retry_pause_seconds``,
+    doubled each time.
+    """
+
+    engine: SaveEngine
+    options: SaveOptions
+    serial: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def carry_out(
+    order: SaveOrder,
+    part: Callable[[Ranks], RankPart],
+    ranks_for: RanksFor,
+    *,
+    abort: threading.Event | None = None,
+    cache: PlanCache | None = None,
+) -> tuple[Metadata, SaveOutcome]:
+    """Save what ``part`` gives: what this rank has, or a staged copy of it.
+
+    It is asked within the first step, so that a failed staging of one rank fails the save on all. ``cache``
+    keeps the plan for the saves to come; all ranks have one, or none. Attempts end alike on all ranks, since
+    all see the same error. ``abort`` calls the save off.
+    """
+    options, number = order.options, 0
+    never = threading.Event()
+    while True:
+        number += 1
+        try:
+            return _attempt(order, part, ranks_for(abort or never), number, abort, cache)
+        except CheckpointError as error:
+            if number > options.retries or not is_passing(error):
+                raise
+            pause = options.retry_pause_seconds * 2 ** (number - 1)
+            logger.warning("attempt %d of a save failed, the next follows in %g s: %s", number, pause, error)
+            (abort or never).wait(pause)
+            order.engine.writer.reset()
+
+
+def is_passing(error: CheckpointError) -> bool:
+    """Whether another attempt may succeed: not on a full disk, which stays full until somebody frees space.
+
+    The class of the error is the same on all ranks."""
+    if error.committed or isinstance(error, CheckpointConflictError | StorageFullError):
+        return False
+    return isinstance(error, StorageError)
+
+
+def agreeing_seconds(timeout_seconds: float) -> float:
+    """How much of the time that a save may wait for other ranks is for the trainers, who agree on how it
+    ended once their writer processes have given up."""
+    return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
+
+
+def _attempt(
+    order: SaveOrder,
+    part: Callable[[Ranks], RankPart],
+    ranks: Ranks,
+    number: int,
+    abort: threading.Event | None,
+    cache: PlanCache | None,
+) -> tuple[Metadata, SaveOutcome]:
+    begun = time.perf_counter()
+    options = order.options
+    if abort is not None:
+        watched = _watched(abort, options.progress, show=ranks.is_coordinator)
+        options = replace(options, progress=watched)
+    attempt = order.engine.attempt(lambda: part(ranks), ranks, options, before=order.seconds, cache=cache)
+    metadata = attempt.run()
+    save_id = str(getattr(order.engine.writer, "save_id", ""))
+    seconds = attempt.seconds | {"save": time.perf_counter() - begun}
+    return metadata, SaveOutcome(save_id, seconds, number, attempt.size_bytes, attempt.plan_reused)
+
+
+def _watched(
+    abort: threading.Event, progress: bool | ProgressCallback | None, *, show: bool
+) -> bool | ProgressCallback | None:
+    """``progress`` that also ends the writing soon after ``abort`` is set."""
+    if progress is True and show:
+        return True  # the bar; an abort then takes effect after this rank has written
+
+    def watch(done: Progress) -> None:
+        if abort.is_set():
+            raise SaveAbortedError("the save was called off while it was writing")
+        if callable(progress):
+            progress(done)
+
+    return watch
