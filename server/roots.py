@@ -37,6 +37,7 @@ from dcp.storage.errors import (
     PlanError,
     StorageFullError,
 )
+from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.stores import PosixStore, type_of_place
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store, check_name
 from dcp.storage.stores.opening import OpenWith
@@ -218,7 +219,7 @@ class Root:
         Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
         translates.
         """
-        from dcp.storage.formats.sources import FILE_SUFFIXES, SourcePlace  # only here: numpy takes its time
+        from dcp.storage.formats.sources import SourcePlace  # only here: numpy takes its time
 
         url = self.url_of(check_key(key))
         if self.path is not None:
@@ -227,7 +228,7 @@ class Root:
             above, _, name = key.rpartition("/")  # a link keeps its own name, which says what it is
             return SourcePlace(self._local_store(self.url_of(above)), name)
         folder, _, name = url.rpartition("/")
-        if name.lower().endswith(FILE_SUFFIXES):
+        if name.lower().endswith(file_suffixes()):
             store = self.open_store(folder)
             if store.stat(name) is not None:
                 return SourcePlace(store, name)

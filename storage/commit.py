@@ -46,6 +46,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.format import DCP, TORCH_DCP
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import is_large_metadata_of
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
@@ -62,7 +63,8 @@ _LOCK_TIMEOUT_SECONDS = 60.0
 _LOOKS = 3
 _ATTEMPTS = 16
 _OURS = re.compile(rf"__[0-9]+_[0-9]+\.[0-9a-f]+\.distcp|{re.escape(TEMPORARY_PREFIX)}.+")
-_DELETABLE = re.compile(rf"__.*\.distcp|.*\.safetensors|{re.escape(TEMPORARY_PREFIX)}.+")
+_DATA_FILES = [one.data_files.pattern for one in (DCP, TORCH_DCP) if one.data_files is not None]
+_DELETABLE = re.compile("|".join((*_DATA_FILES, f"{re.escape(TEMPORARY_PREFIX)}.+")), re.DOTALL)
 _CONFLICT = (
     "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
     "its own id, or let one job write to an id."

@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["MANIFEST_NAME", "METADATA_NAME", "RANK_LOCAL", "is_commit_object"]
+__all__ = ["DATA_SUFFIX", "MANIFEST_NAME", "METADATA_NAME", "RANK_LOCAL", "is_commit_object"]
 
 MANIFEST_NAME: Final = "manifest.msgpack"
 """Ours."""
 
 METADATA_NAME: Final = ".metadata"
 """Stock torch's, which ours has beside the manifest."""
+
+DATA_SUFFIX: Final = ".distcp"
+"""How names of data files end, ours and stock's."""
 
 RANK_LOCAL: Final = re.compile(
     rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"

@@ -11,7 +11,9 @@ import os
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.safetensors.format import SAFETENSORS
 from dcp.storage.formats.sources import SourcePlace
+from dcp.storage.formats.torch.format import TORCH_SAVE
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores import OpenStore, open_store
 
@@ -52,7 +54,7 @@ class BroadcastingTorchSaveReader(_OneFormatReader):
     load, too.
     """
 
-    formats = ("torch_save",)
+    formats = (TORCH_SAVE.name,)
     what = "file of torch.save"
 
     def __init__(
@@ -71,7 +73,7 @@ class BroadcastingTorchSaveReader(_OneFormatReader):
 class HuggingFaceStorageReader(_OneFormatReader):
     """Reads a folder of safetensors files, or one such file, by ``thread_count`` threads if it is above 1."""
 
-    formats = ("safetensors",)
+    formats = (SAFETENSORS.name,)
     what = "safetensors file, nor a folder of them"
 
     def __init__(

@@ -34,7 +34,8 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.sources import LOOSE_FORMATS, SourcePlace, index_at, locate
+from dcp.storage.formats.registry import format_of
+from dcp.storage.formats.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
@@ -146,7 +147,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
     @property
     def may_be_mixed(self) -> bool:
         """Whether the files of this load may be replaced one by one, so that data of two could be read."""
-        return self._index is not None and self._index.format in LOOSE_FORMATS and self.place.file is None
+        if self._index is None or self.place.file is not None:
+            return False
+        found = format_of(self._index.format)
+        return found is not None and found.is_loose
 
     def check_unchanged(self) -> None:
         """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index.

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
+from dcp.storage.formats.native.format import DCP
 from dcp.storage.tensors import dtype_code, torch_dtype
 
 __all__ = ["VERSION", "LazyMetadata", "index_from_results", "metadata_from_index"]
@@ -159,7 +160,7 @@ def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResul
             )
     object_places = [_place(places, fqn, None) for fqn in objects]
     return CheckpointIndex(
-        format="dcp",
+        format=DCP.name,
         fqns=[fqn for fqn, _ in tensors],
         dtype_codes=np.array([dtype_code(e.properties.dtype, fqn=f) for f, e in tensors], dtype=np.uint8),
         requires_grad=np.array([e.properties.requires_grad for _, e in tensors], dtype=np.uint8),

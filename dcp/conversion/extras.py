@@ -23,7 +23,6 @@ __all__ = ["extras_of", "metadata_of", "with_extras"]
 _VERSION: Final = 1
 _MAX_VALUE_BYTES: Final = 64 << 20
 _COMPARED_BYTES: Final = 4 << 20
-_FORMAT: Final = "safetensors"
 _OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
 """What the metadata of a file has that is not the user's."""
 
@@ -79,7 +78,7 @@ def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
     text = next((text for text in texts if isinstance(text, str)), None)
     user = {key: value for key, value in index.user.items() if key not in _OWN_KEYS}
     if text is None:
-        return replace(index, user=user) if len(user) < len(index.user) and _FORMAT in index.format else index
+        return replace(index, user=user) if len(user) < len(index.user) else index
     extras = decode_extras(text)
     if extras.get("version") != _VERSION:
         raise UnsupportedFormatError(

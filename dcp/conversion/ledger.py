@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgpack
 
 from dcp.conversion.sinks import announce
+from dcp.storage.commit_names import DATA_SUFFIX
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Store
@@ -36,8 +37,6 @@ LEDGER_NAME: Final = "ledger"
 _HEAD: Final = struct.Struct("<II")
 _VERSION: Final = 2
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
-_UNIQUE_ENDING: Final = ".distcp"
-"""Of files that have the save id in their names."""
 _MAX_BYTES: Final = 1 << 30
 
 
@@ -254,7 +253,7 @@ class StoredLedger(Ledger):
         return result if self._store.stat(file) is not None and self._version(file) == version else None
 
     def _version(self, file: str) -> str:
-        if file.endswith(_UNIQUE_ENDING):
+        if file.endswith(DATA_SUFFIX):  # they have the save id in their names
             return ""
         version = self._store.version(file)
         return "" if version is None else version.token

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import re
 import shutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -27,22 +26,22 @@ from dcp.conversion.ledger import Ledger, LocalLedger, StoredLedger
 from dcp.conversion.sinks import announce
 from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.registry import formats
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.stores.base import LOCK_NAME
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import storage_error
 
 __all__ = ["LocalPublisher", "Publisher", "StoredPublisher", "publisher_of"]
 
-_REPLACED: Final = re.compile(
-    r".*\.safetensors|model\.safetensors\.index\.json|__.*\.distcp|\.metadata|(manifest|notes)\.msgpack|\.lock"
-)
-"""Files of a folder that a new checkpoint in it takes the place of; others, such as config.json, stay."""
+_NOTES: Final = ("notes.msgpack", LOCK_NAME)
+"""Beside the commit objects of a checkpoint."""
 
 _RENAME_EXCHANGE: Final = 2
 _AT_FDCWD: Final = -100
@@ -249,7 +248,7 @@ class LocalPublisher(Publisher):
         if not self._overwrite:
             raise self._conflict()
         for entry in target.iterdir():
-            if _REPLACED.fullmatch(entry.name):
+            if _is_replaced(entry.name):
                 continue
             if entry.is_dir() or entry.is_symlink():
                 raise PlanError(
@@ -323,6 +322,16 @@ class StoredPublisher(Publisher):
     def discard(self) -> None:
         """Whole files stay; without the ledger they are written anew, or refused as existing."""
         self.ledger.remove()
+
+
+def _is_replaced(name: str) -> bool:
+    """Whether a new checkpoint in the folder takes the place of a file; others, such as config.json, stay."""
+    if name.endswith(DATA_SUFFIX) and name.startswith("__"):
+        return True
+    if name in (MANIFEST_NAME, METADATA_NAME, *_NOTES):
+        return True
+    folders = (one for one in formats() if one.target is not None and one.target.as_file != "always")
+    return any(one.is_in_folder(name) for one in folders)
 
 
 def _keep(entry: Path, kept: Path) -> None:

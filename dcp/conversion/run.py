@@ -17,7 +17,6 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.checks import SourceChecks, TargetChecksums
 from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.executors import open_executor
-from dcp.conversion.extras import with_extras
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.plan import (
     LayoutOptions,
@@ -29,14 +28,15 @@ from dcp.conversion.plan import (
 from dcp.conversion.publish import Publisher, publisher_of
 from dcp.conversion.report import ConversionReport
 from dcp.conversion.sources import SourceColumns, copy_sources
-from dcp.conversion.targets.dcp import Chunks
-from dcp.conversion.targets.places import Format, TargetPlace, place_of
+from dcp.conversion.targets.job import Chunks
+from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.conversion.tasks import Job, Task, TaskResult, close_all, make_tasks, run_task
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
+from dcp.storage.formats.files import complete_index
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import Source, open_source
 from dcp.storage.stores.opening import OpenWith
@@ -44,15 +44,13 @@ from dcp.storage.stores.posix import PosixStore
 
 __all__ = ["convert"]
 
-_FORMATS = ("dcp", "torch", "safetensors")
-
 
 @plain_errors
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    to: Format,
+    to: str,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
@@ -81,7 +79,7 @@ def convert(
             or a Hugging Face folder.
         target: Where it goes; refused if something is there, unless ``overwrite``.
         to: "dcp" (a folder that stock torch loads too), "torch" (one file for `torch.load`), or "safetensors"
-            (one file if ``target`` ends so, else a Hugging Face folder).
+            (one file if ``target`` ends so, else a Hugging Face folder), or whatever else is registered.
         only: Shell globs on the source's names: what they match, and everything below.
         exclude: The same for what is left out.
         rename: From the source's names to the target's: regular expressions with replacements, or a function.
@@ -112,15 +110,13 @@ def convert(
         PlanError: An option cannot be meant, or the format cannot hold a value.
         StorageError: The storage failed; `StorageFullError` where it is full.
     """
-    if to not in _FORMATS:
-        raise OptionError(f"to must be one of {', '.join(_FORMATS)}, not {to!r}")
     begun = time.perf_counter()
     opened = OpenWith(storage_options)
     place = place_of(target, to, OpenWith(target_options))
     if place.path is not None and not overwrite:
         place.refuse_existing()
     found = open_source(source, open_store=opened)
-    store, index = found.store, with_extras(found.store, found.index)
+    store, index = found.store, complete_index(found.store, found.index)
     _refuse_itself(found, place)
     options = LayoutOptions(to, files, chunks, shard_bytes, drop_objects)
     entries = choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype)

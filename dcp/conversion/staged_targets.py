@@ -19,19 +19,19 @@ from dcp.conversion.layout import TargetLayout
 from dcp.conversion.publish import LocalPublisher, final_index
 from dcp.conversion.sinks import ComparingSink, FileSink, Sink, StreamSink, announce
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.targets.safetensors import INDEX_NAME
 from dcp.conversion.tasks import Task
 from dcp.storage import commit
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.registry import targets
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
 from dcp.storage.stores.posix import PosixStore
 
 __all__ = ["StagedTarget", "save_id_of", "staged_target"]
 
-_OWN_ENDING: Final = ".distcp"
 _MAX_NOTE_BYTES: Final = 1 << 20
 
 
@@ -98,7 +98,7 @@ class StagedTarget(ABC):
         store = self.place.store
         try:
             index = open_index(store)
-            if index.format != "dcp" or index.provenance.get("save_id") != save_id_of(self.attempt):
+            if index.format != DCP.name or index.provenance.get("save_id") != save_id_of(self.attempt):
                 return False
             data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
         except CheckpointNotFoundError:
@@ -197,7 +197,7 @@ class _Objects(StagedTarget):
     def note(self, part: int, names: Iterable[str]) -> None:
         """Aside, so that `discard` knows its own by their versions. Names with a save id are known anyway."""
         store = self.place.store
-        found = {name: store.version(name) for name in names if not name.endswith(_OWN_ENDING)}
+        found = {name: store.version(name) for name in names if not name.endswith(DATA_SUFFIX)}
         versions = {name: version.token for name, version in found.items() if version is not None}
         if versions:
             store.publish(self._note_name(part), json.dumps(versions).encode(), durable=True)
@@ -241,11 +241,16 @@ class _Objects(StagedTarget):
     def discard(self, parts: int) -> None:
         store = self.place.store
         commit.discard(store, save_id_of(self.attempt), commit.Names())
-        if self.place.file_name is not None or store.stat(INDEX_NAME) is None:
+        if self.place.file_name is not None or not self._is_complete():
             for part in range(parts):
                 for name, token in self._noted(part).items():
                     store.delete_if(name, Version(token))
         self.clear(parts)
+
+    def _is_complete(self) -> bool:
+        """Whether what makes a folder of several files a checkpoint is there, of whatever format."""
+        last = (target.last_file for target in targets())
+        return any(self.place.store.stat(name) is not None for name in last if name is not None)
 
     def _noted(self, part: int) -> Mapping[str, str]:
         with contextlib.suppress(CheckpointNotFoundError, ValueError):

@@ -22,7 +22,6 @@ import numpy as np
 
 from dcp.conversion.checks import SourceChecks, TargetChecksums
 from dcp.conversion.entries import TargetDtype, choose_entries
-from dcp.conversion.extras import with_extras
 from dcp.conversion.gather import Gatherer
 from dcp.conversion.parts import PartResult
 from dcp.conversion.plan import (
@@ -41,6 +40,7 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, OptionError, StorageError
+from dcp.storage.formats.files import complete_index
 from dcp.storage.formats.sources import Source
 
 __all__ = [
@@ -134,7 +134,7 @@ class StagedConversion:
         self._attempt = attempt
         self._save_id = save_id_of(attempt)
         self._seconds = seconds
-        self._engine = ReadEngine(source.store, with_extras(source.store, source.index), verify=verify)
+        self._engine = ReadEngine(source.store, complete_index(source.store, source.index), verify=verify)
 
     def __enter__(self) -> Self:
         return self

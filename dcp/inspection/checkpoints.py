@@ -19,20 +19,21 @@ import numpy as np
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.module_tree import ModuleNode, module_tree
 from dcp.inspection.weights import folder_weights, is_weight_file, single_files
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
 )
+from dcp.storage.formats.files import index_of_file, index_of_folder
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
-from dcp.storage.formats.safetensors.folder import index_of_file, index_of_folder
-from dcp.storage.formats.sources import FILE_FORMATS, FILE_SUFFIXES, locate, open_source
+from dcp.storage.formats.registry import file_suffixes, is_of_files
+from dcp.storage.formats.sources import locate, open_source
 from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root
@@ -62,7 +63,6 @@ _Place: TypeAlias = tuple[int, int, int]
 _BLOBS_AT_ONCE = 1024
 _MAX_SHOWN_BYTES = 256 << 20
 _STEP = re.compile(r"([0-9]+)$")
-_DATA_SUFFIX = ".distcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def open_index(
 ) -> CheckpointIndex:
     """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
-    It may be a folder with a commit, a file of torch.save or safetensors, or a folder of such files (see
+    It may be a folder with a commit, or a file or folder of any other format (see
     `dcp.storage.formats.sources`).
 
     Args:
@@ -175,7 +175,7 @@ def list_checkpoints(
 ) -> list[CheckpointSummary]:
     """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
 
-    Listed are its folders, and weights of torch.save and safetensors: of the folder and of those in it, and
+    Listed are its folders, and weights without a commit, of any format: of the folder and of those in it, and
     the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
     listed as such.
 
@@ -239,7 +239,7 @@ def _each(
 def name_and_step(url: str) -> tuple[str, int | None]:
     """The last part of a path or URL, and the number at its end."""
     name = url.rstrip("/").rsplit("/", 1)[-1]
-    stem = name.rpartition(".")[0] if name.lower().endswith(FILE_SUFFIXES) else name
+    stem = name.rpartition(".")[0] if name.lower().endswith(file_suffixes()) else name
     match = _STEP.search(stem)
     return name, int(match[1]) if match else None
 
@@ -252,7 +252,7 @@ def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
 def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
     """The save in a folder; None if it has nothing of one. ``files`` is its listing."""
     name, step = name_and_step(store.url)
-    data_bytes = [file.size_bytes for file in files if file.name.endswith(_DATA_SUFFIX)]
+    data_bytes = [file.size_bytes for file in files if file.name.endswith(DATA_SUFFIX)]
     committed = [file for file in files if is_commit_object(file.name)]
     if not committed:
         left = sum(data_bytes)
@@ -369,7 +369,7 @@ def header_of(
 def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
     """When the commit object was written; of files without one, when the last of them was."""
     names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
-    if index.format in FILE_FORMATS:
+    if is_of_files(index.format):
         names = index.files
     return max((listing[name].modified_seconds for name in names if name in listing), default=None)
 

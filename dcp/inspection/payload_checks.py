@@ -28,7 +28,7 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record import OpenRecord, begin_record
 from dcp.storage.formats.native.record_reader import StoredTensor, locate_payload
-from dcp.storage.formats.sources import FILE_FORMATS
+from dcp.storage.formats.registry import is_of_files
 from dcp.storage.formats.torch.zip_reader import (
     LOCAL_SIGNATURE,
     Window,
@@ -231,7 +231,7 @@ class PayloadChecks:
         chunks = chunks[np.isin(index.chunk_files[chunks], present)]
         places = zip(objects.files.tolist(), objects.offsets.tolist(), objects.lengths.tolist(), strict=True)
         blobs = {place: row for row, place in enumerate(places) if place[0] in {*present}}
-        stored = index.record_lengths if index.format in FILE_FORMATS else index.payload_lengths
+        stored = index.record_lengths if is_of_files(index.format) else index.payload_lengths
         self._total_bytes = int(stored[chunks].sum()) + sum(blob[2] for blob in blobs)
         return heapq.merge(self._tensors(chunks.tolist()), self._objects(blobs))
 
@@ -245,7 +245,7 @@ class PayloadChecks:
             file, fqn = files[chunk], index.fqns[tensors[chunk]]
             record, payload = record_offsets[chunk], offsets[chunk]
             end, payload_end = record + record_lengths[chunk], payload + lengths[chunk]
-            if index.format in FILE_FORMATS:
+            if is_of_files(index.format):
                 check = partial(self._check_storage, index.record_crcs.get(chunk))
                 yield _Part(file, record, end - record, fqn, check)
                 continue

@@ -19,9 +19,11 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.native.format import TORCH_DCP
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.sources import FILE_FORMATS, SourcePlace, index_at, locate
+from dcp.storage.formats.registry import is_of_files
+from dcp.storage.formats.sources import SourcePlace, index_at, locate
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
 
@@ -79,7 +81,7 @@ def verify_place(
         report.findings.append(Finding(kind, str(error), error.path or None))
         return report
     listing = {file.name: file for file in store.list()}
-    if index.format in FILE_FORMATS:  # what else is there is no concern of theirs
+    if is_of_files(index.format):  # what else is there is no concern of theirs
         listing = {name: listing[name] for name in index.files if name in listing}
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
@@ -92,7 +94,7 @@ def verify_place(
 def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:
     if MANIFEST_NAME not in listing:
         return
-    if index.format == "torch_dcp":
+    if index.format == TORCH_DCP.name:
         yield Finding(
             "metadata",
             f"stock torch has saved over this checkpoint; {MANIFEST_NAME} is of the save before and ignored",

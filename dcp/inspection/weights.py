@@ -7,44 +7,42 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.safetensors.folder import SAFETENSORS_SUFFIX
-from dcp.storage.formats.sources import FILE_SUFFIXES
+from dcp.storage.formats.format import BEGIN_BYTES
+from dcp.storage.formats.registry import by_precedence, file_suffixes, formats
 from dcp.storage.stores.base import FileInfo, Store
 
 __all__ = ["folder_weights", "is_weight_file", "single_files"]
-
-_BIN_NAMES = ("pytorch_model.bin", ".bin.index.json")
-_ZIP, _LEGACY_PICKLE = b"PK\x03\x04", b"\x80"
 
 
 def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     """The files that are one set of weights together; as far as names tell."""
     shown = [file for file in files if not file.name.startswith(".")]
-    found = [file for file in shown if file.name.endswith(SAFETENSORS_SUFFIX)]
-    if not found and any(file.name.endswith(_BIN_NAMES) for file in shown):
-        found = [
-            file for file in shown if file.name.startswith("pytorch_model") and file.name.endswith(".bin")
-        ]
-    return found
+    for one in by_precedence(formats()):
+        belongs = one.is_in_folder if one.names_suffice else one.marks_folder
+        found = [file for file in shown if belongs(file.name)]
+        if one.suffixes:  # what only lists the others is no weights
+            found = [file for file in found if one.has_suffix(file.name)]
+        if found:
+            return found
+    return []
 
 
 def single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
     """The files that could each be weights, without those ``known`` as parts of the folder's."""
+    suffixes = file_suffixes()
     return [
         file
         for file in files
-        if file.name.lower().endswith(FILE_SUFFIXES)
-        and not file.name.startswith(".")
-        and file.name not in known
+        if file.name.lower().endswith(suffixes) and not file.name.startswith(".") and file.name not in known
     ]
 
 
 def is_weight_file(store: Store, file: FileInfo) -> bool:
-    """Whether the file begins as one of torch.save or safetensors: ``.bin`` may be anything."""
-    if file.name.endswith(SAFETENSORS_SUFFIX):
+    """Whether the file begins as one of the formats that its name may be of: ``.bin`` may be anything."""
+    if any(one.names_suffice and one.has_suffix(file.name) for one in formats()):
         return True
     try:
-        begin, _ = store.read_start(file.name, 9)
+        begin, _ = store.read_start(file.name, BEGIN_BYTES)
     except CheckpointError:  # whoever opens it will tell
         return True
-    return begin.startswith((_ZIP, _LEGACY_PICKLE)) or begin[7:] == b"\0{"
+    return any(one.begins_so(begin) for one in formats())

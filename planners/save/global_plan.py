@@ -27,11 +27,12 @@ from dcp.planners.save.validate import (
 )
 from dcp.storage.formats.container_notes import Note, Noted, merge_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
+from dcp.storage.formats.native.format import DCP
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
 
 __all__ = ["INDEX_FORMAT", "SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 
-INDEX_FORMAT = "dcp"
+INDEX_FORMAT = DCP.name
 SPLIT_BYTES = 64 << 20
 """A replicated box above this is written by several of its holders, a part each."""
 

@@ -31,6 +31,7 @@ from dcp.planners.layout.local import DTYPE_CODES
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
+from dcp.storage.formats.native.format import TORCH_DCP
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [
@@ -243,7 +244,7 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
             sizes.extend(chunk.sizes)
     chunk_files = np.zeros(sum(counts), np.int64)
     return CheckpointIndex(
-        format="torch_dcp",
+        format=TORCH_DCP.name,
         **tensors.columns(),
         chunk_start=starts(counts),
         chunk_offsets=np.array(offsets, np.int64),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from dcp.server.formats import SourceFormat
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
 from dcp.server.jobs.kinds.shared.parameters import Parameters, PlainText
 from dcp.server.schemas.common import Name
@@ -40,7 +41,7 @@ class Condition(Parameters):
     tag: Name | None = None
     formats: (
         Annotated[
-            tuple[Literal["dcp", "torch_dcp", "torch_save", "safetensors"], ...],
+            tuple[SourceFormat, ...],
             Field(min_length=1, max_length=4, strict=False),
         ]
         | None

@@ -10,10 +10,11 @@ from typing import Any, Final, Literal, get_args
 from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
-from dcp.server.records.checkpoints import CheckpointDetail, Format, State, Verification
+from dcp.server.formats import catalog_formats
+from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
 from dcp.server.records.declaring import OwnColumn, fields_of
 
-__all__ = ["END_OF_TIME", "CheckpointFacts", "Format", "FoundState", "State", "Upserted", "Verification"]
+__all__ = ["END_OF_TIME", "CheckpointFacts", "FoundState", "State", "Upserted", "Verification"]
 
 FoundState = Literal["incomplete", "committed", "unreadable"]
 
@@ -33,7 +34,7 @@ class CheckpointFacts:
 
     root: str
     key: str
-    format: Format
+    format: str
     observed_seconds: float
     state: FoundState = "committed"
     committed_seconds: float | None = None
@@ -53,8 +54,8 @@ class CheckpointFacts:
 
     def __post_init__(self) -> None:
         check_key(self.key)
-        if self.format not in get_args(Format):
-            raise InvalidQueryError("format", f"{self.format!r} is none of {', '.join(get_args(Format))}")
+        if self.format not in catalog_formats():
+            raise InvalidQueryError("format", f"{self.format!r} is none of {', '.join(catalog_formats())}")
         if self.state not in get_args(FoundState):
             raise InvalidQueryError("state", f"{self.state!r} is none of {', '.join(get_args(FoundState))}")
         if self.step is not None and not 0 <= self.step <= _MAX_STEP:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.data.responses import SMALL_BYTES
+from dcp.storage.formats.registry import target_named
 from dcp.version import __version__
 
 __all__ = [
-    "DownloadFormat",
     "DownloadOptions",
     "Planned",
     "download_etag",
@@ -21,10 +21,7 @@ __all__ = [
     "plan_download",
 ]
 
-DownloadFormat = Literal["safetensors", "torch"]
-
 _SMALL_ENTRIES: Final = 1_000
-_SUFFIXES: Final = {"safetensors": ".safetensors", "torch": ".pt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class DownloadOptions:
     """What is taken, as for `dcp.convert`: globs of names, a dtype to cast to, whether values that are no
     plain data may be left out."""
 
-    to: DownloadFormat
+    to: str
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     dtype: str | None = None
@@ -60,7 +57,11 @@ def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
     stem = opened.key.rpartition("/")[2]
     if opened.file is not None:
         stem = stem.rpartition(".")[0] or stem
-    return f"{stem}{_SUFFIXES[options.to]}"
+    return f"{stem}{_suffix(options)}"
+
+
+def _suffix(options: DownloadOptions) -> str:
+    return target_named(options.to)[0].suffixes[0]
 
 
 def is_small_download(opened: OpenCheckpoint) -> bool:
@@ -80,7 +81,6 @@ def plan_download(
     # Only here: a service is to answer soon after its start.
     from dcp.conversion.entries import choose_entries
     from dcp.conversion.plan import LayoutOptions, plan_layout
-    from dcp.conversion.sources import payload_crcs
     from dcp.conversion.targets.places import TargetPlace
     from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.planned import PlannedBody
@@ -91,11 +91,10 @@ def plan_download(
     only, exclude = list(options.only) or None, list(options.exclude) or None
     entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
     check()
-    place = TargetPlace(store.url, store, f"download{_SUFFIXES[options.to]}", None)
+    place = TargetPlace(store.url, store, f"download{_suffix(options)}", None)
     with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
         layout_options = LayoutOptions(options.to, drop_objects=options.drop_objects)
-        crcs = payload_crcs(index) if options.to == "torch" else None
-        planned = plan_layout(entries, engine, place, layout_options, save_id="", crcs=crcs)
+        planned = plan_layout(entries, engine, place, layout_options, save_id="", is_compared=True)
         check()
         planned.layout.check()
         body = PlannedBody(engine, planned.layout)

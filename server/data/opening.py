@@ -53,11 +53,11 @@ class OpenCheckpoint:
 
     @cached_property
     def whole_index(self) -> CheckpointIndex:
-        """The index with what a conversion to safetensors has kept in a file's metadata; tensors noted there
-        as tied are compared, once. Raises errors of the formats and the storage."""
-        from dcp.conversion.extras import with_extras  # only here, as all that reads tensors
+        """The index with what its format keeps elsewhere, such as values that are no tensors; read once.
+        Raises errors of the formats and the storage."""
+        from dcp.storage.formats.files import complete_index  # only here, as all that reads tensors
 
-        return with_extras(self.store, self.index)
+        return complete_index(self.store, self.index)
 
     def etag(self, *facts: object) -> str:
         """A strong entity tag for what is made of this checkpoint by ``facts``."""

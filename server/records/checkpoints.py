@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from dcp.server.records.declaring import Found, JoinedColumn, OneOf, OwnColumn, Shown
+from dcp.server.records.declaring import Found, IsFormat, JoinedColumn, OneOf, OwnColumn, Shown
 
-__all__ = ["Checkpoint", "CheckpointDetail", "Format", "State", "Verification"]
+__all__ = ["Checkpoint", "CheckpointDetail", "State", "Verification"]
 
-Format = Literal["dcp", "torch_dcp", "torch_save", "safetensors", "unknown"]
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
 """incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
 (not there any more, by nobody's order), deleted (by order, restorable until ``purge_after``), purged (gone
@@ -36,7 +35,7 @@ class Checkpoint:
     key: Annotated[str, OwnColumn("name")]  # relative to the root
     name: Annotated[str, OwnColumn("name")]  # the last part of the key
     step: Annotated[int | None, OwnColumn("large"), Found("of the same content")]
-    format: Annotated[str, OwnColumn("code", 16), Found(), OneOf(Format)]
+    format: Annotated[str, OwnColumn("code", 16), Found(), IsFormat()]
     state: Annotated[str, OwnColumn("code", 16), Found(), OneOf(State, is_checked=True)]
     committed_at: Annotated[datetime, OwnColumn("seconds"), Found("of the same content")]
     discovered_at: Annotated[datetime, OwnColumn("seconds")]

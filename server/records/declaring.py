@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 __all__ = [
     "ColumnType",
     "Found",
+    "IsFormat",
     "JoinedColumn",
     "OneOf",
     "OwnColumn",
@@ -70,6 +71,11 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
+class IsFormat:
+    """The name of a format; there are others than this program knows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shown:
     """What the documentation of the API says of it."""
 
@@ -88,6 +94,7 @@ class RecordField:
     found: Found | None = None
     one_of: OneOf | None = None
     shown: Shown | None = None
+    is_format: bool = False
 
     @property
     def column(self) -> str:
@@ -118,7 +125,15 @@ def _field(name: str, hint: Any) -> RecordField:
         return next((note for note in notes if isinstance(note, kind)), None)
 
     return RecordField(
-        name, hint, is_optional, said(OwnColumn), said(JoinedColumn), said(Found), said(OneOf), said(Shown)
+        name,
+        hint,
+        is_optional,
+        said(OwnColumn),
+        said(JoinedColumn),
+        said(Found),
+        said(OneOf),
+        said(Shown),
+        said(IsFormat) is not None,
     )
 
 

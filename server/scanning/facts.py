@@ -12,13 +12,16 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, cast, get_args
+from typing import Any, Final
 
 from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
-from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, Format, FoundState
+from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
+from dcp.server.formats import format_in_catalog
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.sources import FILE_FORMATS, Source
+from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.registry import by_precedence, file_names, formats, is_of_files
+from dcp.storage.formats.sources import Source
 from dcp.storage.stores.base import FileInfo
 
 __all__ = [
@@ -36,7 +39,6 @@ _STEP: Final = re.compile(r"([0-9]+)(?:\.[A-Za-z]+)?$")
 _REVISION: Final = re.compile(r"[0-9a-f]{40}")
 _METRIC: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 _MAX_METRICS: Final = 1000
-_WEIGHT_MARKS: Final = (".safetensors", ".bin", ".index.json")
 _KEPT_PROVENANCE: Final = (
     "save_id",
     "torch_version",
@@ -118,7 +120,7 @@ def facts_of_parts(
     observed_seconds: float,
 ) -> CheckpointFacts:
     """Of what an index says, in whatever way that was read."""
-    own = {} if format in FILE_FORMATS else user  # there it is text that others wrote, by names of their own
+    own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
     step = own.get("step")
     world_size = provenance.get("world_size")
     save_id = provenance.get("save_id")
@@ -128,7 +130,7 @@ def facts_of_parts(
     return CheckpointFacts(
         root=root,
         key=key,
-        format=cast(Format, format) if format in get_args(Format) else "unknown",
+        format=format_in_catalog(format),
         observed_seconds=observed_seconds,
         committed_seconds=_time(provenance.get("time"), modified_seconds),
         step=step if type(step) is int and 0 <= step <= _LARGEST_STEP else step_of_name(key),
@@ -197,7 +199,7 @@ def _is_whole_commit(name: str) -> bool:
 
 
 def _is_weight(name: str) -> bool:
-    return name.endswith(_WEIGHT_MARKS)
+    return file_names().in_folders.fullmatch(name) is not None
 
 
 def fingerprint_of(marks: Iterable[FileInfo]) -> str:
@@ -241,10 +243,9 @@ def _time(value: Any, otherwise: float) -> float | None:
     return min(otherwise, END_OF_TIME) if otherwise > 0 else None
 
 
-def _guessed_format(files: Sequence[FileInfo]) -> Format:
+def _guessed_format(files: Sequence[FileInfo]) -> str:
     names = [info.name for info in files]
-    if any(name.endswith(".safetensors") for name in names):
-        return "safetensors"
-    if any(name.lower().endswith((".pt", ".pth", ".ckpt", ".bin", ".torch")) for name in names):
-        return "torch_save"
-    return "dcp"
+    for one in by_precedence(formats()):
+        if any(one.is_in_folder(name) or one.has_suffix(name) for name in names):
+            return one.name
+    return DCP.name

@@ -4,7 +4,8 @@ What a folder is:
 
 - with a commit object it is a checkpoint;
 - with data files of ours or of stock torch and no commit it is an incomplete one;
-- with weights as model hubs lay them out (`model.safetensors`, an index, numbered shards) it is one, too;
+- with files that mark a folder of their format, as weights from model hubs (`model.safetensors`, an index,
+  numbered shards), it is one, too;
 - else its files that are named as single-file checkpoints are one each.
 
 Whatever it is, its subfolders are looked at, because trainers keep steps in the folder of the last model.
@@ -26,8 +27,9 @@ from typing import Final, Literal, Self, TypeAlias
 from dcp.server.roots import MAX_KEY_CHARACTERS, Root, fault_of_key
 from dcp.server.scanning.facts import marks_of
 from dcp.server.scanning.links import LinkedFile, LinkedFolder, Links, Refused
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointNotFoundError
+from dcp.storage.formats.registry import file_names
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix_files import storage_error
 
@@ -39,13 +41,6 @@ _TOO_LONG: Final = f"keys of more than {MAX_KEY_CHARACTERS} characters"
 _TOO_DEEP: Final = f"more than {MAX_DEPTH} folders deep"
 
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@, -]{0,199}(?<!\.)")
-_SINGLE: Final = re.compile(r".+\.(?:pt|pth|ckpt|torch|safetensors)", re.IGNORECASE | re.DOTALL)
-_DATA_FILE: Final = re.compile(r".+\.distcp", re.DOTALL)
-_WEIGHTS: Final = re.compile(
-    r"model\.safetensors|pytorch_model\.bin|.*\.(?:safetensors|bin)\.index\.json"
-    r"|.*-[0-9]{5}-of-[0-9]{5}\.(?:safetensors|bin)",
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +101,14 @@ def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
     commits = [info for info in infos if is_commit_object(info.name)]
     if key and commits:
         return [Candidate(key, "commit", tuple(marks_of(infos)))]
-    if key and any(_DATA_FILE.fullmatch(info.name) for info in infos):
-        return [Candidate(key, "incomplete", tuple(i for i in infos if _DATA_FILE.fullmatch(i.name)))]
-    if key and any(_WEIGHTS.fullmatch(info.name) for info in infos):
+    if key and any(_is_data_file(info.name) for info in infos):
+        return [Candidate(key, "incomplete", tuple(info for info in infos if _is_data_file(info.name)))]
+    if key and any(file_names().mark_folders.fullmatch(info.name) for info in infos):
         return [Candidate(key, "weights", tuple(marks_of(infos)))]
     prefix = f"{key}/" if key else ""
+    singles = [info for info in infos if file_names().is_single(info.name) and not info.name.startswith(".")]
     return [
-        Candidate(prefix + info.name, "file", (info,))
-        for info in infos
-        if _SINGLE.fullmatch(info.name) and _fault_of(info.name) is None and not info.name.startswith(".")
+        Candidate(prefix + info.name, "file", (info,)) for info in singles if _fault_of(info.name) is None
     ]
 
 
@@ -223,7 +217,7 @@ class _Listing:
 
     def add_file(self, info: FileInfo) -> None:
         """A single file needs a name that a key can have; others are never named by one."""
-        fault = _fault_of(info.name) if _SINGLE.fullmatch(info.name) else None
+        fault = _fault_of(info.name) if file_names().is_single(info.name) else None
         if fault is None:
             self.files[info.name] = info
         else:
@@ -240,7 +234,7 @@ class _Listing:
 def _is_found_anyway(key: str, is_file: bool) -> bool:
     """Whether the walk comes by ``key``, of a folder or a single file, without any link."""
     folder, _, name = key.rpartition("/")
-    if is_file and (_SINGLE.fullmatch(name) is None or name.startswith(".")):
+    if is_file and (not file_names().is_single(name) or name.startswith(".")):
         return False
     folders = folder.split("/") if is_file else key.split("/")
     return (
@@ -276,9 +270,14 @@ def _counts(name: str) -> bool:
     """Whether a file of this name says anything about what its folder is; others are not even asked for."""
     return (
         is_commit_object(name)
-        or name.endswith((".distcp", ".index.json", ".bin"))
-        or _SINGLE.fullmatch(name) is not None
+        or _is_data_file(name)
+        or file_names().is_single(name)
+        or file_names().in_folders.fullmatch(name) is not None
     )
+
+
+def _is_data_file(name: str) -> bool:
+    return name.endswith(DATA_SUFFIX)
 
 
 def _fault_of(name: str) -> str | None:

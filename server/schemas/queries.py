@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from dcp.server.catalog.facts import Format, State, Verification
+from dcp.server.catalog.facts import State, Verification
 from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
 from dcp.server.catalog.runs import RunFilter, RunSort
+from dcp.server.formats import FormatName
 from dcp.server.schemas.common import MAX_ID, Name, Text, Time
 
 __all__ = ["CheckpointQuery", "RunQuery"]
@@ -45,7 +46,7 @@ class CheckpointQuery(_Paged):
     max_step: _Step | None = None
     since: Annotated[Time | None, Field(description="Committed from this time on.")] = None
     until: Annotated[Time | None, Field(description="Committed before this time.")] = None
-    format: Annotated[list[Format], Field(max_length=8)] = []
+    format: Annotated[list[FormatName], Field(max_length=8)] = []
     state: Annotated[
         list[State | Literal["any"]], Field(max_length=8, description="Committed ones, if not given.")
     ] = []

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
 
 from pydantic import Field, create_model
 
+from dcp.server.formats import FormatName
 from dcp.server.records.declaring import RecordField, fields_of
 from dcp.server.schemas.common import Answer, rfc3339_of
 
@@ -57,6 +58,8 @@ def _described(field: RecordField) -> Any:
 
 def _type(field: RecordField) -> Any:
     kind = field.hint if field.one_of is None else field.one_of.literal
+    if field.is_format:
+        kind = FormatName
     if kind is datetime:
         kind = str
     elif get_origin(kind) is tuple:

@@ -9,10 +9,11 @@ row i is ``values[start[i]:start[i + 1]]``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ __all__ = [
     "Int64",
     "ObjectColumns",
     "Path",
+    "WholeTensor",
     "itemsizes",
     "starts",
 ]
@@ -82,6 +84,16 @@ class ObjectColumns:
     def position(self) -> Mapping[str, int]:
         """Row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
+
+
+class WholeTensor(NamedTuple):
+    """A tensor whose bytes stand one after the other, C-ordered, from ``offset`` of the file ``file`` on."""
+
+    fqn: str
+    dtype_code: int
+    shape: tuple[int, ...]
+    file: str
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,42 @@ class CheckpointIndex:
     user: Mapping[str, Any] = field(default_factory=dict)
     torch_metadata_crc: int | None = None
     replaced_torch_metadata_crc: int | None = None
+
+    @classmethod
+    def of_whole_tensors(
+        cls, format: str, tensors: Sequence[WholeTensor], file_sizes: Mapping[str, int]
+    ) -> CheckpointIndex:
+        """Of a format without chunks, records, checksums and nesting; ``file_sizes`` (bytes) are by name.
+
+        Raises CheckpointFormatError as `check` does.
+        """
+        number = {name: at for at, name in enumerate(file_sizes)}
+        shapes = _int64([size for tensor in tensors for size in tensor.shape])
+        codes = np.array([tensor.dtype_code for tensor in tensors], dtype=np.uint8)
+        offsets = _int64([tensor.offset for tensor in tensors])
+        lengths = _int64([min(math.prod(tensor.shape), 1 << 62) for tensor in tensors]) * itemsizes(codes)
+        index = cls(
+            format=format,
+            fqns=[tensor.fqn for tensor in tensors],
+            dtype_codes=codes,
+            shape_start=starts([len(tensor.shape) for tensor in tensors]),
+            shape_values=shapes,
+            requires_grad=np.zeros(len(tensors), dtype=np.uint8),
+            chunk_start=np.arange(len(tensors) + 1, dtype=np.int64),
+            chunk_offsets=np.zeros_like(shapes),
+            chunk_sizes=shapes,
+            chunk_files=_int64([number[tensor.file] for tensor in tensors]),
+            record_offsets=offsets,
+            record_lengths=lengths,
+            payload_offsets=offsets,
+            payload_lengths=lengths,
+            crc_start=np.zeros(len(tensors) + 1, dtype=np.int64),
+            files=list(file_sizes),
+            file_sizes=_int64(list(file_sizes.values())),
+            planner_data={tensor.fqn: (tensor.fqn,) for tensor in tensors},
+        )
+        index.check()
+        return index
 
     @property
     def tensor_count(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple, TypeVar
 
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -47,7 +47,6 @@ _LARGE_CHUNKS: Final = 50_000
 """With as many, `.metadata` has some ten megabytes."""
 _START_BYTES: Final = 128 << 10
 """Of `.metadata`, which many checkpoints have no more of; of the others it tells which save they are of."""
-_DATA_SUFFIXES: Final = (".distcp", ".safetensors")
 _OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
@@ -246,7 +245,7 @@ def _located(path: str) -> Iterator[None]:
 
 
 def _not_found(store: Store) -> CheckpointNotFoundError:
-    data_files = [info.name for info in store.list() if info.name.endswith(_DATA_SUFFIXES)]
+    data_files = [info.name for info in store.list() if info.name.endswith(DATA_SUFFIX)]
     looked_for = f"{MANIFEST_NAME} or {METADATA_NAME}"
     if data_files:
         return CheckpointNotFoundError(

@@ -11,15 +11,13 @@ from typing import Final
 
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.folders import Root, open_root
 from dcp.storage.stores.posix_files import broken_link
 
-__all__ = ["FILE_SUFFIXES", "near_places_told"]
-
-FILE_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".torch")
-"""How names of files of weights end."""
+__all__ = ["near_places_told"]
 
 _LOOKED_AT: Final = 200
 """Folders that are looked into for checkpoints."""
@@ -100,7 +98,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _is_weights(name: str) -> bool:
-    return name.lower().endswith(FILE_SUFFIXES) and not name.startswith(".")
+    return name.lower().endswith(file_suffixes()) and not name.startswith(".")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

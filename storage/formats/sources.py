@@ -1,7 +1,7 @@
 """Where checkpoints of any format are opened: folders with a commit, folders of weights, single files.
 
 A local path that is a file is that file. A URL is tried as a file only if its last part ends as names of such
-files do (`FILE_SUFFIXES`), because that costs a request; a folder may have such a name, too. In a folder a
+files do (`file_suffixes`), because that costs a request; a folder may have such a name, too. In a folder a
 commit of ours or of stock torch comes before weights that lie there as well. Torch-free.
 """
 
@@ -15,31 +15,22 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from dcp.storage.errors import CheckpointNotFoundError
+from dcp.storage.formats.files import index_of_file, index_of_folder
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index
-from dcp.storage.formats.places_near import FILE_SUFFIXES, near_places_told
-from dcp.storage.formats.safetensors.folder import SAFETENSORS_FORMAT, index_of_file, index_of_folder
-from dcp.storage.formats.torch.file import TORCH_FORMAT
+from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, place_text
 from dcp.storage.stores.posix_files import broken_link, storage_error
 
 __all__ = [
-    "FILE_FORMATS",
-    "FILE_SUFFIXES",
-    "LOOSE_FORMATS",
     "Source",
     "SourcePlace",
     "index_at",
     "locate",
     "open_source",
 ]
-
-FILE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, TORCH_FORMAT))
-"""Of files that are checkpoints without a commit object, and may lie among others."""
-
-LOOSE_FORMATS: Final = frozenset((SAFETENSORS_FORMAT, "torch_dcp"))
-"""Folders of these have files that others replace one by one, under names that stay."""
 
 _FILE_URL: Final = re.compile(r"file://", re.IGNORECASE)
 _REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])/+(?P<name>[^/]+)", re.DOTALL)
@@ -84,7 +75,7 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
         real = path.resolve()
         return SourcePlace(open_store(real.parent), real.name)
     match = _REMOTE_FILE.fullmatch(text)
-    if match is not None and match["name"].lower().endswith(FILE_SUFFIXES):
+    if match is not None and match["name"].lower().endswith(file_suffixes()):
         folder = open_store(match["folder"])
         if folder.stat(match["name"]) is not None:
             return SourcePlace(folder, match["name"])
@@ -125,7 +116,7 @@ def _explain_links(place: SourcePlace) -> None:
     if fault is not None:
         raise CheckpointNotFoundError(f"{fault}: there is no checkpoint", path=str(folder))
     links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []
-    if any(name.endswith(FILE_SUFFIXES) for name in links):
+    if any(name.endswith(file_suffixes()) for name in links):
         raise CheckpointNotFoundError(
             f"{folder}: its weights are symbolic links, as in the cache of a model hub, and could point at "
             "any file of yours. If you trust the folder: dcp.load(..., storage_reader=dcp.FileSystemReader("

@@ -243,9 +243,11 @@ class ReadHandle(ABC):
             self.preadv([buffer], offset)
             offset += len(buffer)
 
-    @abstractmethod
     def pread(self, length: int, offset: int) -> bytes:
         """Exactly ``length`` bytes: for headers, where a destination of one's own is not worth it."""
+        data = bytearray(length)
+        self.preadv([memoryview(data)], offset)
+        return bytes(data)
 
     @abstractmethod
     def close(self) -> None:

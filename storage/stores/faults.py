@@ -218,11 +218,6 @@ class _FaultyReadHandle(ReadHandle):
         self._inner.preadv(buffers, offset)
         _flip(buffers, due)
 
-    def pread(self, length: int, offset: int) -> bytes:
-        data = bytearray(length)
-        self.preadv([memoryview(data)], offset)
-        return bytes(data)
-
     def close(self) -> None:
         self._inner.close()
 

@@ -216,11 +216,6 @@ class _MemoryReadHandle(ReadHandle):
             target[:] = self._file.data[offset : offset + len(target)]
             offset += len(target)
 
-    def pread(self, length: int, offset: int) -> bytes:
-        data = bytearray(length)
-        self.preadv([memoryview(data)], offset)
-        return bytes(data)
-
     def close(self) -> None:
         self._file = None
 

@@ -44,7 +44,7 @@ def test_to_s3_and_back(
 ) -> None:
     """Local to S3 in each format, S3 to S3, and back: the bytes are those of a local conversion."""
     options = s3_server.storage_options
-    convert(source, f"{s3_root}/{name}", to=to, target_options=options, files=2)  # type: ignore[arg-type]
+    convert(source, f"{s3_root}/{name}", to=to, target_options=options, files=2)
     second = f"{s3_root}/second/model.pt"
     convert(f"{s3_root}/{name}", second, to="torch", storage_options=options, target_options=options)
     convert(f"{s3_root}/{name}", tmp_path / "model.pt", to="torch", storage_options=options)

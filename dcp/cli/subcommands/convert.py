@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from dcp.cli.common import (
     Debug,
@@ -26,18 +27,43 @@ if TYPE_CHECKING:
     from dcp.conversion.report import ConversionReport
     from dcp.progress import Progress
 
-__all__ = ["Format", "command"]
+__all__ = ["ConvertCommand", "command"]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_LISTED = 5
 
 
-class Format(StrEnum):
-    """What can be written."""
+class ConvertCommand(TyperCommand):
+    """Says in its help which formats can be written; what is installed is looked at only then."""
 
-    DCP = "dcp"
-    TORCH = "torch"
-    SAFETENSORS = "safetensors"
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As of any command; where no format was given, the error says which there are."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is not None and error.param.name == "to" and not error.message:
+                error.message = f"Choose from: {', '.join(_targets())}"
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As of any command."""
+        for option in self.params:
+            if option.name == "to":
+                option.metavar = f"[{'|'.join(_targets())}]"
+        super().format_help(ctx, formatter)
+
+
+def _targets() -> list[str]:
+    from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
+
+    return target_names()
+
+
+def _target(name: str) -> str:
+    """One of the formats that can be written."""
+    if name not in _targets():
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, _targets()))}.")
+    return name
 
 
 class Chunks(StrEnum):
@@ -81,7 +107,7 @@ def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
 def command(
     source: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
     target: Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")],
-    to: Annotated[Format, typer.Option("--to", help="The format to write.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", parser=_target, help="The format to write.")],
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
     ] = None,
@@ -141,7 +167,7 @@ def command(
         report = convert(
             source,
             target,
-            to=to.value,
+            to=to,
             only=only or None,
             exclude=exclude or None,
             rename=renamed or None,

@@ -109,14 +109,14 @@ def _module_as_json(node: ModuleNode) -> dict[str, Any]:
 
 
 def _print_header(header: CheckpointHeader) -> None:
-    from dcp.storage.formats.sources import FILE_FORMATS
+    from dcp.storage.formats.registry import is_of_files
 
-    is_of_files = header.format in FILE_FORMATS  # without a commit, whose time is that of their last change
+    of_files = is_of_files(header.format)  # without a commit, whose time is that of their last change
     facts = (
         ("checkpoint", header.url),
         ("format", header.format),
         ("save id", header.save_id),
-        ("modified" if is_of_files else "committed", describe_time(header.committed_seconds)),
+        ("modified" if of_files else "committed", describe_time(header.committed_seconds)),
         ("written by", _writer(header)),
         ("ranks", header.world_size),
         (

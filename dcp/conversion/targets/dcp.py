@@ -7,28 +7,28 @@ chunk a file, as FSDP shards it, which suits as many loading ranks.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from dcp.conversion.entries import Entries, Value
 from dcp.conversion.layout import CopyBuilder, Hole, Literals, TargetLayout
 from dcp.conversion.layout import Literal as Bytes
+from dcp.conversion.targets.job import Chunks, LayoutJob, Planned
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.geometry.boxes import Box
+from dcp.version import __version__
 
-__all__ = ["Chunks", "EncodedValue", "dcp_layout"]
-
-Chunks = Literal["keep", "split"]
-"""``keep``: the source's chunks. ``split``: each tensor in as many chunks along dimension 0 as there are
-files."""
+__all__ = ["EncodedValue", "dcp_layout", "lay_out"]
 
 _SPLIT_ABOVE_BYTES: Final = 64 << 10
 """Smaller tensors are not worth a record for each file."""
@@ -47,6 +47,35 @@ class _Chunk(NamedTuple):
     box: Box
     size_bytes: int
     file: int
+
+
+def lay_out(job: LayoutJob) -> Planned:
+    """The target of a conversion; values keep the bytes that stock torch unpickles."""
+    entries, values, index = job.entries, job.values, job.entries.index
+    kept, dropped = job.kept({})
+    provenance: dict[str, Any] = {
+        "save_id": job.save_id,
+        "time": time.time(),
+        "dcphub_version": __version__,
+        "converted_from": {
+            "url": job.source_url,
+            "format": index.format,
+            "save_id": index.provenance.get("save_id"),
+        },
+    }
+    structure = entries.structure()
+    if structure is not None:
+        provenance["structure"] = structure
+    layout = dcp_layout(
+        entries,
+        [EncodedValue(value, values.blob(value.row), values.encoded(value.row)) for value in kept],
+        files=job.options.files,
+        chunks=job.options.chunks,
+        save_id=job.save_id,
+        provenance=provenance,
+        user=index.user,
+    )
+    return Planned(layout, dropped)
 
 
 def dcp_layout(
@@ -208,7 +237,7 @@ def _index(
     counts = np.bincount(column([chunk.entry for chunk in chunks]), minlength=len(tensors))
     orders = entries.index.stride_orders
     return CheckpointIndex(
-        format="dcp",
+        format=DCP.name,
         fqns=[entry.fqn for entry in tensors],
         dtype_codes=np.array([entry.dtype_code for entry in tensors], dtype=np.uint8),
         shape_start=starts([len(shape) for shape in shapes]),

@@ -6,17 +6,16 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from dcp.storage.errors import CheckpointConflictError, OptionError, PlanError
+from dcp.storage.formats.registry import target_named
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["Format", "TargetPlace", "place_of"]
-
-Format = Literal["dcp", "torch", "safetensors"]
+__all__ = ["TargetPlace", "place_of"]
 
 _WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
 
@@ -67,10 +66,12 @@ class TargetPlace:
             )
 
 
-def place_of(target: str | os.PathLike[str], to: Format, open_store: OpenWith) -> TargetPlace:
-    """The place of a target: one file for ``torch``, for ``safetensors`` if it ends so, else a folder."""
+def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> TargetPlace:
+    """The place of a target in the format that ``to`` names: one file, or a folder, as that has it."""
     text = place_text(target)
-    is_file = to == "torch" or (to == "safetensors" and text.rstrip("/").endswith(".safetensors"))
+    one, written = target_named(to)
+    is_named = one.has_suffix(text.rstrip("/"))
+    is_file = written.as_file == "always" or (written.as_file == "by name" and is_named)
     store = open_store(text)
     if store.capabilities.is_local:
         try:

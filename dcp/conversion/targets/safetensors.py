@@ -16,11 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from dcp.conversion.entries import Entries
+from dcp.conversion.extras import extras_of, metadata_of
 from dcp.conversion.layout import Copies, Literals, TargetLayout
+from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import starts
-from dcp.storage.formats.safetensors.folder import MAX_WEIGHT_MAP_BYTES
+from dcp.storage.formats.safetensors.format import WEIGHT_MAP_NAME
 from dcp.storage.formats.safetensors.writer import (
     EXTRAS_KEY,
     HeaderTensor,
@@ -28,16 +30,30 @@ from dcp.storage.formats.safetensors.writer import (
     header_order,
     safetensors_header,
 )
+from dcp.storage.formats.weights_folder import MAX_WEIGHT_MAP_BYTES
 
-__all__ = ["DEFAULT_SHARD_BYTES", "INDEX_NAME", "safetensors_layout"]
+__all__ = ["DEFAULT_SHARD_BYTES", "lay_out", "safetensors_layout"]
 
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 """As in huggingface_hub."""
 
-INDEX_NAME: Final = "model.safetensors.index.json"
-
 _SHARD_TENSORS: Final = 100_000
 """With names of usual length a third of what the header of one file may have."""
+
+
+def lay_out(job: LayoutJob) -> Planned:
+    """The target of a conversion; values that are plain data go to the metadata."""
+    contents, refused = job.contents(is_plain_only=True)
+    kept, dropped = job.kept(refused)
+    entries, shard_bytes = job.entries, job.options.shard_bytes
+    layout = safetensors_layout(
+        entries,
+        file_name=job.file_name,
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
+        metadata=metadata_of(entries.index.user),
+        extras=extras_of(entries, [(value, contents[value.fqn]) for value in kept], entries.structure()),
+    )
+    return Planned(layout, dropped)
 
 
 def safetensors_layout(
@@ -74,7 +90,7 @@ def safetensors_layout(
     offsets = ends[:-1] + (heads - before[:-1])[files]
     copies = Copies.of_tensors(entries.index, sources, codes, files, offsets, size_bytes)
     tensor_copies = {tensors[row].name: copy for copy, row in enumerate(in_order.tolist())}
-    last = {INDEX_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
+    last = {WEIGHT_MAP_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
     literals = Literals(np.arange(len(headers)), np.zeros(len(headers), np.int64), headers)
     sizes = (heads + np.diff(before)).tolist()
     return TargetLayout(names, sizes, literals, copies, last_files=last, tensor_copies=tensor_copies)

@@ -8,6 +8,7 @@ containers and keys.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, Final
@@ -16,21 +17,59 @@ import numpy as np
 
 from dcp.conversion.entries import Entries, Value
 from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.conversion.values import torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
-from dcp.storage.formats.torch.pickle_writer import StoredTensor, TensorRef, encode_torch_pickle
+from dcp.storage.formats.torch.pickle_writer import SizeValue, StoredTensor, TensorRef, encode_torch_pickle
+from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.formats.torch.zip_writer import ALIGNMENT_BYTES, ZipLayout
+from dcp.storage.near_names import listed
 
-__all__ = ["torch_layout"]
+__all__ = ["lay_out", "torch_layout"]
 
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED: Final = 10
+_SIZE: Final = "torch.Size"
 _FOLDER: Final = "archive"
 """What torch.save calls it where it writes to a stream; readers take any."""
 
 _OTHER_ENTRIES: Final = 5
 """Of the zip, beside the storages."""
+
+
+def lay_out(job: LayoutJob) -> Planned:
+    """The target of a conversion; values are pickled anew, of classes that need no trust."""
+    contents, refused = job.contents(is_plain_only=False)
+    kept, dropped = job.kept(refused)
+    pairs = [(value, contents[value.fqn]) for value in kept]
+    distrusted = [value.fqn for value, content in pairs if not torch_allows(content)]
+    if distrusted:
+        logger.warning(
+            "torch.load will need weights_only=False for the file, because of %s; dcp.load does not",
+            listed(distrusted, most=_MAX_LISTED),
+        )
+    build = _structure_of(job.entries)
+    return Planned(torch_layout(job.file_name or "", job.entries, pairs, build, job.crcs), dropped)
+
+
+def _structure_of(entries: Entries) -> Any:
+    """A function of (fqn -> path, fqn -> value) that builds the nested state dict as the source had it."""
+    notes = entries.structure()
+    kinds = notes.get("values", {}) if notes else {}
+
+    def build(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
+        def value_of(fqn: str) -> Any:
+            value = values[fqn]
+            return SizeValue(value) if kinds and kinds.get(fqn) == _SIZE and type(value) is tuple else value
+
+        return restore_structure(notes, paths, value_of)
+
+    return build
 
 
 def torch_layout(

@@ -32,6 +32,7 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
+from dcp.storage.formats.native.format import TORCH_DCP
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
@@ -246,7 +247,7 @@ def _cut(store: Store, commit: Commit) -> bool:
 
 def _truth_last(commit: Commit) -> list[str]:
     names = list(commit.versions)
-    stock_is_truth = commit.index is not None and commit.index.format == "torch_dcp"
+    stock_is_truth = commit.index is not None and commit.index.format == TORCH_DCP.name
     if stock_is_truth and names[:2] == [MANIFEST_NAME, METADATA_NAME]:
         names[:2] = [METADATA_NAME, MANIFEST_NAME]
     return names[::-1]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self, get_args
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.facts import Format, State, Verification
+from dcp.server.catalog.facts import State, Verification
 from dcp.server.catalog.queries.patterns import check_pattern
 from dcp.server.catalog.values import check_label
+from dcp.server.formats import catalog_formats
 
 __all__ = ["CheckpointFilter", "MetricCondition", "Sort"]
 
@@ -65,7 +66,7 @@ class CheckpointFilter:
     max_step: int | None = None
     since_seconds: float | None = None
     until_seconds: float | None = None
-    formats: frozenset[Format] = frozenset()
+    formats: frozenset[str] = frozenset()
     states: frozenset[State] = frozenset({"committed"})
     verifications: frozenset[Verification] = frozenset()
     tags: frozenset[str] = frozenset()
@@ -79,12 +80,12 @@ class CheckpointFilter:
 
     def __post_init__(self) -> None:
         for field, values, known in (
-            ("format", self.formats, Format),
-            ("state", self.states, State),
-            ("verification", self.verifications, Verification),
+            ("format", self.formats, catalog_formats()),
+            ("state", self.states, get_args(State)),
+            ("verification", self.verifications, get_args(Verification)),
         ):
-            if not values <= frozenset(get_args(known)):
-                raise InvalidQueryError(field, f"one of {', '.join(get_args(known))}")
+            if not values <= frozenset(known):
+                raise InvalidQueryError(field, f"one of {', '.join(known)}")
         for field in ("run_contains", "run_glob", "tensor", "name_contains", "name_glob"):
             if (pattern := getattr(self, field)) is not None:
                 check_pattern(field, pattern)

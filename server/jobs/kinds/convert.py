@@ -15,6 +15,7 @@ from sqlalchemy import Connection, select
 from dcp.conversion.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
+from dcp.server.formats import TargetFormat, fault_of_target_name
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters, PlainText
 from dcp.server.jobs.kinds.shared.renaming import BoundedRename, check_sets
@@ -28,7 +29,7 @@ from dcp.server.schemas.common import Name
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.sources import FILE_SUFFIXES
+from dcp.storage.formats.registry import target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.conversion.stages import StagedConversion, StageOptions
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
 
 __all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
 
-_TORCH_SUFFIXES: Final = tuple(suffix for suffix in FILE_SUFFIXES if suffix != ".safetensors")
 _MAX_LISTED: Final = 100
 _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
 
@@ -44,7 +44,7 @@ _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
 class ConvertOptions(Parameters):
     """What `dcp.convert` takes. ``target_root`` None is the source's own; ``tags`` are for the target."""
 
-    to: Literal["dcp", "torch", "safetensors"]
+    to: TargetFormat
     target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
     only: Globs | None = None
     exclude: Globs | None = None
@@ -111,7 +111,7 @@ class ConvertParams(ConvertOptions):
 
     @model_validator(mode="after")
     def _found_again(self) -> Self:
-        fault = _fault_of_name(self.to, self.target_key.lower())
+        fault = fault_of_target_name(target_named(self.to)[0], self.target_key.lower())
         if fault is not None:
             raise ValueError(f"target_key: {fault}")
         return self
@@ -120,15 +120,6 @@ class ConvertParams(ConvertOptions):
 def _attempt_of(name: str) -> str:
     """Of the conversion, by the attempt at its plan."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
-
-
-def _fault_of_name(to: str, key: str) -> str | None:
-    """Checkpoints are found again by their names."""
-    if to == "torch":
-        return None if key.endswith(_TORCH_SUFFIXES) else f"for torch it ends in {', '.join(_TORCH_SUFFIXES)}"
-    if to == "safetensors" and key.endswith(".safetensors"):
-        return None
-    return f"a folder must not end in {', '.join(FILE_SUFFIXES)}" if key.endswith(FILE_SUFFIXES) else None
 
 
 def target_dedup_key(root: str, key: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sqlalchemy import Connection, select
 
@@ -33,6 +33,7 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats.registry import format_of, formats
 from dcp.storage.formats.sources import SourcePlace, index_at
 from dcp.storage.stores.base import FileInfo, Store
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.manager.steps import Commit
 
 __all__ = ["PurgeKind", "PurgeParams", "purge_dedup_key"]
-
-_INDEX_ENDING: Final = ".safetensors.index.json"
 
 _Weight = tuple[str, int, float]
 """Name, size in bytes, time of the last change: which content of a file is meant, as far as that shows."""
@@ -193,9 +192,9 @@ def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
 
     None: it has a commit, or had one.
     """
-    listing = {info.name: info for info in place.store.list()}
+    listing, known = {info.name: info for info in place.store.list()}, format_of(subject.format)
     if place.file is None and (
-        subject.format in ("dcp", "torch_dcp") or any(is_commit_object(name) for name in listing)
+        (known is not None and known.has_commit) or any(is_commit_object(name) for name in listing)
     ):
         return None
     marks = [info for name, info in listing.items() if name == place.file]
@@ -210,8 +209,13 @@ def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
         names = list(index_at(place).files)
     except CheckpointFormatError:  # which is why it was deleted
         names = [info.name for info in marks]
-    indexes = [name for name in listing if name.endswith(_INDEX_ENDING)] if place.file is None else []
+    indexes = [] if place.file is not None else [name for name in listing if _lists_others(name)]
     return [_weight(listing[name]) for name in dict.fromkeys([*indexes, *names]) if name in listing]
+
+
+def _lists_others(name: str) -> bool:
+    """Whether a file of weights says which others there are: the first to go."""
+    return any(one.is_in_folder(name) and one.suffixes and not one.has_suffix(name) for one in formats())
 
 
 def _weight(info: FileInfo) -> _Weight:

@@ -14,7 +14,6 @@ from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataDep
 from dcp.server.data.bodies import FileBody
 from dcp.server.data.downloads import (
-    DownloadFormat,
     DownloadOptions,
     download_etag,
     download_name,
@@ -30,6 +29,7 @@ from dcp.server.data.responses import (
     is_unchanged,
     not_modified,
 )
+from dcp.server.formats import DownloadFormat
 from dcp.server.http.dependencies import Caller, requires
 from dcp.server.schemas.common import IdPath, problems, rfc3339
 from dcp.server.schemas.data import FileAnswer, FileList, binary

@@ -6,18 +6,18 @@ bytes of JSON, then the tensors' bytes, C-ordered and little-endian, without hol
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import MAX_DIMENSIONS
+from dcp.storage.formats.json_documents import parse_json
 
-__all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header", "parse_json"]
+__all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header"]
 
 MAX_HEADER_BYTES: Final = 32 << 20
 """Against headers that exhaust the reader's memory. The specification's own cap is 100 MB, of which JSON
@@ -26,10 +26,6 @@ makes more than half a gigabyte here; 200,000 tensors take 26 MB."""
 _MAX_OTHER_OBJECTS: Final = 1000
 """JSON objects that describe no tensor: the whole header and its metadata, and those that an error is
 about."""
-
-_MAX_COUNTS: Final = ((b'"', 4_000_000, "strings"), (b"[", 1_000_000, "lists"), (b",", 4_000_000, "values"))
-"""In 32 MiB that is enough for 300,000 tensors. JSON that is small and makes a lot of objects of itself must
-not reach the parser, which has made them before anybody can look."""
 
 LENGTH_BYTES: Final = 8
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
@@ -145,45 +141,6 @@ class _Compact:
                 )
             raise CheckpointFormatError("the safetensors header is full of what describes no tensor")
         return fields
-
-
-def parse_json(
-    text: bytes, what: str, convert: Callable[[dict[str, Any]], Any] | None = None
-) -> dict[str, Any]:
-    """A JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice.
-
-    ``convert`` may put something else in the place of an object.
-    """
-    for mark, limit, kind in _MAX_COUNTS:
-        if text.count(mark) > limit:
-            raise CheckpointFormatError(f"{what} has more {kind} than any checkpoint needs")
-    try:
-        document = json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=partial(_unique, what, convert),
-            parse_constant=partial(_no_constant, what),
-        )
-    except CheckpointFormatError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"{what} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointFormatError(f"{what} is not a JSON object")
-    return document
-
-
-def _unique(what: str, convert: Callable[[dict[str, Any]], Any] | None, pairs: list[tuple[str, Any]]) -> Any:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise CheckpointFormatError(f"{what} has one key twice")
-    for key in result:
-        if not key.isascii() and any("\ud800" <= char <= "\udfff" for char in key):
-            raise CheckpointFormatError(f"a key of {what} is not Unicode text")
-    return result if convert is None else convert(result)
-
-
-def _no_constant(what: str, name: str) -> Any:
-    raise CheckpointFormatError(f"{what} has {name}, which is not JSON")
 
 
 def _entry(name: str, fields: Any) -> SafetensorsEntry:

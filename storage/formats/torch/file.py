@@ -18,15 +18,14 @@ from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, Unsuppo
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.torch.archive import TorchArchive
+from dcp.storage.formats.torch.format import TORCH_SAVE
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, decode_torch_pickle
 from dcp.storage.formats.torch.structure import FlatFile, flatten_torch
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 from dcp.storage.formats.torch.zip_reader import ZipEntry, check_version
 from dcp.storage.geometry.strides import dense_order, extent
 
-__all__ = ["TORCH_FORMAT", "index_of_torch_file"]
-
-TORCH_FORMAT: Final = "torch_save"
+__all__ = ["index_of_torch_file"]
 
 _EXPANDED_BYTES: Final = 16 << 30
 _EXPANSION: Final = 1024
@@ -124,7 +123,7 @@ def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) ->
     ]
     count = len(tensors)
     return CheckpointIndex(
-        format=TORCH_FORMAT,
+        format=TORCH_SAVE.name,
         fqns=list(flat.tensors),
         dtype_codes=np.array([tensor.dtype_code for tensor in tensors], dtype=np.uint8),
         shape_start=starts([len(tensor.sizes) for tensor in tensors]),

@@ -16,6 +16,7 @@ import numpy as np
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.formats.native.format import TORCH_DCP
 from dcp.storage.formats.pickle.decoder import Instance, Limits, decode_pickle
 from dcp.storage.formats.torch import metadata_classes as classes
 from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS, TensorPickle, decode_tensor_pickle
@@ -237,7 +238,7 @@ class _Columns:
         chunks, objects = len(self._payloads), len(self._objects)
         files, offsets, lengths = map(_column, self._object_ranges)
         result = CheckpointIndex(
-            format="torch_dcp",
+            format=TORCH_DCP.name,
             fqns=self._fqns,
             dtype_codes=np.frombuffer(self._dtypes, dtype=np.uint8),
             shape_start=starts(_column(self._ndims)),

@@ -248,7 +248,7 @@ def test_damage_of_the_source_stops_it(sharded: Path, tmp_path: Path) -> None:
     file.write_bytes(data)
     for target, to in (("m.pt", "torch"), ("copy", "dcp"), ("m.safetensors", "safetensors")):
         with pytest.raises(CorruptCheckpointError, match="'wide' is damaged"):
-            convert(source, tmp_path / target, to=to)  # type: ignore[arg-type]
+            convert(source, tmp_path / target, to=to)
     assert folder_of(source) == ["damaged"]
     convert(source, tmp_path / "m.pt", to="torch", verify="none", executor="inline")
     assert (tmp_path / "m.pt").exists()

@@ -160,7 +160,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(ours: Path, tmp_pa
     with pytest.raises(PlanError, match="one name"):
         convert(ours, target, to="torch", rename={".*": "same"})
     with pytest.raises(PlanError, match="to must be one of"):
-        convert(ours, target, to="gguf")  # type: ignore[arg-type]
+        convert(ours, target, to="gguf")
     with pytest.raises(PlanError, match="dtype must be one of"):
         convert(ours, target, to="torch", dtype="int4")
     with pytest.raises(PlanError, match="executor must be"):

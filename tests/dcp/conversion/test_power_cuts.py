@@ -48,7 +48,7 @@ def _values(target: Path) -> set[int]:
 
 
 def _convert(source: Path, target: Path, to: str) -> None:
-    convert(source, target, to=to, executor="inline", overwrite=True)  # type: ignore[arg-type]
+    convert(source, target, to=to, executor="inline", overwrite=True)
 
 
 def _kill_before(source: Path, target: Path, to: str, step: str) -> None:

@@ -46,7 +46,7 @@ def test_all_of_a_torch_file_comes_back(way: tuple[str, ...], original: Path, tm
     source = original
     for number, to in enumerate(way):
         target = tmp_path / str(number) / _NAMES[to]
-        convert(source, target, to=to, executor="inline")  # type: ignore[arg-type]
+        convert(source, target, to=to, executor="inline")
         source = target
     convert(source, tmp_path / "back.pt", to="torch", executor="inline")
     got = torch.load(tmp_path / "back.pt", weights_only=True)

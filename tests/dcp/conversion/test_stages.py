@@ -56,7 +56,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_of(to: str) -> StageOptions:
     """What all tests here convert with; objects have no place in safetensors."""
-    return StageOptions(LayoutOptions(to, files=2, shard_bytes=_SHARD_BYTES))  # type: ignore[arg-type]
+    return StageOptions(LayoutOptions(to, files=2, shard_bytes=_SHARD_BYTES))
 
 
 def staged(
@@ -101,9 +101,9 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 def test_local_stages_make_what_convert_makes(to: str, times: int, source: Path, tmp_path: Path) -> None:
     """The same files with the same bytes, also if every part and the publishing are done twice."""
     expected = tmp_path / "expected" / _TARGETS[to]
-    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")  # type: ignore[arg-type]
+    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")
     target = tmp_path / "made" / _TARGETS[to]
-    prepared = carry_out(source, place_of(target, to, OpenWith()), to, times=times)  # type: ignore[arg-type]
+    prepared = carry_out(source, place_of(target, to, OpenWith()), to, times=times)
     assert len(prepared.parts) >= 3
     assert bytes_of(target) == bytes_of(expected)
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
@@ -118,10 +118,10 @@ def test_stages_on_s3(
 ) -> None:
     """Objects with the same bytes as local files; what is repeated compares, and replaces nothing."""
     expected = tmp_path / "expected" / _TARGETS[to]
-    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")  # type: ignore[arg-type]
+    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")
     opened = OpenWith(s3_server.storage_options)
     url = f"{s3_root}/{_TARGETS[to]}"
-    carry_out(source, place_of(url, to, opened), to, times=times)  # type: ignore[arg-type]
+    carry_out(source, place_of(url, to, opened), to, times=times)
     with raw_s3(s3_server) as raw:
         names = raw.list(s3_root)
         assert not [name for name in names if ".tmp-" in name]
@@ -144,12 +144,12 @@ def test_what_is_at_the_target_stays(
         (OpenWith(s3_server.storage_options), s3_root),
     ):
         url = f"{base}/{_TARGETS[to]}"
-        place = place_of(url, to, opened)  # type: ignore[arg-type]
+        place = place_of(url, to, opened)
         with staged(source, place, to) as stage:
             prepared = stage.prepare()
             results = [stage.run(prepared, part) for part in range(len(prepared.parts))]
         if place.path is not None:  # behind S3 the parts have made a file of this name themselves
-            convert(source, url, to=to, only="model", executor="inline")  # type: ignore[arg-type]
+            convert(source, url, to=to, only="model", executor="inline")
             before = bytes_of(place.path)
             with staged(source, place, to) as stage, pytest.raises(CheckpointConflictError):
                 stage.publish(prepared, results)
@@ -233,7 +233,7 @@ def test_what_is_given_up_leaves_nothing(
         (OpenWith(), str(tmp_path / "made")),
         (OpenWith(s3_server.storage_options), s3_root),
     ):
-        place = place_of(f"{base}/{_TARGETS[to]}", to, opened)  # type: ignore[arg-type]
+        place = place_of(f"{base}/{_TARGETS[to]}", to, opened)
         with staged(source, place, to) as stage:
             prepared = stage.prepare()
             for part in range(len(prepared.parts)):
@@ -336,7 +336,7 @@ def test_killed_anywhere(
 ) -> None:
     """Every stage is killed at step after step and begun again: there is one target, and it is whole."""
     expected = tmp_path / "expected" / _TARGETS[to]
-    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")  # type: ignore[arg-type]
+    convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")
     options = None if is_local else s3_server.storage_options
     url = f"{tmp_path / 'made' if is_local else s3_root}/{_TARGETS[to]}"
     deaths = _Deaths(source, url, to, options, stride)

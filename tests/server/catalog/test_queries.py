@@ -54,7 +54,7 @@ def fill(connection: Connection) -> None:
             CheckpointFacts(
                 root=("main", "other")[number % 3 == 0],
                 key=f"{key}.{number % 3}" if number % 5 == 0 else f"{key}-{number}",
-                format=FORMATS[number % 3],  # type: ignore[arg-type]
+                format=FORMATS[number % 3],
                 observed_seconds=1.0,
                 committed_seconds=float(chance.randrange(40)) + 0.5,
                 step=chance.randrange(30) if has_step else None,

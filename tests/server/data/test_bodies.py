@@ -88,8 +88,8 @@ def test_a_download_is_what_a_conversion_writes(
             path = tmp_path / "source.pt"
             torch.save({"t": torch.arange(60_000.0).reshape(200, 300).t(), "n": 3}, path)
     target = tmp_path / ("out.safetensors" if to == "safetensors" else "out.pt")
-    dcp.convert(path, target, to=to, executor="inline")  # type: ignore[arg-type]
-    planned = plan_download(opened_at(path), DownloadOptions(to))  # type: ignore[arg-type]
+    dcp.convert(path, target, to=to, executor="inline")
+    planned = plan_download(opened_at(path), DownloadOptions(to))
     data = read(planned.body)
     assert len(data) == planned.body.size_bytes
     assert data == target.read_bytes()
@@ -113,7 +113,7 @@ def test_readers_of_others_accept_the_files(sharded: Path) -> None:
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_any_range_is_that_of_the_whole(sharded: Path, to: str) -> None:
     """Resuming anywhere gives the same bytes, also where checksums of what came before are needed."""
-    body = plan_download(opened_at(sharded), DownloadOptions(to)).body  # type: ignore[arg-type]
+    body = plan_download(opened_at(sharded), DownloadOptions(to)).body
     whole = read(body)
     rng = np.random.default_rng(3)
     cuts = [(0, 1), (len(whole) - 1, len(whole)), (len(whole) - 200, len(whole)), (0, 0)]
@@ -202,7 +202,7 @@ def test_a_damaged_source_never_gives_all_bytes(tmp_path: Path, to: str) -> None
     size = data.stat().st_size
     for at in (size // 3, size // 2):
         _flip(data, at)
-        body = plan_download(opened_at(path), DownloadOptions(to)).body  # type: ignore[arg-type]
+        body = plan_download(opened_at(path), DownloadOptions(to)).body
         got = 0
         with pytest.raises(CorruptCheckpointError), closing(body.parts(0, body.size_bytes)) as parts:
             for part in parts:

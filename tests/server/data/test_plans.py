@@ -56,7 +56,7 @@ def test_planning_costs_some_passes_over_the_names(many: Path, to: str) -> None:
             references.append(time.process_time() - begun)
             opened = open_it(many)
             begun = time.process_time()
-            body = plan_download(opened, DownloadOptions(to)).body  # type: ignore[arg-type]
+            body = plan_download(opened, DownloadOptions(to)).body
             with closing(body.parts(0, body.size_bytes)) as parts:
                 next(parts)
             plans.append(time.process_time() - begun)

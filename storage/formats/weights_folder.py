@@ -1,14 +1,12 @@
-"""safetensors files and Hugging Face folders as one `CheckpointIndex`; only headers are read.
+"""Folders of weights as model hubs have them, as one `CheckpointIndex`; only headers are read.
 
-A folder has, and the first of these that is there counts:
+Of a suffix such as ``.safetensors`` a folder has, and the first of these that is there counts:
 
 1. ``model.safetensors.index.json``, or the only ``*.safetensors.index.json``: every tensor must be in the
-file
-   that its ``weight_map`` names; other tensors of those files count, too
+   file that its ``weight_map`` names; other tensors of those files count, too
 2. ``model.safetensors``
-3. other ``*.safetensors`` files, all of them; of files numbered ``-00001-of-00003`` none may be missing
-4. ``pytorch_model.bin.index.json``, or the only ``*.bin.index.json``, with torch.save files
-5. ``pytorch_model.bin``
+3. where the format takes them all, other ``*.safetensors`` files; of files numbered ``-00001-of-00003`` none
+   may be missing
 
 A name that stands in two files is an error, unless they are shards of one tensor as
 `torch.distributed.checkpoint.HuggingFaceStorageWriter` notes them in ``DCP_SHARDING_INFO``. What else is in
@@ -19,7 +17,7 @@ the rest of it is in ``provenance["file_metadata"]`` by file. Torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -27,35 +25,21 @@ from typing import Any, Final
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
-from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, starts
+from dcp.storage.formats.files import index_of_file
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.json_documents import parse_json
 from dcp.storage.formats.merge import merge_rank_indexes
-from dcp.storage.formats.safetensors.file import SafetensorsHeader, parse_header, parse_json
-from dcp.storage.formats.torch.file import index_of_torch_file
 from dcp.storage.stores.base import Store, check_name
 from dcp.storage.threads import WorkerThreads
 
-__all__ = [
-    "MAX_WEIGHT_MAP_BYTES",
-    "SAFETENSORS_FORMAT",
-    "SAFETENSORS_SUFFIX",
-    "index_of_file",
-    "index_of_folder",
-    "index_of_safetensors_file",
-]
-
-SAFETENSORS_FORMAT: Final = "safetensors"
-SAFETENSORS_SUFFIX: Final = ".safetensors"
+__all__ = ["MAX_WEIGHT_MAP_BYTES", "index_of_weights"]
 
 MAX_WEIGHT_MAP_BYTES: Final = 32 << 20
 """200,000 tensors take some 20 MB."""
 
-_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
-_HEAD_BYTES: Final = 64 << 10
 _THREADS: Final = 8
-_NUMBERED: Final = re.compile(r"(?P<stem>(?!shard-).*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_NUMBERED: Final = re.compile(r"(?P<stem>(?!shard-).*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\..*)")
 _LISTED: Final = 5
-
-_ReadFile = Callable[[Callable[[int, int], bytes], int, str], CheckpointIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +51,15 @@ class _Weights:
     mapped: Mapping[str, str] | None = None
 
 
-def index_of_folder(store: Store) -> CheckpointIndex | None:
-    """The index of the weights in a folder; None if it has none.
+def index_of_weights(store: Store, suffix: str, usual: str, *, takes_all: bool) -> CheckpointIndex | None:
+    """The index of the weights in a folder, whose files end in ``suffix`` and of which one alone is called
+    ``usual``; None if it has none. ``takes_all``: files of any other names are weights, too.
 
     Raises CorruptCheckpointError where files or tensors are missing, CheckpointFormatError for names that
     reach outside the folder, names that stand twice, and whatever the files' own formats forbid.
     """
     names = [info.name for info in store.list() if not info.name.startswith(".")]
-    weights = _choose(store, names)
+    weights = _choose(store, names, suffix, usual, takes_all=takes_all)
     if weights is None:
         return None
     missing = sorted(set(weights.files) - set(names))
@@ -92,109 +77,22 @@ def index_of_folder(store: Store) -> CheckpointIndex | None:
     return _joined(store, indexes)
 
 
-def index_of_file(store: Store, name: str) -> CheckpointIndex:
-    """The index of one file of ``store``: safetensors by its suffix or how it begins, else of torch.save.
-
-    Raises CheckpointNotFoundError if it is absent.
-    """
-    with store.open_read(name) as handle:
-        begin = handle.pread(min(9, handle.size_bytes), 0)  # the length of a header, and its first byte
-        is_safetensors = name.endswith(SAFETENSORS_SUFFIX) or begin[7:] == b"\0{"
-        read_file: _ReadFile = index_of_safetensors_file if is_safetensors else index_of_torch_file
-        try:
-            return read_file(lambda at, count: handle.pread(count, at), handle.size_bytes, name)
-        except CheckpointFormatError as error:
-            path = store.path_of(name)
-            raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
-
-
-def index_of_safetensors_file(
-    read: Callable[[int, int], bytes], size_bytes: int, name: str
-) -> CheckpointIndex:
-    """The index of one safetensors file, of which ``read(offset, length)`` reads exactly that.
-
-    The header is checked as the format's specification demands (see `dcp.storage.formats.safetensors.file`).
-    """
-    head = read(0, min(size_bytes, _HEAD_BYTES))
-
-    def read_header(at: int, count: int) -> bytes:
-        return head[at : at + count] if at + count <= len(head) else read(at, count)
-
-    header = parse_header(read_header, size_bytes)
-    entries = list(header.entries.values())
-    sizes = np.array([size for entry in entries for size in entry.sizes], dtype=np.int64)
-    offsets = _shard_offsets(header, name)
-    lengths = np.array([entry.end - entry.begin for entry in entries], dtype=np.int64)
-    places = np.array([entry.begin for entry in entries], dtype=np.int64) + header.data_offset
-    metadata = {key: value for key, value in header.metadata.items() if key != _SHARDING_KEY}
-    count = len(entries)
-    index = CheckpointIndex(
-        format=SAFETENSORS_FORMAT,
-        fqns=list(header.entries),
-        dtype_codes=np.array([entry.dtype_code for entry in entries], dtype=np.uint8),
-        shape_start=starts([len(entry.sizes) for entry in entries]),
-        shape_values=sizes + offsets,
-        requires_grad=np.zeros(count, dtype=np.uint8),
-        chunk_start=np.arange(count + 1, dtype=np.int64),
-        chunk_offsets=offsets,
-        chunk_sizes=sizes,
-        chunk_files=np.zeros(count, dtype=np.int64),
-        record_offsets=places,
-        record_lengths=lengths,
-        payload_offsets=places,
-        payload_lengths=lengths,
-        crc_start=np.zeros(count + 1, dtype=np.int64),
-        files=[name],
-        file_sizes=np.array([size_bytes], dtype=np.int64),
-        planner_data={fqn: (fqn,) for fqn in header.entries},
-        provenance={"sharded": True} if _SHARDING_KEY in header.metadata else {},
-        user=metadata,
-    )
-    index.check()
-    return index
-
-
-def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:
-    """Where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted something
-    else."""
-    total = sum(len(entry.sizes) for entry in header.entries.values())
-    text = header.metadata.get(_SHARDING_KEY)
-    if text is None:
-        return np.zeros(total, dtype=np.int64)
-    noted = parse_json(text.encode("utf-8", "surrogatepass"), f"{_SHARDING_KEY} of {name}")
-    offsets: list[int] = []
-    for fqn, entry in header.entries.items():
-        info = noted.get(fqn)
-        saved = [0] * len(entry.sizes) if info is None else None
-        if isinstance(info, dict):
-            saved = info.get("saved_offsets")
-        if (
-            not isinstance(saved, list)
-            or len(saved) != len(entry.sizes) <= MAX_DIMENSIONS
-            or not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in saved)
-        ):
-            raise CheckpointFormatError(
-                f"{name}: {_SHARDING_KEY} has no offsets for {fqn[:200]!r} that fit its shape", fqn=fqn
-            )
-        offsets += saved
-    return np.array(offsets, dtype=np.int64)
-
-
 # -- which files ---------------------------------------------------------------------------------------------
 
 
-def _choose(store: Store, names: Sequence[str]) -> _Weights | None:
-    for suffix, usual in ((SAFETENSORS_SUFFIX, "model.safetensors"), (".bin", "pytorch_model.bin")):
-        listing = _the_one(store, names, f"{suffix}.index.json", f"{usual}.index.json")
-        if listing is not None:
-            return _read_weight_map(store, listing, suffix)
-        if usual in names:
-            return _Weights((usual,))
-        files = tuple(name for name in names if name.endswith(suffix)) if suffix == SAFETENSORS_SUFFIX else ()
-        if files:
-            _check_numbers(store, files)
-            return _Weights(files)
-    return None
+def _choose(
+    store: Store, names: Sequence[str], suffix: str, usual: str, *, takes_all: bool
+) -> _Weights | None:
+    listing = _the_one(store, names, f"{suffix}.index.json", f"{usual}.index.json")
+    if listing is not None:
+        return _read_weight_map(store, listing, suffix)
+    if usual in names:
+        return _Weights((usual,))
+    files = tuple(name for name in names if name.endswith(suffix)) if takes_all else ()
+    if not files:
+        return None
+    _check_numbers(store, files)
+    return _Weights(files)
 
 
 def _the_one(store: Store, names: Sequence[str], suffix: str, usual: str) -> str | None:
@@ -226,16 +124,17 @@ def _read_weight_map(store: Store, name: str, suffix: str) -> _Weights:
 
 def _check_numbers(store: Store, files: Iterable[str]) -> None:
     """Of ``model-00001-of-00003.safetensors`` all three must be there, since no list of them is."""
-    numbers: dict[tuple[str, int], set[int]] = {}
+    numbers: dict[tuple[str, int, str], set[int]] = {}
     for name in files:
         match = _NUMBERED.fullmatch(name)
         if match:
-            numbers.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
-    for (stem, count), found in numbers.items():
+            of_all = match["stem"], int(match["count"]), match["suffix"]
+            numbers.setdefault(of_all, set()).add(int(match["number"]))
+    for (stem, count, suffix), found in numbers.items():
         missing = count - len(found & set(range(1, count + 1)))
         if missing:
             raise CorruptCheckpointError(
-                f"{store.url}: {missing} of the {count} files {stem}-*-of-{count:05}.safetensors are "
+                f"{store.url}: {missing} of the {count} files {stem}-*-of-{count:05}{suffix} are "
                 "missing; fetch or copy the folder again",
                 path=store.url,
             )

@@ -1,0 +1,156 @@
+"""The formats that there are: ours, and what others have registered.
+
+Ours are declared in `format.py` of their folders. Others come by `register_format`, or from a package whose
+metadata names them: the entry point group `dcphub.formats`, whose names are the formats'. That metadata is
+read when something is looked at that could be of them; what has a commit never is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from dcp.storage.errors import OptionError, UnsupportedFormatError
+from dcp.storage.extensions import extension_names, loaded_extension
+from dcp.storage.formats.format import Format, Target
+from dcp.storage.formats.native import format as native
+from dcp.storage.formats.safetensors import format as safetensors
+from dcp.storage.formats.torch import format as torch
+
+__all__ = [
+    "GROUP",
+    "FileNames",
+    "by_precedence",
+    "file_names",
+    "file_suffixes",
+    "format_names",
+    "format_of",
+    "formats",
+    "is_of_files",
+    "register_format",
+    "target_named",
+    "target_names",
+    "targets",
+]
+
+GROUP: Final = "dcphub.formats"
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,15}")
+_OURS: Final = (native.DCP, native.TORCH_DCP, torch.TORCH_SAVE, safetensors.SAFETENSORS)
+_FORMATS: Final = {one.name: one for one in _OURS}
+
+
+def register_format(one: Format) -> None:
+    """Make ``one`` known in this process, to all that reads, lists or converts; the last of a name counts.
+
+    UnsupportedFormatError for a name that is one of ours, or none, or for a target's name that is taken.
+    """
+    taken = {other.target.name for other in _FORMATS.values() if other.target and other.name != one.name}
+    if one.name in (ours.name for ours in _OURS) or not _NAME.fullmatch(one.name):
+        raise UnsupportedFormatError(f"{one.name!r} is no name that a format could be registered under")
+    if one.target is not None and one.target.name in taken:
+        raise UnsupportedFormatError(f"{one.target.name!r} is written by another format than {one.name!r}")
+    _FORMATS[one.name] = one
+    file_names.cache_clear()
+
+
+def formats() -> list[Format]:
+    """All of them: ours, then the others in the order in which they were registered."""
+    _load_extensions()
+    return list(_FORMATS.values())
+
+
+@cache
+def _load_extensions() -> None:
+    for name in extension_names(GROUP):
+        found = loaded_extension(GROUP, name)
+        if not isinstance(found, Format) or found.name != name:
+            raise UnsupportedFormatError(
+                f"the entry point {name} of the group {GROUP} is no Format of that name: {found!r:.200}"
+            )
+        if name not in _FORMATS:  # what a program has registered itself counts
+            register_format(found)
+
+
+def format_of(name: str) -> Format | None:
+    """The format of an index's name; None for one that nobody has registered."""
+    if name not in _FORMATS:
+        _load_extensions()
+    return _FORMATS.get(name)
+
+
+def format_names() -> list[str]:
+    """Of all formats."""
+    return [one.name for one in formats()]
+
+
+def is_of_files(name: str) -> bool:
+    """Whether checkpoints of the format ``name`` are files without a commit object, which may lie among
+    others."""
+    found = format_of(name)
+    return found is not None and not found.has_commit
+
+
+def file_suffixes() -> tuple[str, ...]:
+    """How names of files that are checkpoints may end."""
+    return tuple(suffix for one in formats() for suffix in one.suffixes)
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """What names of files say by themselves, of all formats together, for whoever looks at very many.
+
+    ``in_folders`` and ``mark_folders`` are as `Format.is_in_folder` and `Format.marks_folder`.
+    """
+
+    singles: tuple[str, ...]
+    in_folders: re.Pattern[str]
+    mark_folders: re.Pattern[str]
+
+    def is_single(self, name: str) -> bool:
+        """Whether a file of this name, among any others, is taken for a checkpoint."""
+        return name.lower().endswith(self.singles)
+
+
+@cache
+def file_names() -> FileNames:
+    """Of the formats that there are now."""
+    some = formats()
+    files = [one.folder_files for one in some if one.folder_files is not None]
+    marks = [one.folder_marks or one.folder_files for one in some if one.folder_files is not None]
+    singles = (suffix for one in some for suffix in one.suffixes if suffix not in one.vague_suffixes)
+    return FileNames(tuple(singles), _any_of(files), _any_of(marks))
+
+
+def _any_of(patterns: Iterable[re.Pattern[str] | None]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{one.pattern})" for one in patterns if one is not None), re.DOTALL)
+
+
+def by_precedence(some: Iterable[Format]) -> list[Format]:
+    """In the order in which a folder is tried to be of them."""
+    return sorted(some, key=lambda one: -one.precedence)
+
+
+def targets() -> list[Target]:
+    """What can be written."""
+    return [one.target for one in formats() if one.target is not None]
+
+
+def target_names() -> list[str]:
+    """What `dcp.convert` takes for ``to``."""
+    return [target.name for target in targets()]
+
+
+def target_named(name: str) -> tuple[Format, Target]:
+    """The format that is written as ``name``. OptionError, with all there are, if there is none."""
+    for one in [*_OURS, *formats()]:
+        if one.target is not None and one.target.name == name:
+            return one, one.target
+    from dcp.storage.near_names import close_to  # here: only an error has time for it
+
+    close = close_to(name, target_names()) if isinstance(name, str) else ()
+    meant = f"; {close[0]} may be meant" if close else ""
+    raise OptionError(f"to must be one of {', '.join(target_names())}, not {name!r}{meant}")
