@@ -1,0 +1,214 @@
+"""The extensions of `docs/contributing.md`: a store, a format and a planner, each in one file of its own.
+
+They are used as a package that is installed: by the entry points of its metadata, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dcp
+from tests.support.service import Service, wait_until
+
+ROOT = Path(__file__).parents[2]
+EXTENSIONS = ROOT / "examples" / "extensions"
+FILES = sorted(EXTENSIONS.glob("*.py"))
+MODEL = {
+    "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "bias": torch.ones(4, dtype=torch.int64),
+}
+_MOST_LINES = 80
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the extensions are what `pip install` leaves: modules, and their metadata."""
+    folder = tmp_path_factory.mktemp("site")
+    for file in FILES:
+        (folder / file.name).write_text(file.read_text())
+    metadata = folder / "extensions-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extensions\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[dcphub.formats]\nnpy = npy_folder:FORMAT\n[dcphub.stores]\nzip = zip_store:STORE_TYPE\n"
+    )
+    path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run(environment: dict[str, str], *arguments: object) -> str:
+    """What ``dcp`` or a program prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """A run with a checkpoint of ours, as a folder and in an archive, and one of the new format."""
+    run_folder = tmp_path / "data" / "run"
+    dcp.save(dict(MODEL), checkpoint_id=run_folder / "step-00000003", no_dist=True)
+    for name, tensor in MODEL.items():
+        (tmp_path / "data" / "arrays" / "step-7").mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / "data" / "arrays" / "step-7" / f"{name}.npy", tensor.numpy())
+    archive = tmp_path / "runs.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in sorted(run_folder.rglob("*")):
+            file.write(path, path.relative_to(tmp_path / "data"))
+    return {"data": tmp_path / "data", "zip": archive, "npy": tmp_path / "data" / "arrays" / "step-7"}
+
+
+def test_the_document_shows_the_files_and_they_are_short() -> None:
+    """Each is on the page as it is, and under 80 lines."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    for file in FILES:
+        text = file.read_text()
+        assert f"```python\n{text}```" in page, file.name
+        assert len(text.splitlines()) < _MOST_LINES, file.name
+    assert len(FILES) == 3
+
+
+def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
+    """``dcp ls``, ``dcp show``, ``dcp verify``, ``dcp convert`` and ``dcp.load`` know its URLs."""
+    top = f"zip://{places['zip']}"
+    listed = json.loads(run(installed, "-m", "dcp", "ls", f"{top}/run", "--json"))
+    assert [(row["name"], row["state"], row["format"]) for row in listed] == [
+        ("step-00000003", "committed", "dcp")
+    ]
+    assert "step-00000003" in run(installed, "-m", "dcp", "ls", "-r", top)
+    url = listed[0]["url"]
+    shown = json.loads(run(installed, "-m", "dcp", "show", url, "--json"))
+    assert {row["fqn"] for row in shown["tensors"]} == MODEL.keys()
+    run(installed, "-m", "dcp", "verify", url)
+    run(installed, "-m", "dcp", "convert", url, tmp_path / "out.pt", "--to", "torch")
+    assert_equal(torch.load(tmp_path / "out.pt"))
+    loaded = tmp_path / "loaded.pt"
+    run(installed, "-c", _LOAD, url, loaded)
+    assert_equal(torch.load(loaded))
+
+
+def test_a_format_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
+    """It is listed, shown, verified, loaded, converted from and to, and stands in the help."""
+    folder = places["npy"]
+    listed = json.loads(run(installed, "-m", "dcp", "ls", folder.parent, "--json"))
+    assert [(row["name"], row["state"], row["format"], row["step"]) for row in listed] == [
+        ("step-7", "complete", "npy", 7)
+    ]
+    shown = json.loads(run(installed, "-m", "dcp", "show", folder, "--json"))
+    assert {row["fqn"]: row["shape"] for row in shown["tensors"]} == {"weight": [2, 3], "bias": [4]}
+    run(installed, "-m", "dcp", "verify", folder)
+    loaded = tmp_path / "loaded.pt"
+    run(installed, "-c", _LOAD, folder, loaded)
+    assert_equal(torch.load(loaded))
+    run(installed, "-m", "dcp", "convert", folder, tmp_path / "ours", "--to", "dcp")
+    convert = ("-m", "dcp", "convert", tmp_path / "ours", tmp_path / "again", "--to", "npy")
+    run(installed, *convert)
+    assert_equal({path.stem: torch.from_numpy(np.load(path)) for path in (tmp_path / "again").glob("*.npy")})
+    run(
+        installed, "-m", "dcp", "convert", tmp_path / "ours", tmp_path / "again", "--to", "npy", "--overwrite"
+    )
+    assert "npy]" in run(installed, "-m", "dcp", "convert", "--help")
+
+
+def test_what_is_not_installed_is_not_known(places: dict[str, Path], tmp_path: Path) -> None:
+    """The errors say what there is, and what may have been meant."""
+    with pytest.raises(dcp.CheckpointNotFoundError):
+        dcp.open_index(places["npy"])
+    with pytest.raises(
+        dcp.errors.OptionError, match="one of dcp, torch, safetensors, not 'safetensor'; safet"
+    ):
+        dcp.convert(places["data"] / "run" / "step-00000003", tmp_path / "x", to="safetensor")
+
+
+def test_a_planner_by_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it overrides changes the checkpoint, and all else is as without it."""
+    monkeypatch.syspath_prepend(str(EXTENSIONS))
+    from plain_names import PlainNamesPlanner  # a script's folder, as it stands there
+
+    state = {"model": {"_orig_mod.weight": torch.ones(2), "layer._orig_mod.bias": torch.zeros(3)}, "step": 1}
+    place = tmp_path / "checkpoint"
+    dcp.save(state, checkpoint_id=place, planner=PlainNamesPlanner(), no_dist=True)
+    assert set(dcp.open_index(place).fqns) == {"model.weight", "model.layer.bias"}
+    found: dict[str, Any] = {"model": {"weight": torch.zeros(2), "layer.bias": torch.ones(3)}, "step": 0}
+    dcp.load(found, checkpoint_id=place, no_dist=True)
+    assert torch.equal(found["model"]["weight"], torch.ones(2))
+    assert found["step"] == 1
+
+
+# -- the catalog ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def service(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> Iterator[Service]:
+    """A catalog of both places."""
+    roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}", "readonly": True}}
+    settings = {"roots": roots, "database_url": f"sqlite:///{tmp_path}/catalog.sqlite"}
+    environment = {"PYTHONPATH": installed["PYTHONPATH"]}
+    with Service(tmp_path / "service", settings, environment=environment) as running:
+        yield running
+
+
+def test_the_catalog_knows_both(service: Service) -> None:
+    """Both are scanned, listed by their format, shown with their tensors, read, and converted to."""
+    with service.client() as client:
+
+        def listed(**query: str) -> list[dict[str, Any]]:
+            answer = client.get("/api/v1/checkpoints", params=query)
+            assert answer.status_code == 200, answer.text
+            return [item for item in answer.json()["items"] if item["structure_id"] is not None]
+
+        (array,) = wait_until(lambda: listed(root="data", format="npy"), "the folder of arrays is found")
+        assert (array["key"], array["state"], array["step"]) == ("arrays/step-7", "committed", 7)
+        detail = client.get(f"/api/v1/checkpoints/{array['id']}").json()
+        assert detail["format"] == "npy"
+        tensors = client.get(f"/api/v1/checkpoints/{array['id']}/tensors").json()["items"]
+        assert {row["fqn"] for row in tensors} == MODEL.keys()
+        data = client.get(f"/api/v1/checkpoints/{array['id']}/tensors/data", params={"fqn": "bias"})
+        assert data.status_code == 200, data.text
+        (zipped,) = wait_until(lambda: listed(root="zip"), "the archive is found")
+        assert (zipped["key"], zipped["format"]) == ("run/step-00000003", "dcp")
+        job = client.post(
+            "/api/v1/jobs",
+            json={
+                "kind": "convert",
+                "params": {
+                    "checkpoint_id": zipped["id"],
+                    "to": "npy",
+                    "target_root": "data",
+                    "target_key": "new",
+                },
+            },
+        )
+        assert job.status_code in (200, 201, 202), job.text
+        wait_until(lambda: [row for row in listed(format="npy") if row["key"] == "new"], "it is converted")
+        schema = client.get("/openapi.json")
+        assert '"npy"' in schema.text
+
+
+def assert_equal(found: dict[str, torch.Tensor]) -> None:
+    """The tensors are those of the model."""
+    assert found.keys() == MODEL.keys()
+    for name, tensor in MODEL.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+_LOAD = """
+import sys, torch, dcp
+state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(4, dtype=torch.int64)}
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+torch.save(state, sys.argv[2])
+"""
