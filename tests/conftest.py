@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -57,7 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The fork server starts with the first test that needs a process."""
+    """What all tests share is there, and no garbage: each ``gc.collect()`` of a test took 0.4 s to find
+    that out. The fork server starts with the first test that needs a process."""
+    gc.collect()
+    gc.freeze()
     set_preload()
 
 
