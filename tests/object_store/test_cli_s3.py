@@ -91,6 +91,7 @@ def test_options_from_the_environment(
     assert run("show", url, "--json").json["checkpoint"]["url"] == url
 
 
+@pytest.mark.exhaustive  # test_manager_s3.py and test_request_counts.py count the requests for steps
 def test_a_thousand_steps(s3_proxy: FaultProxy, s3_root: str) -> None:
     """The quick listing opens nothing. The full one reads the small files of each checkpoint, several at a
     time; neither asks for data."""

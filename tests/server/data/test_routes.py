@@ -295,7 +295,10 @@ def test_over_a_real_socket(tmp_path: Path) -> None:
             assert part.content == whole.content[:1_000_000]
 
 
-@pytest.mark.parametrize("what", ["download", "files/FILE", "tensors/data?fqn=w"])
+_OTHERS = [pytest.param(what, marks=pytest.mark.exhaustive) for what in ("files/FILE", "tensors/data?fqn=w")]
+
+
+@pytest.mark.parametrize("what", ["download", *_OTHERS])
 def test_downloads_end_with_their_key(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Revoked while a body is sent, a key gets no more than what is under way already; others get it all."""
     monkeypatch.setattr(responses, "KEY_SECONDS", 0.1)

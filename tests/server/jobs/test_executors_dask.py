@@ -200,6 +200,7 @@ def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_
     assert len(pids(tmp_path)) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, cluster: Any) -> None:
     """Its tasks are done by the others."""
     tasks = [Begun(executor, tmp_path, number, "wait:go") for number in range(4)]
