@@ -465,9 +465,13 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    "how", ["first save", "first load", "first manager", "save", "load", "manager", "thread", "process"]
-)
+_OTHER_WAITS = [
+    pytest.param(how, marks=pytest.mark.exhaustive)
+    for how in ("first save", "first manager", "load", "thread")
+]
+
+
+@pytest.mark.parametrize("how", ["first load", "save", "manager", "process", *_OTHER_WAITS])
 def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, how: str) -> None:
     """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
     nobody else."""
