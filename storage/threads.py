@@ -9,14 +9,16 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-__all__ = ["CALLER_LEFT", "AnyOf", "WorkerThreads", "clearing_up"]
+__all__ = ["CALLER_LEFT", "AnyOf", "WorkerThreads", "clearing_up", "work_off"]
+
+T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
 """Of threads that work for another one: set once nobody waits for what they do. To be handed on to further
@@ -111,3 +113,68 @@ class WorkerThreads(ThreadPoolExecutor):
                 interrupt = interrupt or another
         if interrupt is not None:
             raise interrupt
+
+
+def work_off(
+    units: Iterable[T], threads: int, work: Callable[[Iterator[T]], None], name: str = "dcp"
+) -> None:
+    """Have ``work`` go through ``units`` on so many threads, the caller's among them; each unit is one's.
+
+    Raises the first failure after all have stopped, which they do with the unit that they are at.
+    """
+    stop = threading.Event()
+    shared = _Shared(iter(units), stop)
+
+    def one() -> None:
+        try:
+            work(shared)
+        except BaseException:
+            stop.set()
+            raise
+
+    if threads <= 1:
+        one()
+        return
+    futures: list[Future[None]] = []
+    with WorkerThreads(threads - 1, name) as pool:
+        try:
+            futures += [pool.submit(one) for _ in range(threads - 1)]
+            one()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                pool.call_off()
+            raise
+        finally:
+            _wait_to_the_end(futures, stop, pool)
+        for future in futures:
+            future.result()
+
+
+class _Shared(Iterator[T], Generic[T]):
+    """An iterator for several threads; at its end once ``stop`` is set."""
+
+    def __init__(self, units: Iterator[T], stop: threading.Event) -> None:
+        self._units = units
+        self._stop = stop
+        self._lock = threading.Lock()
+
+    def __next__(self) -> T:
+        with self._lock:
+            if self._stop.is_set():
+                raise StopIteration
+            return next(self._units)
+
+
+def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event, pool: WorkerThreads) -> None:
+    """Until no thread works any more, whatever interrupts that: they may write to the caller's memory."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as error:  # noqa: BLE001 - raised below
+            stop.set()
+            pool.call_off()
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt

@@ -11,56 +11,14 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.gather import Fragment
 from dcp.conversion.layout import Copies
 from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.requests import ReadStats
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 
 __all__ = ["SourceChecks", "TargetChecksums"]
-
-
-class _Blocks:
-    """Fragments by (owner, block), until they make a whole block."""
-
-    def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
-
-    def add(self, fragment: Fragment, owner_bytes: int) -> int | None:
-        """The CRC-32 of the fragment's block, if that is complete with it."""
-        block = fragment.begin // BLOCK_BYTES
-        begin = block * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, owner_bytes)
-        if fragment.begin == begin and fragment.end == end:
-            self._parts.pop((fragment.owner, block), None)
-            return fragment.crc
-        parts = self._parts.setdefault((fragment.owner, block), {})
-        parts[fragment.begin] = fragment.end, fragment.crc
-        if sum(stop - first for first, (stop, _) in parts.items()) < end - begin:
-            return None
-        total = _combined(parts, begin, end)
-        if total is not None:
-            del self._parts[fragment.owner, block]
-        return total
-
-    def begun(self) -> list[tuple[int, int]]:
-        """(owner, block) of those that are not complete."""
-        return list(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-
-def _combined(parts: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
-    position, total = begin, 0
-    while position < end:
-        part = parts.get(position)
-        if part is None:
-            return None
-        total = crc32_combine(total, part[1], part[0] - position)
-        position = part[0]
-    return total
 
 
 class SourceChecks:
@@ -72,7 +30,7 @@ class SourceChecks:
 
     def __init__(self, engine: ReadEngine) -> None:
         self._engine = engine
-        self._blocks = _Blocks()
+        self._blocks = Fragments()
         self._seen: set[int] = set()  # as `_number`: there may be millions
         self._lock = threading.Lock()
         self.stats = ReadStats()
@@ -101,9 +59,7 @@ class SourceChecks:
 
     def finish_begun(self) -> None:
         """As `finish`, of those blocks alone of which a part was read: for a range of the target."""
-        with self._lock:
-            begun = self._blocks.begun()
-        for chunk, block in begun:
+        for chunk, block in self._blocks.incomplete():
             self._read_block(chunk, block)
         self._engine.payloads.verify_whole()
 
@@ -136,7 +92,7 @@ class TargetChecksums:
         self._start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._crcs = np.zeros(int(self._start[-1]), np.uint32)
         self._known = np.zeros(len(self._crcs), bool)
-        self._blocks = _Blocks()
+        self._blocks = Fragments()
 
     def add(self, fragments: Iterable[Fragment]) -> None:
         """Take what a task wrote."""

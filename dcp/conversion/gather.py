@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.pieces import SourceBox, Transfer, transfer_of
-from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
+from dcp.storage.engine.reading.fragments import Fragment, within_blocks
+from dcp.storage.engine.reading.open_files import OpenFiles
+from dcp.storage.engine.reading.worker import SCRATCH
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.boxes import range_boxes
 from dcp.storage.geometry.payload_parts import box_parts, is_sparse
 from dcp.storage.geometry.strides import c_strides
-from dcp.storage.stores.base import ReadHandle, Store
-from dcp.storage.threads import WorkerThreads
+from dcp.storage.stores.base import Store
+from dcp.storage.threads import work_off
 
-__all__ = ["SCRATCH_BYTES", "Fragment", "Gatherer", "Wanted"]
+__all__ = ["SCRATCH_BYTES", "Gatherer", "Wanted"]
 
 SCRATCH_BYTES: Final = 8 << 20
 NO_CHUNK: Final = -1
@@ -38,15 +40,6 @@ _STEP_BYTES: Final = 1 << 20
 """Bytes read before they are checksummed, so that the checksum finds them in the cache."""
 
 _UINTS: Final[dict[int, str]] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-
-
-class Fragment(NamedTuple):
-    """The CRC-32 of bytes ``begin`` to ``end`` of payload (or copy) number ``owner``; in one block of it."""
-
-    owner: int
-    begin: int
-    end: int
-    crc: int
 
 
 class Wanted(NamedTuple):
@@ -71,7 +64,7 @@ class _Read(NamedTuple):
 
     file: int
     offset: int
-    size: int
+    size_bytes: int
     chunk: int
     position: int
     target: memoryview
@@ -90,51 +83,45 @@ class Gatherer:
         self._store = store
         self._verify = verify
         self._profile = store.read_profile
-        self._handles: dict[int, ReadHandle] = {}
-        self._files: dict[int, tuple[str, int]] = {}
-        self._scratch = memoryview(bytearray(0))
-        self._pool: WorkerThreads | None = None
+        self._facts: dict[int, tuple[str, int]] = {}
+        self._files = OpenFiles(store, self._facts.__getitem__)
         self.bytes_read = 0
         self.sources: list[Fragment] = []
         self.targets: list[Fragment] = []
 
     def begin(self, files: dict[int, tuple[str, int]]) -> None:
         """Forget the last task's findings; ``files`` are those of the next."""
-        self._files.update(files)
+        self._facts.update(files)
         self.bytes_read = 0
         self.sources, self.targets = [], []
 
     def close(self) -> None:
         """Close all files."""
-        for handle in self._handles.values():
-            handle.close()
-        self._handles.clear()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._files.close()
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
+        profile = self._profile
         reads = sorted((read for want in wanted for read in self._reads(want)), key=_place)
-        groups = list(self._groups(reads))
-        self.bytes_read += sum(map(_span, groups))
-        if not self._profile.scatter or len(groups) < 2:
-            for group in groups:
-                self._carry_out(group, self._room(_span(group)) if _needs_scratch(group) else None)
-            return
-        if self._pool is None:
-            self._pool = WorkerThreads(min(8, self._profile.threads or 8), "dcp-convert")
-        futures = []
+        groups = [
+            *coalesce(
+                reads,
+                gap_bytes=profile.gap_bytes,
+                limit_bytes=min(profile.request_bytes, SCRATCH_BYTES),
+                join_below_bytes=profile.join_below_bytes,
+            )
+        ]
+        self.bytes_read += sum(map(span_bytes, groups))
+        threads = min(8, profile.threads or 8, len(groups)) if profile.scatter else 1
+        work_off(groups, threads, self._work, "dcp-convert")
+
+    def _work(self, groups: Iterator[list[_Read]]) -> None:
+        scratch = SCRATCH.get()
         for group in groups:
-            scratch = memoryview(bytearray(_span(group))) if _needs_scratch(group) else None
-            futures.append(self._pool.submit(self._carry_out, group, scratch))
-        try:
-            wait(futures)  # all of them: they write to memory that is used again
-        except KeyboardInterrupt:
-            self._pool.call_off()
-            raise
-        for future in futures:
-            future.result()
+            if span_bytes(group) > len(scratch) and _needs_scratch(group):
+                scratch = SCRATCH.get(span_bytes(group))
+            self._carry_out(group, scratch if _needs_scratch(group) else None)
+        SCRATCH.put(scratch)
 
     # -- what to read ----------------------------------------------------------------------------------------
 
@@ -197,47 +184,22 @@ class Gatherer:
                 part.begin - begin,
             )
 
-    def _groups(self, reads: Sequence[_Read]) -> Iterator[list[_Read]]:
-        """Neighbours that are read together."""
-        profile = self._profile
-        limit = min(profile.request_bytes, SCRATCH_BYTES)
-        group: list[_Read] = []
-        begin = end = 0
-        for read in reads:
-            if group and (
-                read.file != group[0].file
-                or not 0 <= read.offset - end <= profile.gap_bytes
-                or read.size > profile.join_below_bytes
-                or read.offset + read.size - begin > limit
-            ):
-                yield group
-                group = []
-            if not group:
-                begin = read.offset
-            group.append(read)
-            end = read.offset + read.size
-            if read.size > profile.join_below_bytes:
-                yield group
-                group = []
-        if group:
-            yield group
-
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _carry_out(self, group: Sequence[_Read], scratch: memoryview | None) -> None:
-        handle = self._handle(group[0].file)
+        handle = self._files.handle(group[0].file)
         if scratch is None:
             read = group[0]
-            step = _STEP_BYTES if not self._profile.scatter else read.size
-            for at in range(0, read.size, step):
+            step = _STEP_BYTES if not self._profile.scatter else read.size_bytes
+            for at in range(0, read.size_bytes, step):
                 part = read.target[at : at + step]
                 handle.preadv([part], read.offset + at)
                 self._note(read, part, at)
             return
-        begin, size = group[0].offset, _span(group)
+        begin, size = group[0].offset, span_bytes(group)
         handle.preadv([scratch[:size]], begin)
         for read in group:
-            data = scratch[read.offset - begin : read.offset - begin + read.size]
+            data = scratch[read.offset - begin : read.offset - begin + read.size_bytes]
             self._note(read, data, 0)
             if read.transfer is None:
                 read.target[:] = data
@@ -246,64 +208,22 @@ class Gatherer:
 
     def _note(self, read: _Read, data: memoryview, at: int) -> None:
         """Take the checksums of bytes at ``at`` of a range; one pass serves both sides where it can."""
-        position, size, done = read.position + at, len(data), 0
-        copy_position = read.copy_position + at
         verify = self._verify and read.chunk != NO_CHUNK
+        own, copied = read.position + at, read.copy_position + at
         if not verify and read.copy < 0:
             return
-        while done < size:
-            step = min(size - done, BLOCK_BYTES - (position + done) % BLOCK_BYTES)
-            if read.copy >= 0:
-                step = min(step, BLOCK_BYTES - (copy_position + done) % BLOCK_BYTES)
-            crc = crc32(data[done : done + step])
+        for begin, end in within_blocks(
+            len(data), own if verify else copied, copied if read.copy >= 0 else None
+        ):
+            crc = crc32(data[begin:end])
             if verify:
-                self.sources.append(Fragment(read.chunk, position + done, position + done + step, crc))
+                self.sources.append(Fragment(read.chunk, own + begin, own + end, crc))
             if read.copy >= 0:
-                begin = copy_position + done
-                self.targets.append(Fragment(read.copy, begin, begin + step, crc))
-            done += step
-
-    def _handle(self, file: int) -> ReadHandle:
-        handle = self._handles.get(file)
-        if handle is not None:
-            return handle
-        name, size = self._files[file]
-        try:
-            handle = self._store.open_read(name, expected_bytes=size if size >= 0 else None)
-        except CheckpointNotFoundError as error:
-            raise CorruptCheckpointError(
-                f"{self._store.url}: data file {name} is missing, though the checkpoint refers to it; "
-                "restore the "
-                "file or convert another checkpoint",
-                path=self._store.path_of(name),
-            ) from error
-        if size not in (-1, handle.size_bytes):
-            found = handle.size_bytes
-            handle.close()
-            raise CorruptCheckpointError(
-                f"{self._store.url}: data file {name} has {found} bytes, {size} were committed; it was "
-                "truncated, "
-                "replaced or extended",
-                path=self._store.path_of(name),
-            )
-        if len(self._handles) >= 64:
-            # Dropped, not closed: another thread may be reading it; the last to let go closes.
-            del self._handles[next(iter(self._handles))]
-        self._handles[file] = handle
-        return handle
-
-    def _room(self, size: int) -> memoryview:
-        if size > len(self._scratch):
-            self._scratch = memoryview(bytearray(max(size, min(SCRATCH_BYTES, 1 << 20))))
-        return self._scratch
+                self.targets.append(Fragment(read.copy, copied + begin, copied + end, crc))
 
 
 def _place(read: _Read) -> tuple[int, int]:
     return read.file, read.offset
-
-
-def _span(group: Sequence[_Read]) -> int:
-    return group[-1].offset + group[-1].size - group[0].offset
 
 
 def _needs_scratch(group: Sequence[_Read]) -> bool:

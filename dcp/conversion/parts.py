@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.gather import Fragment
 from dcp.conversion.tasks import TaskResult
+from dcp.storage.engine.reading.fragments import Fragment
 from dcp.storage.errors import CheckpointFormatError
 
 __all__ = ["PartResult"]

@@ -75,7 +75,9 @@ def transfer_of(part: Box, source: SourceBox, strides: Sequence[int], origin: in
             lengths.append(n)
             sources.append(s)
             targets.append(t)
-    if run > itemsize and lengths:  # the innermost run is a dimension of its own again
+    if not lengths:
+        return Transfer(begin, target, (), (), ())
+    if run > itemsize:  # the innermost run is a dimension of its own again
         lengths.insert(0, run // itemsize)
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)

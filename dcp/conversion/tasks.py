@@ -18,15 +18,16 @@ import msgpack
 import numpy as np
 
 from dcp.conversion.casting import cast
-from dcp.conversion.gather import Fragment, Gatherer, Wanted
+from dcp.conversion.gather import Gatherer, Wanted
 from dcp.conversion.layout import Hole, TargetLayout
 from dcp.conversion.pieces import SourceBox
 from dcp.conversion.sinks import FileSink, Sink, StreamSink
 from dcp.conversion.sources import SourceColumns, TaskCopies, TaskCopy, source_files
 from dcp.planners.garbage_collection import garbage_collection_paused
+from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.opening import OpenWith
@@ -317,13 +318,9 @@ class _Runner:
         later.append(convert)
 
     def _note(self, copy: int, position: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            step = min(len(data) - done, BLOCK_BYTES - (position + done) % BLOCK_BYTES)
-            crc = crc32(data[done : done + step])
-            begin = position + done
-            self._result.targets.append(Fragment(copy, begin, begin + step, crc))
-            done += step
+        for begin, end in within_blocks(len(data), position):
+            crc = crc32(data[begin:end])
+            self._result.targets.append(Fragment(copy, position + begin, position + end, crc))
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
         """Checksums into what is written front to back: the copies of its holes stand before them."""

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from dcp.inspection.findings import Finding, Progress, VerifyReport
+from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -37,7 +38,7 @@ from dcp.storage.formats.torch.zip_reader import (
     read_directory,
 )
 from dcp.storage.stores.base import FileInfo, ReadHandle, Store
-from dcp.storage.threads import WorkerThreads
+from dcp.storage.threads import work_off
 from dcp.version import __version__
 
 __all__ = ["SPAN_BYTES", "PayloadChecks"]
@@ -128,7 +129,7 @@ class _Part:
 
     file: int
     offset: int
-    length: int
+    size_bytes: int
     fqn: str
     check: Callable[[_Source, _Part], None]
 
@@ -153,7 +154,6 @@ class PayloadChecks:
         self._report = report
         self._progress = progress
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self._odd_records: set[int] = set()
         self._done_bytes = 0
         self._total_bytes = 0
@@ -161,35 +161,27 @@ class PayloadChecks:
     def run(self, threads: int | None) -> None:
         """Check everything by as many threads; None is as many as the store likes."""
         threads = max(1, threads or self._store.read_profile.threads or _THREADS)
-        spans = self._spans(self._parts())
-        with WorkerThreads(threads) as pool:
-            try:
-                for worker in [pool.submit(self._drain, spans) for _ in range(threads)]:
-                    worker.result()
-            finally:
-                self._stop.set()
+        spans = coalesce(
+            self._parts(),
+            gap_bytes=max(_GAP_BYTES, self._store.read_profile.gap_bytes),
+            limit_bytes=SPAN_BYTES,
+        )
+        work_off(spans, threads, self._check_all)
 
-    def _drain(self, spans: Iterator[list[_Part]]) -> None:
+    def _check_all(self, spans: Iterator[list[_Part]]) -> None:
         source = _Source(self._store, [*self._index.files], self._listing)
         try:
-            while not self._stop.is_set():
-                with self._lock:
-                    span = next(spans, None)
-                if span is None:
-                    return
+            for span in spans:
                 source.go_to(span[0].file)
                 self._check(source, span)
-        except BaseException:
-            self._stop.set()
-            raise
         finally:
             source.close()
 
     def _check(self, source: _Source, span: list[_Part]) -> None:
-        begin, end = span[0].offset, max(part.offset + part.length for part in span)
+        begin, size_bytes = span[0].offset, span_bytes(span)
         try:
-            if end - begin <= SPAN_BYTES:
-                source.load(begin, end)
+            if size_bytes <= SPAN_BYTES:
+                source.load(begin, begin + size_bytes)
             if len(span) == 1:
                 span[0].check(source, span[0])
                 return
@@ -206,22 +198,6 @@ class PayloadChecks:
             part.check(source, part)
 
     # -- what there is to read -------------------------------------------------------------------------------
-
-    def _spans(self, parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-        """Neighbours in a file that are worth one read; ``parts`` come in file order."""
-        gap_bytes = max(_GAP_BYTES, self._store.read_profile.gap_bytes)
-        span: list[_Part] = []
-        begin = end = 0
-        for part in parts:
-            joins = bool(span) and span[0].file == part.file and 0 <= part.offset - end <= gap_bytes
-            if not joins or part.offset + part.length - begin > SPAN_BYTES:
-                if span:
-                    yield span
-                span, begin = [], part.offset
-            span.append(part)
-            end = part.offset + part.length
-        if span:
-            yield span
 
     def _parts(self) -> Iterator[_Part]:
         index, objects = self._index, self._index.objects
@@ -280,14 +256,14 @@ class PayloadChecks:
     # -- checks ----------------------------------------------------------------------------------------------
 
     def _check_block(self, expected: int, source: _Source, part: _Part) -> None:
-        got = crc32(source.take(part.offset, part.length))
-        self._count(part.length, checked=expected != UNKNOWN)
+        got = crc32(source.take(part.offset, part.size_bytes))
+        self._count(part.size_bytes, checked=expected != UNKNOWN)
         if expected not in (UNKNOWN, got):
-            self._found_mismatch(part, part.offset, part.length, expected, got)
+            self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
     def _check_record(self, chunk: int, expected: int, source: _Source, part: _Part) -> None:
         """All of a record of ours whose payload is one block."""
-        record, data = self._record(chunk), source.take(part.offset, part.length)
+        record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
         got = crc32(data[head : head + length])
@@ -305,7 +281,7 @@ class PayloadChecks:
         for number, crc in enumerate(index.block_crcs(chunk).tolist()):
             whole = crc32_combine(whole, crc, min(BLOCK_BYTES, length - number * BLOCK_BYTES))
         is_first = part.offset == int(index.record_offsets[chunk])
-        if source.take(part.offset, part.length) != (record.prefix if is_first else record.suffix(whole)):
+        if source.take(part.offset, part.size_bytes) != (record.prefix if is_first else record.suffix(whole)):
             self._frame_differs(chunk, whole, source, part)
 
     def _record(self, chunk: int) -> OpenRecord:
@@ -337,11 +313,11 @@ class PayloadChecks:
     def _check_storage(self, expected: int | None, source: _Source, part: _Part) -> None:
         """A storage of a torch.save file, whole, whatever views of it there are; or a safetensors tensor."""
         got = 0
-        for data in source.steps(part.offset, part.length):
+        for data in source.steps(part.offset, part.size_bytes):
             got = crc32(data, got)
             self._count(len(data), checked=expected is not None)
         if expected not in (None, got):
-            self._found_mismatch(part, part.offset, part.length, int(expected or 0), got)
+            self._found_mismatch(part, part.offset, part.size_bytes, int(expected or 0), got)
 
     def _check_foreign(self, chunk: int, source: _Source, part: _Part) -> None:
         index = self._index
@@ -366,14 +342,14 @@ class PayloadChecks:
         if expected == UNKNOWN:
             self._check_blob(source, part)
             return
-        got = _crc(source, part.offset, part.length)
-        self._count(part.length)
+        got = _crc(source, part.offset, part.size_bytes)
+        self._count(part.size_bytes)
         if got != expected:
-            self._found_mismatch(part, part.offset, part.length, expected, got)
+            self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
     def _check_blob(self, source: _Source, part: _Part) -> None:
         """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
-        offset, length = part.offset, part.length
+        offset, length = part.offset, part.size_bytes
         head = source.read(offset, min(length, len(LOCAL_SIGNATURE)))
         if head[:1] == _PICKLE_PROTOCOL:
             _crc(source, offset, length)
@@ -439,8 +415,8 @@ class PayloadChecks:
         self._found("checksum", message, part, offset, length)
 
     def _found_unreadable(self, error: CheckpointError, part: _Part) -> None:
-        message = f"{part.length} bytes cannot be read: {error}"
-        self._found("unreadable", message, part, part.offset, part.length)
+        message = f"{part.size_bytes} bytes cannot be read: {error}"
+        self._found("unreadable", message, part, part.offset, part.size_bytes)
 
 
 def _crc(source: _Source, offset: int, length: int) -> int:

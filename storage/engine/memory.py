@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -10,7 +11,15 @@ import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
 
-__all__ = ["GATHERED_BYTES", "copy_small", "gather_small", "item_view", "scatter_small", "view"]
+__all__ = [
+    "GATHERED_BYTES",
+    "ScratchBuffers",
+    "copy_small",
+    "gather_small",
+    "item_view",
+    "scatter_small",
+    "view",
+]
 
 _WRITABLE = 0x200
 
@@ -83,3 +92,27 @@ def _places(addresses: Int64, size_bytes: int) -> tuple[npt.NDArray[np.uint8], I
     low = int(addresses.min())
     memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
     return memory, (addresses - low)[:, None] + np.arange(size_bytes)
+
+
+class ScratchBuffers:
+    """Buffers of one size that are used again: fresh memory costs more to touch than a checkpoint to read.
+
+    Without a lock, which a forked child could find held by a thread that it does not have.
+    """
+
+    def __init__(self, size_bytes: int, *, kept: int = 8) -> None:
+        self._size_bytes = size_bytes
+        self._kept = kept
+        self._free: list[memoryview] = []
+
+    def get(self, size_bytes: int = 0) -> memoryview:
+        """At least ``size_bytes``, with whatever is in it: to zero it takes as long as to fill it."""
+        if size_bytes <= self._size_bytes:
+            with suppress(IndexError):
+                return self._free.pop()
+        return np.empty(max(size_bytes, self._size_bytes), np.uint8).data
+
+    def put(self, buffer: memoryview) -> None:
+        """Give one back."""
+        if len(buffer) == self._size_bytes and len(self._free) < self._kept:
+            self._free.append(buffer)

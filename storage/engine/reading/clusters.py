@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
+from dcp.storage.engine.reading.coalescing import coalesce_columns
 from dcp.storage.engine.reading.requests import Runs
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
 from dcp.storage.formats.index import Int64
@@ -97,35 +98,21 @@ class Cluster:
 
 
 def split_off_clusters(
-    placed: PlacedRuns,
-    is_small: npt.NDArray[np.bool_],
-    *,
-    small_bytes: int,
-    gap_bytes: int,
-    limit_bytes: int,
+    placed: PlacedRuns, is_small: npt.NDArray[np.bool_], *, gap_bytes: int, limit_bytes: int
 ) -> tuple[list[Cluster], PlacedRuns]:
     """(clusters of at most ``limit_bytes``, the other runs).
 
-    Only runs that ``is_small`` names, of at most ``small_bytes`` and in one block of their payload, get into
-    clusters. Gaps up to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their
-    neighbours stay alone.
+    Only runs that ``is_small`` names, and that lie in one block of their payload, get into clusters. Gaps up
+    to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their neighbours stay
+    alone.
     """
     offsets, runs = placed.offsets, placed.runs
     ends = offsets + runs.sizes_bytes
-    gaps = offsets[1:] - ends[:-1]
-    same_file = placed.files[1:] == placed.files[:-1]
-    shares = same_file & (gaps < 0)
     positions, last = runs.payload_positions, runs.payload_positions + runs.sizes_bytes - 1
     usable = is_small & (positions // BLOCK_BYTES == last // BLOCK_BYTES)
-    usable[1:] &= ~shares
-    usable[:-1] &= ~shares
-    is_first = np.ones(len(offsets), np.bool_)
-    is_first[1:] = ~(usable[1:] & usable[:-1] & same_file & (gaps <= gap_bytes))
-    stretches = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
-    # a long stretch is divided; the last run that begins in a part may reach beyond that
-    parts = (offsets - offsets[stretches]) // max(1, limit_bytes - small_bytes)
-    is_first[1:] |= parts[1:] != parts[:-1]
-    first = np.flatnonzero(is_first)
+    first = coalesce_columns(
+        placed.files, offsets, ends, usable, gap_bytes=gap_bytes, limit_bytes=limit_bytes
+    )
     counts = np.diff(np.append(first, len(offsets)))
     several = counts > 1
     clusters = []

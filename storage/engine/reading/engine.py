@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
 from typing import get_args
 
@@ -27,18 +24,22 @@ import numpy.typing as npt
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.payloads import Payloads
 from dcp.storage.engine.reading import scatter
-from dcp.storage.engine.reading.fragments import Fragments
+from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, join
+from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.requests import BoxRequest, ReadStats, Region, Runs, Verify
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker
-from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, PlanError
+from dcp.storage.errors import CorruptCheckpointError, OptionError, PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.stores.base import ReadHandle, Store
-from dcp.storage.threads import WorkerThreads
+from dcp.storage.threads import work_off
 
 __all__ = ["ReadEngine"]
+
+_MAX_FRAGMENTS = 64
+"""A block that is read in more pieces than this is not worth combining."""
 
 
 class ReadEngine:
@@ -65,24 +66,23 @@ class ReadEngine:
         self._chunk_tensors = item_view(index.chunk_tensors)
         self._crc_start = item_view(index.crc_start)
         self._crcs = item_view(index.crcs)
-        self._fragments = Fragments()
-        self._handles: dict[int, ReadHandle] = {}
-        self._gates: dict[int, threading.Lock] = {}
-        self._max_handles = _max_open_files()
+        self._fragments = Fragments(limit=_MAX_FRAGMENTS)
+        self._files = OpenFiles(store, self._file_facts)
         self._lock = threading.Lock()
 
     def __enter__(self) -> ReadEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for handle in self._handles.values():
-            handle.close()
-        self._handles.clear()
+        self._files.close()
+
+    def _file_facts(self, file: int) -> tuple[str, int]:
+        return self.index.files[file], int(self.index.file_sizes[file])
 
     def resolve(self, chunks: Sequence[int] | Int64) -> None:
         """Find the payloads of ``chunks`` where the index does not say where they are."""
         rows = np.asarray(chunks, np.int64)
-        with self._missing_is_damage():
+        with self._files.missing_is_damage():
             if self.joins:
                 self._open_all(np.unique(self.index.chunk_files[rows]))
             self.payloads.resolve(rows)
@@ -102,7 +102,7 @@ class ReadEngine:
         if boxes and not self.joins:
             raise PlanError(f"{self.store.url} is read by units, not by boxes")
         wanted: list[Region | BoxRequest] = [*regions, *boxes]
-        with self._missing_is_damage():
+        with self._files.missing_is_damage():
             boxed = np.array([box.chunk for box in wanted], np.int64)
             self.resolve(np.concatenate([runs.chunks, boxed]))
             needed = int(runs.sizes_bytes.sum())
@@ -121,14 +121,15 @@ class ReadEngine:
         if self.verify != "none":
             uncompared = self.payloads.verify_whole()
             self.stats.blocks_verified -= uncompared
-            self.stats.blocks_unverified += uncompared + self._fragments.take_incomplete()
+            self.stats.blocks_unverified += uncompared + len(self._fragments.incomplete())
+            self._fragments.clear()
         return self.stats
 
     def read_blobs(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
         """The stored bytes of objects, each at (file, offset, length): neighbours are read together."""
         if not self.joins:
             return [self.read_blob(*place) for place in places]
-        with self._missing_is_damage():
+        with self._files.missing_is_damage():
             for file, offset, length in places:
                 self._check_end(self.handle(file), offset + length)
             found = {place: np.empty(place[2], np.uint8) for place in places}
@@ -147,13 +148,13 @@ class ReadEngine:
     def _open_all(self, files: Int64) -> None:
         """Open those of ``files`` at once that take a request, because the index does not know their size."""
         unsized = files[self.index.file_sizes[files] == UNKNOWN]
-        unknown = [file for file in unsized.tolist() if file not in self._handles]
+        unknown = [file for file in unsized.tolist() if file not in self._files]
         if len(unknown) > 1:
             self._execute([partial(_open_unit, file) for file in unknown], None)
 
     def read_blob(self, file: int, offset: int, length: int) -> bytes:
         """An object's stored bytes."""
-        with self._missing_is_damage():
+        with self._files.missing_is_damage():
             handle = self.handle(file)
             self._check_end(handle, offset + length)
             data = handle.pread(length, offset)
@@ -172,53 +173,8 @@ class ReadEngine:
     # -- what workers need -----------------------------------------------------------------------------------
 
     def handle(self, file: int) -> ReadHandle:
-        """The open data file number ``file``; its size must be the committed one.
-
-        Files are opened beside each other, because that may take a request; one file by one thread.
-        """
-        handle = self._handles.get(file)
-        if handle is not None:
-            return handle
-        with self._lock:
-            gate = self._gates.setdefault(file, threading.Lock())
-        with gate:
-            handle = self._handles.get(file)
-            if handle is None:
-                handle = self._open(file)
-                with self._lock:
-                    if len(self._handles) >= self._max_handles:
-                        # Dropped, not closed: another thread may be reading it; the last to let go closes.
-                        del self._handles[next(iter(self._handles))]
-                    self._handles[file] = handle
-        return handle
-
-    def _open(self, file: int) -> ReadHandle:
-        name, expected = self.index.files[file], int(self.index.file_sizes[file])
-        with self._missing_is_damage():
-            handle = self.store.open_read(name, expected_bytes=None if expected == UNKNOWN else expected)
-        if expected not in (UNKNOWN, handle.size_bytes):
-            size = handle.size_bytes
-            handle.close()
-            raise CorruptCheckpointError(
-                f"{self.store.url}: data file {name} has {size} bytes, {expected} were committed; "
-                "it was truncated, replaced or extended",
-                path=f"{self.store.url}/{name}",
-            )
-        return handle
-
-    @contextmanager
-    def _missing_is_damage(self) -> Iterator[None]:
-        """The checkpoint is there: where a file of it is not, it is damaged. That may show only when it is
-        read."""
-        try:
-            yield
-        except CheckpointNotFoundError as error:
-            path = error.path or self.store.url
-            raise CorruptCheckpointError(
-                f"{self.store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
-                "refers to it; restore the file or resume from another checkpoint",
-                path=path,
-            ) from error
+        """The open data file number ``file``; its size must be the committed one."""
+        return self._files.handle(file)
 
     def locate(self, chunk: int) -> tuple[ReadHandle, int]:
         """The file of a chunk and the absolute offset of its payload."""
@@ -259,13 +215,10 @@ class ReadEngine:
 
     def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
         """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
-        block, begin = divmod(position, BLOCK_BYTES)
-        block_bytes = min(BLOCK_BYTES, self.payload_lengths[chunk] - block * BLOCK_BYTES)
-        whole: int | None = crc
-        if size != block_bytes:
-            whole = self._fragments.add(chunk, block, begin, begin + size, crc, block_bytes)
+        fragment = Fragment(chunk, position, position + size, crc)
+        whole = self._fragments.add(fragment, self.payload_lengths[chunk])
         if whole is not None:
-            self.check_block(stats, chunk, block, whole)
+            self.check_block(stats, chunk, position // BLOCK_BYTES, whole)
 
     def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
         """The error for bytes that are not those committed."""
@@ -284,67 +237,20 @@ class ReadEngine:
     # -- threads ---------------------------------------------------------------------------------------------
 
     def _execute(self, units: Sequence[Unit], on_bytes: Callable[[int], None] | None) -> None:
-        pending = iter(units)
-        lock, stop = threading.Lock(), threading.Event()
+        work_off(units, min(self.threads, len(units)), partial(self._work, on_bytes), "dcp-read")
 
-        def work() -> None:
-            worker = ReadWorker(self)
-            try:
-                while not stop.is_set():
-                    with lock:
-                        unit = next(pending, None)
-                    if unit is None:
-                        return
-                    before = worker.stats.bytes_read
-                    unit(worker)
-                    if on_bytes is not None:
-                        on_bytes(worker.stats.bytes_read - before)
-            except BaseException:
-                stop.set()
-                raise
-            finally:
-                with lock:
-                    self.stats.add(worker.stats)
-                worker.release()
-
-        threads = min(self.threads, len(units))
-        if threads <= 1:
-            work()
-            return
-        futures: list[Future[None]] = []
-        with WorkerThreads(threads - 1, "dcp-read") as pool:
-            try:
-                futures += [pool.submit(work) for _ in range(threads - 1)]
-                work()
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    pool.call_off()
-                raise
-            finally:
-                _wait_to_the_end(futures, stop, pool)
-            for future in futures:
-                future.result()
-
-
-def _wait_to_the_end(futures: Sequence[Future[None]], stop: threading.Event, pool: WorkerThreads) -> None:
-    """Until no thread reads any more, whatever interrupts that: they write to the caller's memory."""
-    interrupt: BaseException | None = None
-    while True:
+    def _work(self, on_bytes: Callable[[int], None] | None, units: Iterator[Unit]) -> None:
+        worker = ReadWorker(self)
         try:
-            wait(futures)
-            break
-        except BaseException as error:  # noqa: BLE001 - raised below
-            stop.set()
-            pool.call_off()
-            interrupt = interrupt or error
-    if interrupt is not None:
-        raise interrupt
-
-
-def _max_open_files() -> int:
-    """A quarter of what the process may open: a checkpoint of many ranks has more files than that."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
+            for unit in units:
+                before = worker.stats.bytes_read
+                unit(worker)
+                if on_bytes is not None:
+                    on_bytes(worker.stats.bytes_read - before)
+        finally:
+            with self._lock:
+                self.stats.add(worker.stats)
+            worker.release()
 
 
 def _open_unit(file: int, worker: ReadWorker) -> None:

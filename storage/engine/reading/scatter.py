@@ -76,7 +76,6 @@ def _clusters(engine: ReadEngine, runs: Runs, copied_bytes: int) -> tuple[list[C
     return split_off_clusters(
         placed,
         is_small,
-        small_bytes=small_bytes,
         gap_bytes=min(CHEAP_GAP_BYTES, profile.gap_bytes),
         limit_bytes=copied_bytes // _CLUSTERS_PER_REQUEST,
     )

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from dcp.storage.engine.memory import view
 from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.joining import NO_CHUNK, JoinedRequest, RequestPiece
 from dcp.storage.engine.reading.requests import Runs
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
+from dcp.storage.formats.checksums import crc32
 
 if TYPE_CHECKING:
     from dcp.storage.engine.reading.worker import ReadWorker
@@ -94,16 +95,13 @@ class StreamingRead:
         if not self._verify or piece.chunk == NO_CHUNK:
             yield memory
             return
-        begin = 0
-        while begin < len(memory):
-            end = min(len(memory), _block_end(piece.position + begin) - piece.position)
+        for begin, end in within_blocks(len(memory), piece.position):
             crc = 0
             for at in range(begin, end, _STEP_BYTES):
                 step = memory[at : min(at + _STEP_BYTES, end)]
                 yield step
                 crc = crc32(step, crc)
             self._note(piece.chunk, piece.position + begin, end - begin, crc)
-            begin = end
 
     def _hand_out(self, piece: RequestPiece, data: memoryview, address: int) -> None:
         put = piece.put
@@ -113,11 +111,8 @@ class StreamingRead:
                 self._clusters.append((put.members.runs, crcs))
             return
         if self._verify and piece.chunk != NO_CHUNK:
-            begin = 0
-            while begin < len(data):
-                end = min(len(data), _block_end(piece.position + begin) - piece.position)
+            for begin, end in within_blocks(len(data), piece.position):
                 self._note(piece.chunk, piece.position + begin, end - begin, crc32(data[begin:end]))
-                begin = end
         if put is None:
             ctypes.memmove(piece.address, address, piece.size_bytes)
         else:
@@ -128,7 +123,3 @@ class StreamingRead:
         self._findings.append(
             partial(worker.engine.check_part, worker.stats, chunk, position, size_bytes, crc)
         )
-
-
-def _block_end(position: int) -> int:
-    return (position // BLOCK_BYTES + 1) * BLOCK_BYTES

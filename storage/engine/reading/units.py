@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.requests import Region, Runs
 from dcp.storage.engine.reading.worker import MAX_CLUSTER_BYTES, ReadWorker
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -32,7 +33,6 @@ def run_units(engine: ReadEngine, runs: Runs) -> Iterator[Unit]:
     clusters, others = split_off_clusters(
         placed,
         is_small,
-        small_bytes=small_bytes,
         gap_bytes=profile.gap_bytes,
         limit_bytes=min(profile.request_bytes, MAX_CLUSTER_BYTES),
     )
@@ -92,12 +92,8 @@ def _replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, 
 
 def _split(chunk: int, position: int, size: int, address: int) -> Iterator[tuple[int, int, int, int]]:
     """Parts of a run that end at block boundaries, about a quarter of a unit each."""
-    end = position + size
-    while position < end:
-        stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        yield chunk, position, stop - position, address
-        address += stop - position
-        position = stop
+    for begin, end in within_blocks(size, position):
+        yield chunk, position + begin, end - begin, address + begin
 
 
 def _cluster_unit(cluster: Cluster, worker: ReadWorker) -> None:

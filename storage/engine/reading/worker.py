@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcp.storage.engine.memory import view
+from dcp.storage.engine.memory import ScratchBuffers, view
 from dcp.storage.engine.reading.clusters import Cluster
 from dcp.storage.engine.reading.requests import ReadStats, Region
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
@@ -20,7 +19,7 @@ from dcp.storage.stores.base import ReadHandle
 if TYPE_CHECKING:
     from dcp.storage.engine.reading.engine import ReadEngine
 
-__all__ = ["MAX_CLUSTER_BYTES", "ReadWorker"]
+__all__ = ["MAX_CLUSTER_BYTES", "SCRATCH", "ReadWorker"]
 
 _STEP_BYTES = 1 << 20
 """Bytes read before they are checksummed, so that the checksum finds them in the cache."""
@@ -29,7 +28,6 @@ _SCRATCH_BYTES = 2 * BLOCK_BYTES
 MAX_CLUSTER_BYTES = _SCRATCH_BYTES
 """What `ReadWorker.read_cluster` can take."""
 
-_KEPT_BUFFERS = 8
 _ROW_BYTES = 2 << 20
 """Rows up to this are read through a window; longer ones are split along the next dimension."""
 
@@ -39,32 +37,8 @@ _SPARSE_GAP_BYTES = 512 << 10
 _UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
-@dataclass
-class _Scratch:
-    """Scratch buffers of the process, reused: fresh memory costs more to touch than a checkpoint to read.
-
-    Without a lock, which a forked child could find held by a thread that it does not have.
-    """
-
-    free: list[memoryview] = field(default_factory=list)
-
-    def get(self) -> memoryview:
-        try:
-            return self.free.pop()
-        except IndexError:
-            return _fresh(_SCRATCH_BYTES)
-
-    def put(self, buffer: memoryview) -> None:
-        if len(buffer) == _SCRATCH_BYTES and len(self.free) < _KEPT_BUFFERS:
-            self.free.append(buffer)
-
-
-def _fresh(size_bytes: int) -> memoryview:
-    """New memory that is not zeroed: to touch it all beforehand takes as long as to fill it."""
-    return np.empty(size_bytes, np.uint8).data
-
-
-_SCRATCH = _Scratch()
+SCRATCH = ScratchBuffers(_SCRATCH_BYTES)
+"""Those of all threads of the process that read."""
 
 
 class ReadWorker:
@@ -72,7 +46,7 @@ class ReadWorker:
 
     def __init__(self, engine: ReadEngine) -> None:
         self.engine = engine
-        self._use(memoryview(bytearray(1)) if engine.joins else _SCRATCH.get())
+        self._use(memoryview(bytearray(1)) if engine.joins else SCRATCH.get())
         self.stats = ReadStats()
 
     def _use(self, scratch: memoryview) -> None:
@@ -81,12 +55,12 @@ class ReadWorker:
 
     def release(self) -> None:
         """Give the scratch memory back; the worker is of no use any more."""
-        _SCRATCH.put(self.scratch)
+        SCRATCH.put(self.scratch)
 
     def room(self, size_bytes: int) -> memoryview:
         """Scratch memory of at least ``size_bytes``; what was in it is gone."""
         if size_bytes > len(self.scratch):
-            self._use(_SCRATCH.get() if size_bytes <= _SCRATCH_BYTES else _fresh(size_bytes))
+            self._use(SCRATCH.get(size_bytes))
         return self.scratch
 
     # -- runs ------------------------------------------------------------------------------------------------

@@ -46,9 +46,7 @@ def placed_runs(draw: st.DrawFn) -> PlacedRuns:
 def test_every_run_is_in_one_cluster_or_alone(placed: PlacedRuns, limit_bytes: int) -> None:
     """Clusters are bounded, of one file, without wide gaps and overlaps; each run is somewhere, once."""
     is_small = placed.runs.sizes_bytes <= 15
-    clusters, others = split_off_clusters(
-        placed, is_small, small_bytes=15, gap_bytes=8, limit_bytes=limit_bytes
-    )
+    clusters, others = split_off_clusters(placed, is_small, gap_bytes=8, limit_bytes=limit_bytes)
     found = others.runs.chunks.tolist()
     for cluster in clusters:
         rows = list(cluster.members.tuples())

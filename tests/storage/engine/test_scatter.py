@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.engine import write
-from dcp.storage.engine.reading import clusters, joining, scatter, units
+from dcp.storage.engine.reading import clusters, fragments, joining, scatter, units
 from dcp.storage.engine.reading import engine as read
-from dcp.storage.engine.reading import streaming_read as passage
 from dcp.storage.engine.reading import worker as read_worker
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Region, Runs, Verify
@@ -82,7 +81,7 @@ def small_blocks() -> Iterator[None]:
             clusters,
             index_module,
             joining,
-            passage,
+            fragments,
             read,
             read_worker,
             scatter,

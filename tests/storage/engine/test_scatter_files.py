@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 import pytest
 
+from dcp.storage import threads
 from dcp.storage.engine import write
-from dcp.storage.engine.reading import engine as read
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import BoxRequest
 from dcp.storage.errors import CorruptCheckpointError, PlanError, StorageError
@@ -182,9 +182,9 @@ def test_a_second_interrupt_does_not_shorten_the_wait() -> None:
         assert release.wait(60)
 
     with WorkerThreads(1) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "wait", interrupted)
+        patch.setattr(threads, "wait", interrupted)
         future = pool.submit(hold)
         with pytest.raises(KeyboardInterrupt, match="second"):
-            read._wait_to_the_end([future], stop, pool)
+            threads._wait_to_the_end([future], stop, pool)
         assert future.done()
     assert stop.is_set()
