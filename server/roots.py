@@ -334,17 +334,14 @@ def storage_problem(
     return ProblemError(f"the storage{where} could not be used: {type(error).__name__}")
 
 
-_OPTIONS: Final = (
-    (re.compile(r"drop_objects=True \(--drop-objects\)"), "drop_objects=true"),
-    (re.compile(r",? or (?:pass verify='none'|replace it with overwrite=True)[^.]*"), ""),
-)
-"""Advice in the words of a program or a command line, and what a request can say in its place."""
+_OF_REQUESTS: Final = {"drop_objects=True": "drop_objects=true"}
+"""Arguments that requests have as well, in their words."""
 
 
-def _shown(error: BaseException, root: Root | None) -> str:
-    text = str(error).partition("\n")[0]
-    for pattern, words in _OPTIONS:
-        text = pattern.sub(words, text)
+def _shown(error: CheckpointError, root: Root | None) -> str:
+    text = error.finding.partition("\n")[0]
+    if error.argument in _OF_REQUESTS:
+        text += f", or {error.alternative} with {_OF_REQUESTS[error.argument]}"
     text = text if root is None else root.hide(text)
     return _SECRET.sub("***", text)[:2000]
 

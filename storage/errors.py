@@ -65,6 +65,10 @@ class CheckpointError(Exception):
     their default where it is not: plain data only (str, int, float, bool, None, lists and dicts of these).
     """
 
+    alternative: str = ""
+    """What the ``argument`` would do instead; the message ends with both."""
+    argument: str = ""
+    """An argument in Python, such as "overwrite=True", that lets it pass."""
     committed: bool = False
     """Whether the checkpoint is committed all the same: what failed came after that."""
     fqn: str = ""
@@ -78,8 +82,21 @@ class CheckpointError(Exception):
     """The step of a run; of an error that several ranks raise, the step of the operation."""
 
     def __init__(self, message: str = "", **facts: Any) -> None:
-        super().__init__(message)
         self.__dict__.update(facts)
+        super().__init__(message if message.endswith(self._ending) else message + self._ending)
+
+    @property
+    def finding(self) -> str:
+        """The message without what an argument would do: for whoever asked in another way."""
+        return str(self).removesuffix(self._ending)
+
+    @property
+    def _ending(self) -> str:
+        if not self.argument:
+            return ""
+        name, _, value = self.argument.partition("=")
+        flag = f" (--{name.replace('_', '-')})" if value == "True" else ""
+        return f", or {self.alternative} with {self.argument}{flag}"
 
     @property
     def facts(self) -> dict[str, Any]:

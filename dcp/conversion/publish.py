@@ -170,8 +170,9 @@ class LocalPublisher(Publisher):
     def _conflict(self) -> CheckpointConflictError:
         return CheckpointConflictError(
             f"{self._place.url} has come into being while its replacement was being written, and is "
-            "untouched; give "
-            "another target, or replace it with overwrite=True",
+            "untouched; give another target",
+            alternative="replace it",
+            argument="overwrite=True",
             path=self._place.url,
         )
 

@@ -180,8 +180,9 @@ class Payloads:
                 name = self._index.files[int(self._index.chunk_files[chunk])]
                 raise CorruptCheckpointError(
                     f"{name}: tensor {fqn!r} is damaged: CRC-32 {total:08x}, its record says "
-                    f"{self._whole_crcs[chunk]:08x}. Resume from another checkpoint, or pass verify='none' "
-                    "to load the bytes as they are.",
+                    f"{self._whole_crcs[chunk]:08x}. Resume from another checkpoint",
+                    alternative="load the bytes as they are",
+                    argument="verify='none'",
                     path=name,
                     fqn=fqn,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import time
 import uuid
@@ -18,12 +19,15 @@ from dcp.server.roots import Root, Roots, storage_problem
 from dcp.server.settings import RootSettings
 from dcp.storage.errors import (
     CheckpointConflictError,
+    CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     PlanError,
     StorageError,
     StorageFullError,
+    error_from_wire,
+    error_to_wire,
 )
 from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.s3 import raw_s3
@@ -162,19 +166,21 @@ def test_the_tree_of_any_file_system_of_fsspec() -> None:
     assert store.presigned_url("a", 60) is None
 
 
-def test_errors_advise_what_a_request_can_say() -> None:
-    """Options of programs and command lines become those of requests, or are left out."""
-    told = {
-        "Exclude them, or drop all such values with drop_objects=True (--drop-objects)": (
-            "Exclude them, or drop all such values with drop_objects=true"
-        ),
-        "was 1. Resume from another checkpoint, or pass verify='none' to load the bytes as they are.": (
-            "was 1. Resume from another checkpoint."
-        ),
-        "it exists; give another target, or replace it with overwrite=True (--overwrite)": (
-            "it exists; give another target"
-        ),
-    }
-    for text, expected in told.items():
-        for kind in (PlanError, CorruptCheckpointError, CheckpointConflictError):
-            assert storage_problem(kind(text)).detail == expected
+@pytest.mark.parametrize("kind", [PlanError, CorruptCheckpointError, CheckpointConflictError])
+def test_errors_advise_what_a_request_can_say(kind: type[CheckpointError]) -> None:
+    """Arguments of Python and options of the command line become those of requests, or are left out."""
+    drop = kind("Exclude them", alternative="drop all such values", argument="drop_objects=True")
+    assert str(drop) == "Exclude them, or drop all such values with drop_objects=True (--drop-objects)"
+    assert storage_problem(drop).detail == "Exclude them, or drop all such values with drop_objects=true"
+    damaged = kind("Resume from another", alternative="load them as they are", argument="verify='none'")
+    assert str(damaged) == "Resume from another, or load them as they are with verify='none'"
+    assert storage_problem(damaged).detail == "Resume from another"
+    assert storage_problem(kind("it exists")).detail == "it exists"
+
+
+def test_what_an_argument_would_do_is_said_once() -> None:
+    """Also by an error that has come from another rank or process."""
+    there = PlanError("it is there", alternative="replace it", argument="overwrite=True")
+    for copied in (error_from_wire(error_to_wire(there, "")), pickle.loads(pickle.dumps(there))):
+        assert str(copied) == "it is there, or replace it with overwrite=True (--overwrite)"
+        assert copied.finding == "it is there"

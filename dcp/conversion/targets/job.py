@@ -97,8 +97,9 @@ class LayoutJob:
             more = f" and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
             raise PlanError(
                 f"{len(refused)} of the values cannot be converted to {self.options.to}: "
-                f"{'; '.join(told)}{more}. Exclude them, or drop all such values with drop_objects=True "
-                "(--drop-objects)",
+                f"{'; '.join(told)}{more}. Exclude them",
+                alternative="drop all such values",
+                argument="drop_objects=True",
                 fqns=list(refused)[:_MAX_LISTED],
             )
         return [value for value in self.entries.values if value.fqn not in refused], tuple(refused)

@@ -61,7 +61,9 @@ class TargetPlace:
         """Raise CheckpointConflictError if something is there."""
         if self.exists():
             raise CheckpointConflictError(
-                f"{self.url} exists; give another target, or replace it with overwrite=True (--overwrite)",
+                f"{self.url} exists; give another target",
+                alternative="replace it",
+                argument="overwrite=True",
                 path=self.url,
             )
 

@@ -227,8 +227,9 @@ class ReadEngine:
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
         return CorruptCheckpointError(
             f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has "
-            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint, or pass "
-            "verify='none' to load the bytes as they are.",
+            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
+            alternative="load the bytes as they are",
+            argument="verify='none'",
             path=f"{self.store.url}/{name}",
             fqn=fqn,
             offset=offset,
