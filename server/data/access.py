@@ -12,8 +12,8 @@ from typing import Annotated, Final, cast
 from fastapi import Depends, Request
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.data.downloads import Plans
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
-from dcp.server.data.plans import Plans
 from dcp.server.data.responses import Streams
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import ServiceDep

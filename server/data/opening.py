@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
-from weakref import WeakValueDictionary
 
+from dcp.server.data.sharing import SharedValues
 from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
@@ -73,12 +71,7 @@ class OpenCheckpoints:
     """
 
     def __init__(self, *, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[tuple[str, str], OpenCheckpoint] = OrderedDict()
-        self._in_use: WeakValueDictionary[tuple[str, str], OpenCheckpoint] = WeakValueDictionary()
-        self._opening: dict[tuple[str, str, str], Future[OpenCheckpoint]] = {}
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._values = SharedValues[tuple[str, str, str], OpenCheckpoint](count=_KEPT, kept_bytes=kept_bytes)
         self._large = threading.Lock()
 
     def open(self, root: Root, key: str) -> OpenCheckpoint:
@@ -92,58 +85,20 @@ class OpenCheckpoints:
             raise root.problem(error, is_known=True) from error
 
     def _shared(self, root: Root, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
-        place_key, mark = (root.name, key), (root.name, key, stamp.text)
-        with self._lock:
-            known = self._kept.get(place_key) or self._in_use.get(place_key)
-            if known is not None and known.stamp == stamp.text:
-                if place_key in self._kept:
-                    self._kept.move_to_end(place_key)
-                return known
-            opening, is_mine = self._opening.get(mark), False
-            if opening is None:
-                opening, is_mine = self._opening.setdefault(mark, Future()), True
-            if stamp.is_large and self._waiting >= _MAX_WAITING:
-                if is_mine:
-                    del self._opening[mark]
-                raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
-            self._waiting += 1
-        try:
-            if is_mine:
-                self._read(root, key, place, stamp, opening)
-            return opening.result()
-        finally:
-            with self._lock:
-                self._waiting -= 1
+        name = (root.name, key, stamp.text)
+        known = self._values.find(name)
+        if known is not None:
+            return known
+        if stamp.is_large and self._values.waiting >= _MAX_WAITING:
+            raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
+        return self._values.get(name, lambda: self._read(root, key, place, stamp))
 
-    def _read(
-        self, root: Root, key: str, place: SourcePlace, stamp: _Stamp, opening: Future[OpenCheckpoint]
-    ) -> None:
+    def _read(self, root: Root, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
         from dcp.storage.formats.sources import index_at
 
-        try:
-            with self._large if stamp.is_large else nullcontext():
-                index = index_at(place)
-            opened = OpenCheckpoint(root.name, key, place.store, index, place.file, stamp.text)
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-            opening.set_exception(error)
-        else:
-            self._keep(opened)
-            opening.set_result(opened)
-        with self._lock:
-            del self._opening[root.name, key, stamp.text]
-
-    def _keep(self, opened: OpenCheckpoint) -> None:
-        with self._lock:
-            self._kept.pop((opened.root, opened.key), None)
-            self._in_use[opened.root, opened.key] = opened
-            if opened.held_bytes > self._kept_bytes:
-                return
-            self._kept[opened.root, opened.key] = opened
-            while (
-                len(self._kept) > _KEPT
-                or sum(one.held_bytes for one in self._kept.values()) > self._kept_bytes
-            ):
-                self._kept.popitem(last=False)
+        with self._large if stamp.is_large else nullcontext():
+            index = index_at(place)
+        return OpenCheckpoint(root.name, key, place.store, index, place.file, stamp.text)
 
 
 class _Stamp(NamedTuple):

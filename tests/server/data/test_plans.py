@@ -17,9 +17,9 @@ import torch
 import dcp
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.server.data import downloads
-from dcp.server.data.downloads import DownloadOptions, Planned, plan_download
+from dcp.server.data.downloads import DownloadOptions, PlannedDownload, Plans, plan_download
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
-from dcp.server.data.plans import AbandonedError, Plans, Wanted
+from dcp.server.data.sharing import AbandonedError, Wanted
 from dcp.server.roots import Root
 from dcp.server.settings import RootSettings
 from tests.server.data.test_routes import known
@@ -63,7 +63,7 @@ def test_planning_costs_some_passes_over_the_names(many: Path, to: str) -> None:
     assert min(plans) < 6 * min(references)
 
 
-def planned(source: OpenCheckpoint) -> Planned:
+def planned(source: OpenCheckpoint) -> PlannedDownload:
     """A plan for tests of who gets it."""
     return plan_download(source, DownloadOptions("safetensors", only=("model.layers.1.*",)))
 
@@ -72,7 +72,7 @@ def test_a_plan_is_made_once_and_shared(many: Path) -> None:
     """Those who ask while it is made wait for it, those who ask later have it at once."""
     plans, opened, made = Plans(), open_it(many), []
 
-    def make(check: Wanted) -> Planned:
+    def make(check: Wanted) -> PlannedDownload:
         time.sleep(0.1)
         made.append(1)
         return planned(opened)
@@ -92,7 +92,7 @@ def test_what_nobody_waits_for_is_given_up(many: Path) -> None:
     plans, opened = Plans(), open_it(many)
     going, stopped = threading.Event(), threading.Event()
 
-    def endless(check: Wanted) -> Planned:
+    def endless(check: Wanted) -> PlannedDownload:
         going.set()
         try:
             while True:
