@@ -9,7 +9,7 @@ local.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,15 @@ import numpy.typing as npt
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Int64, Path, starts
 
-__all__ = ["LoadColumns", "SaveColumns", "SaveObjects", "WantedColumns", "WriteColumns", "told_name"]
+__all__ = [
+    "HeldBoxes",
+    "LoadColumns",
+    "SaveColumns",
+    "SaveObjects",
+    "WantedColumns",
+    "WriteColumns",
+    "told_name",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,26 +43,18 @@ class SaveObjects:
     sizes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-@dataclass(frozen=True, eq=False)
-class SaveColumns:
-    """One rank's local save plan.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeldBoxes:
+    """The tensors that one rank has memory for, to save it or to load into it.
 
-    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``),
-    ``requires_grad``.
-    Items (m rows): a box of tensor ``item_tensors`` that this rank could write.
-    ``item_offsets``/``item_sizes`` are in the global tensor; ``item_local_offsets`` says where the box begins
-    in the local source tensor number ``item_sources`` (an index into a list that never leaves the rank).
-    ``item_sharded`` is 0 for plain tensors (every rank has the whole), 1 for boxes of DTensor and
-    ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
-    ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
-    place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
-    nested state dict (or is None), ``notes`` are of its containers
-    (`dcp.storage.formats.container_notes`).
+    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``).
+    Items (m rows): a box of tensor ``item_tensors``. ``item_offsets``/``item_sizes`` are in the global
+    tensor; ``item_local_offsets`` says where the box begins in the local tensor number ``item_sources`` (an
+    index into a list that never leaves the rank).
     """
 
     fqns: Sequence[str]
     dtype_codes: npt.NDArray[np.uint8]
-    requires_grad: npt.NDArray[np.uint8]
     shape_start: Int64
     shape_values: Int64
     item_tensors: Int64
@@ -62,13 +62,6 @@ class SaveColumns:
     item_sizes: Int64
     item_local_offsets: Int64
     item_sources: Int64
-    item_sharded: npt.NDArray[np.uint8]
-    item_digests: npt.NDArray[np.uint64]
-    item_ties: Int64
-    objects: SaveObjects = field(default_factory=SaveObjects)
-    planner_data: Mapping[str, Path] | None = None
-    notes: Sequence[Note] = ()
-    stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def ndims(self) -> Int64:
@@ -79,6 +72,32 @@ class SaveColumns:
     def box_start(self) -> Int64:
         """Positions of the items' boxes."""
         return starts(self.ndims[self.item_tensors])
+
+    def held(self) -> dict[str, Any]:
+        """These columns, for a class that has more."""
+        return {each.name: getattr(self, each.name) for each in fields(HeldBoxes)}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SaveColumns(HeldBoxes):
+    """One rank's local save plan: what it could write.
+
+    ``item_sharded`` is 0 for plain tensors (every rank has the whole), 1 for boxes of DTensor and
+    ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
+    ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
+    place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
+    nested state dict (or is None), ``notes`` are of its containers
+    (`dcp.storage.formats.container_notes`).
+    """
+
+    requires_grad: npt.NDArray[np.uint8]
+    item_sharded: npt.NDArray[np.uint8]
+    item_digests: npt.NDArray[np.uint64]
+    item_ties: Int64
+    objects: SaveObjects = field(default_factory=SaveObjects)
+    planner_data: Mapping[str, Path] | None = None
+    notes: Sequence[Note] = ()
+    stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,25 +143,14 @@ class LoadColumns:
     extra: Any = None
 
 
-@dataclass(frozen=True, eq=False)
-class WantedColumns:
-    """What one rank wants.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WantedColumns(HeldBoxes):
+    """What one rank wants: its boxes, and ``object_fqns``, the values that are no tensors.
 
-    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes. Boxes (m rows): of tensor ``box_tensors``, at
-    ``box_offsets`` of extent ``box_sizes`` in the global tensor, going to ``box_local_offsets`` of the local
-    tensor number ``box_dests``. ``object_fqns`` are the values that are no tensors. ``stored_fqns`` and
-    ``stored_object_fqns`` are what the checkpoint calls them where that differs; several may have one name.
+    ``stored_fqns`` and ``stored_object_fqns`` are what the checkpoint calls them where that differs; several
+    may have one name.
     """
 
-    fqns: Sequence[str]
-    dtype_codes: npt.NDArray[np.uint8]
-    shape_start: Int64
-    shape_values: Int64
-    box_tensors: Int64
-    box_offsets: Int64
-    box_sizes: Int64
-    box_local_offsets: Int64
-    box_dests: Int64
     object_fqns: Sequence[str] = ()
     stored_fqns: Sequence[str] | None = None
     stored_object_fqns: Sequence[str] | None = None
@@ -160,16 +168,6 @@ class WantedColumns:
     def told(self, row: int) -> str:
         """The tensor's name for a message."""
         return told_name(self.fqns[row], self.tensor_names[row])
-
-    @cached_property
-    def ndims(self) -> Int64:
-        """Number of dimensions by tensor."""
-        return np.diff(self.shape_start)
-
-    @cached_property
-    def box_start(self) -> Int64:
-        """Positions of the boxes."""
-        return starts(self.ndims[self.box_tensors])
 
 
 def told_name(fqn: str, name: str) -> str:

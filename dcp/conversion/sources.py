@@ -189,11 +189,11 @@ def copy_sources(engine: ReadEngine, layout: TargetLayout) -> SourceColumns:
             dtype_codes=index.dtype_codes[rows],
             shape_start=starts(counts),
             shape_values=gather_rows(index.shape_values, index.shape_start, rows),
-            box_tensors=tensor_of.astype(np.int64),
-            box_offsets=copies.box_offsets,
-            box_sizes=copies.box_sizes,
-            box_local_offsets=np.zeros(len(copies.box_offsets), np.int64),
-            box_dests=np.arange(len(copies), dtype=np.int64),
+            item_tensors=tensor_of.astype(np.int64),
+            item_offsets=copies.box_offsets,
+            item_sizes=copies.box_sizes,
+            item_local_offsets=np.zeros(len(copies.box_offsets), np.int64),
+            item_sources=np.arange(len(copies), dtype=np.int64),
         ),
     )
     engine.resolve(np.unique(plan.chunks))

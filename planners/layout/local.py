@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain, compress
 from operator import attrgetter, itemgetter, not_
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.layout.local_tensor import (
     DTENSOR,
     KINDS,
@@ -58,9 +58,9 @@ _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if nam
 _MAX_LISTED = 20
 
 
-@dataclass(frozen=True, eq=False)
-class LocalTensors:
-    """All tensors of one rank, columns as in `dcp.planners.columns.SaveColumns`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LocalTensors(HeldBoxes):
+    """All tensors of one rank; ``item_sharded`` and ``stride_orders`` as in `SaveColumns`.
 
     ``item_sources`` indexes ``sources`` (plain local tensors; they may require grad, so copy under no_grad).
     ``item_replicated`` is 1 where another rank may hold the same box. ``requires_grad`` is asked for saves
@@ -70,16 +70,7 @@ class LocalTensors:
     neither conjugated nor negated; its shape (``source_shape_start``, ``source_shape_values``).
     """
 
-    fqns: tuple[str, ...]
-    dtype_codes: npt.NDArray[np.uint8]
     requires_grad: npt.NDArray[np.uint8]
-    shape_start: Int64
-    shape_values: Int64
-    item_tensors: Int64
-    item_offsets: Int64
-    item_sizes: Int64
-    item_local_offsets: Int64
-    item_sources: Int64
     item_sharded: npt.NDArray[np.uint8]
     item_replicated: npt.NDArray[np.uint8]
     sources: list[torch.Tensor]
@@ -90,11 +81,6 @@ class LocalTensors:
     is_dense: npt.NDArray[np.bool_]
     objects: dict[str, Any]
     stride_orders: dict[int, tuple[int, ...]]
-
-    @cached_property
-    def box_start(self) -> Int64:
-        """Positions of the items' boxes."""
-        return starts(np.diff(self.shape_start)[self.item_tensors])
 
     def destinations(self) -> Destinations:
         """The sources, to load into."""

@@ -186,14 +186,14 @@ def _intersect(
     usable: npt.NDArray[np.bool_],
     problems: LoadProblems,
 ) -> list[_Pieces]:
-    box_tensors = wanted.box_tensors
+    box_tensors = wanted.item_tensors
     boxes = np.flatnonzero(usable[box_tensors])
     ndims = wanted.ndims[box_tensors[boxes]]
     parts = []
     for ndim in np.flatnonzero(np.bincount(ndims)).tolist():
         chosen = boxes[ndims == ndim]
-        low = row_matrix(wanted.box_offsets, wanted.box_start, chosen, ndim)
-        sizes = row_matrix(wanted.box_sizes, wanted.box_start, chosen, ndim)
+        low = row_matrix(wanted.item_offsets, wanted.box_start, chosen, ndim)
+        sizes = row_matrix(wanted.item_sizes, wanted.box_start, chosen, ndim)
         full = (sizes > 0).all(axis=1)
         if not full.all():
             chosen, low, sizes = chosen[full], low[full], sizes[full]
@@ -275,11 +275,11 @@ def _columns(
     flat = expand_ranges(start[:-1][order], ndims[order])
     boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
     chunk_low = gather_rows(index.chunk_offsets, index.box_start, chunks)
-    box_low = gather_rows(wanted.box_offsets, wanted.box_start, boxes)
-    local = gather_rows(wanted.box_local_offsets, wanted.box_start, boxes)
+    box_low = gather_rows(wanted.item_offsets, wanted.box_start, boxes)
+    local = gather_rows(wanted.item_local_offsets, wanted.box_start, boxes)
     return LoadColumns(
         chunks=chunks,
-        dests=wanted.box_dests[boxes],
+        dests=wanted.item_sources[boxes],
         box_start=starts(ndims[order]),
         storage_offsets=low - chunk_low,
         dest_offsets=low - box_low + local,

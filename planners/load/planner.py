@@ -312,15 +312,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         local = collect_tensors(self._destinations(choice), purpose="load")
         object_fqns = tuple(local.objects)
         wanted = WantedColumns(
-            fqns=local.fqns,
-            dtype_codes=local.dtype_codes,
-            shape_start=local.shape_start,
-            shape_values=local.shape_values,
-            box_tensors=local.item_tensors,
-            box_offsets=local.item_offsets,
-            box_sizes=local.item_sizes,
-            box_local_offsets=local.item_local_offsets,
-            box_dests=local.item_sources,
+            **local.held(),
             object_fqns=object_fqns,
             stored_fqns=choice.stored_names(local.fqns),
             stored_object_fqns=choice.stored_names(object_fqns),

@@ -429,7 +429,19 @@ def plan_save(
 def _empty_columns() -> SaveColumns:
     none, small = np.zeros(0, np.int64), np.zeros(0, np.uint8)
     return SaveColumns(
-        (), small, small, starts([]), none, none, none, none, none, none, small, np.zeros(0, np.uint64), none
+        fqns=(),
+        dtype_codes=small,
+        requires_grad=small,
+        shape_start=starts([]),
+        shape_values=none,
+        item_tensors=none,
+        item_offsets=none,
+        item_sizes=none,
+        item_local_offsets=none,
+        item_sources=none,
+        item_sharded=small,
+        item_digests=np.zeros(0, np.uint64),
+        item_ties=none,
     )
 
 

@@ -147,16 +147,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
                 return part
         local = collect_tensors(self.state_dict)
         columns = SaveColumns(
-            fqns=local.fqns,
-            dtype_codes=local.dtype_codes,
+            **local.held(),
             requires_grad=local.requires_grad,
-            shape_start=local.shape_start,
-            shape_values=local.shape_values,
-            item_tensors=local.item_tensors,
-            item_offsets=local.item_offsets,
-            item_sizes=local.item_sizes,
-            item_local_offsets=local.item_local_offsets,
-            item_sources=local.item_sources,
             item_sharded=local.item_sharded,
             item_digests=np.zeros(len(local.item_tensors), np.uint64),
             item_ties=item_ties(local, local.sources, local.pointers),

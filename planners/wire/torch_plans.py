@@ -266,13 +266,13 @@ def read_items(columns: LoadColumns, wanted: WantedColumns, index: CheckpointInd
 
     Destination offsets are relative to the wanted box, which the destination index names by its offset.
     """
-    names, tensors = wanted.fqns, wanted.box_tensors.tolist()
+    names, tensors = wanted.fqns, wanted.item_tensors.tolist()
     start = columns.box_start.tolist()
     chunk_tensors = index.chunk_tensors[columns.chunks]
     hints = (columns.chunks - index.chunk_start[chunk_tensors]).tolist()
     storage, lengths = columns.storage_offsets.tolist(), columns.lengths.tolist()
-    dest, local = columns.dest_offsets.tolist(), wanted.box_local_offsets.tolist()
-    box_start, box_offsets = wanted.box_start.tolist(), wanted.box_offsets.tolist()
+    dest, local = columns.dest_offsets.tolist(), wanted.item_local_offsets.tolist()
+    box_start, box_offsets = wanted.box_start.tolist(), wanted.item_offsets.tolist()
     items = []
     rows = (columns.extra.boxes.tolist(), columns.chunks.tolist(), chunk_tensors.tolist(), hints)
     for row, (box, chunk, stored_tensor, hint) in enumerate(zip(*rows, strict=True)):

@@ -102,19 +102,7 @@ def save_columns(
 
 def wanted_columns(tensors: Mapping[str, Held], objects: Sequence[str] = ()) -> WantedColumns:
     """What one rank wants: all its boxes."""
-    columns = save_columns(tensors)
-    return WantedColumns(
-        fqns=columns.fqns,
-        dtype_codes=columns.dtype_codes,
-        shape_start=columns.shape_start,
-        shape_values=columns.shape_values,
-        box_tensors=columns.item_tensors,
-        box_offsets=columns.item_offsets,
-        box_sizes=columns.item_sizes,
-        box_local_offsets=columns.item_local_offsets,
-        box_dests=columns.item_sources,
-        object_fqns=tuple(objects),
-    )
+    return WantedColumns(**save_columns(tensors).held(), object_fqns=tuple(objects))
 
 
 def _flat(rows: Iterable[tuple[int, ...]]) -> Array:
