@@ -24,6 +24,10 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+# Before torch is there. Several processes of tests share the cores: threads of OpenMP that wait for one take
+# more than half of the time of some files.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Workers of xdist have one, as if each had a terminal; what our commands print would be cut to it.
 os.environ.pop("COLUMNS", None)
 
