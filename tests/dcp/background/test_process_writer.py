@@ -22,6 +22,7 @@ import dcp
 from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession
 from dcp.progress import Progress
+from dcp.saving.options import SaveOptions
 from dcp.storage.errors import SaveAbortedError, WriterProcessError
 from dcp.storage.stores import PosixStore, Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
@@ -197,7 +198,7 @@ def test_abort_ends_a_save_that_is_being_written(session: AsyncSession, tmp_path
 def test_progress_is_reported_to_the_trainer(session: AsyncSession, tmp_path: Path) -> None:
     """The callback runs here, up to the last byte."""
     reports: list[Progress] = []
-    save(session, tmp_path / "x", 1, progress=reports.append).result(TIMEOUT_SECONDS)
+    save(session, tmp_path / "x", 1, options=SaveOptions(progress=reports.append)).result(TIMEOUT_SECONDS)
     assert reports[-1].phase == "write"
     assert reports[-1].bytes_done == reports[-1].bytes_total > LARGE
 
@@ -307,7 +308,7 @@ def save_on_two_ranks(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     found["both"] = [
         future.result(TIMEOUT_SECONDS).state_dict_metadata.keys() >= {"sharded"} for future in both
     ]
-    start("apart", 6, use_collectives=False).result(TIMEOUT_SECONDS)
+    start("apart", 6, options=SaveOptions(use_collectives=False)).result(TIMEOUT_SECONDS)
     found["apart"] = sorted(listing(root / "apart"))
     failing = dcp.FileSystemWriter(root / "bad", open_store=partial(deadly_for, rank=1))
     found["bad"] = failure_of(start("bad", 7, storage_writer=failing))
