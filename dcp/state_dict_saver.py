@@ -26,7 +26,7 @@ from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import choose_writer, with_own_id
 from dcp.engines import save_engine
-from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
@@ -260,8 +260,7 @@ def _saved(
     """Save what ``state`` gives, which is asked in the first step so that its failure reaches all ranks."""
 
     def part(ranks: Ranks) -> RankPart:
-        known = None if cache is None else cache.known
-        return engine.part(state(), rank=ranks.rank, is_coordinator=ranks.is_coordinator, known=known)
+        return engine.part(state(), rank=ranks.rank, is_coordinator=ranks.is_coordinator)
 
     return carry_out(SaveOrder(engine, options), part, lambda _: ranks_of_attempt(), cache=cache)
 

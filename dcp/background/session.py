@@ -34,7 +34,6 @@ from dcp.calls.plain_errors import shorten
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import with_own_id
 from dcp.engines import save_engine
-from dcp.planners.cache.known_state import KnownState
 from dcp.progress import harmless
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
 from dcp.ranks.handshake import begin
@@ -87,7 +86,6 @@ class AsyncSession:
         )
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
         self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
-        self._known = KnownState()
         self._serial = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -175,8 +173,7 @@ class AsyncSession:
         own = isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage
 
         def part(state: dict[str, Any]) -> RankPart:
-            known = self._known if own else None  # copies of other stagers are new ones each time
-            return engine.part(state, rank=self.rank, is_coordinator=self.rank == 0, known=known).encoded()
+            return engine.part(state, rank=self.rank, is_coordinator=self.rank == 0).encoded()
 
         if not engine.on_columns:
             return StagedDict(self._staged_alone(chosen, state, lambda staged: staged))

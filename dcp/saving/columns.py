@@ -10,11 +10,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.cache.known_state import KnownState
-from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.columns import WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.wire.codec import (
     SectionCache,
@@ -75,14 +74,12 @@ class ColumnSaveEngine(SaveEngine):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.storage, None, self._plan)
 
-    def part(
-        self, state: dict[str, Any], *, rank: int, is_coordinator: bool, known: KnownState | None = None
-    ) -> RankState:
+    def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> RankState:
         """The columns, tensors and values of ``state``."""
         planner = self._planner
         if planner is None:
             raise CheckpointError("a writer process is given parts, and makes none")
-        planner.begin_save(rank, known)
+        planner.begin_save(rank)
         planner.set_up_planner(
             state_dict=state, storage_meta=self.writer.storage_meta(), is_coordinator=is_coordinator
         )

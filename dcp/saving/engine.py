@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageWriter
 
-    from dcp.planners.cache.known_state import KnownState
-    from dcp.planners.cache.plan_cache import PlanCache
+    from dcp.planners.save.plan_cache import PlanCache
     from dcp.ranks.collectives import Ranks
     from dcp.storage.writer import FileSystemWriter
 
@@ -43,10 +42,8 @@ class SaveEngine(ABC):
         self.storage = storage
 
     @abstractmethod
-    def part(
-        self, state: dict[str, Any], *, rank: int, is_coordinator: bool, known: KnownState | None = None
-    ) -> RankPart:
-        """What rank ``rank`` has; ``known`` is lent by who saves again and again."""
+    def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> RankPart:
+        """What rank ``rank`` has."""
 
     @abstractmethod
     def attempt(

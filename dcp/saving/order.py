@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.cache.plan_cache import PlanCache
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.saving.engine import RankPart, SaveEngine

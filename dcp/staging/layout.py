@@ -10,7 +10,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from dcp.planners.cache.known_state import Sources
 from dcp.planners.columns import SaveColumns
 from dcp.staging.memory.arena import HostArena
 from dcp.storage.formats.index import Int64
@@ -81,7 +80,7 @@ class ArenaLayout:
     offsets: Int64
     sizes_bytes: Int64
     itemsizes: Int64
-    views: Sources
+    views: list[torch.Tensor]
     copied: Int64
 
     @classmethod
@@ -106,12 +105,11 @@ class ArenaLayout:
 
 def _views(
     sources: Sequence[torch.Tensor], offsets: Sequence[int], first: Sequence[int], arena: HostArena
-) -> Sources:
+) -> list[torch.Tensor]:
     """One view a source. Each has a storage of its own, so that pickling or saving one takes no more than its
     bytes."""
     memory = cast(bytearray, arena.memory)
-    views = Sources()
-    views.memory = object()  # they stay where they are for as long as there is this layout
+    views: list[torch.Tensor] = []
     for number, source in enumerate(sources):
         if first[number] != number:
             views.append(views[first[number]])

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
 
-    from dcp.planners.cache.known_state import KnownState
-    from dcp.planners.cache.plan_cache import PlanCache
+    from dcp.planners.save.plan_cache import PlanCache
     from dcp.planners.save.planner import DefaultSavePlanner
     from dcp.ranks.collectives import Ranks
     from dcp.storage.writer import FileSystemWriter
@@ -53,9 +52,7 @@ class ProtocolSaveEngine(SaveEngine):
         self.planner = planner
         self.ours = ours
 
-    def part(
-        self, state: dict[str, Any], *, rank: int, is_coordinator: bool, known: KnownState | None = None
-    ) -> dict[str, Any]:
+    def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> dict[str, Any]:
         """The state dict itself: what is in it, the planner finds out."""
         return state
 

@@ -28,9 +28,6 @@ __all__ = [
     "SpecCache",
     "TensorLayout",
     "flatten_sharded",
-    "has_plain_memory",
-    "has_sharded_tensor",
-    "is_tensor_class",
     "is_tensor_like",
     "layout_of",
     "local_tensor",
@@ -104,19 +101,7 @@ def is_tensor_like(value: object) -> bool:
     return KINDS[type(value)] != OBJECT
 
 
-def is_tensor_class(cls: type) -> bool:
-    """`is_tensor_like` of what is of this very class."""
-    return KINDS[cls] != OBJECT
-
-
-def has_plain_memory(tensors: Iterable[object], locals_: Iterable[torch.Tensor]) -> bool:
-    """True where all are plain tensors, or DTensors over plain ``locals_``: facts of these, and no code of a
-    class, say what is stored."""
-    kinds = {KINDS[cls] for cls in set(map(type, tensors))}
-    return kinds <= {PLAIN, DTENSOR} and {KINDS[cls] for cls in set(map(type, locals_))} <= {PLAIN}
-
-
-def has_sharded_tensor(values: Iterable[object]) -> bool:
+def _has_sharded_tensor(values: Iterable[object]) -> bool:
     """True where a `ShardedTensor` (FSDP1) is among ``values``."""
     return any(KINDS[cls] == _SHARDED for cls in set(map(type, values)))
 
@@ -278,7 +263,7 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
 def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
     """A flat state dict with nested ShardedTensors (FSDP1 over tensor parallelism) made flat, as torch
     does."""
-    if not has_sharded_tensor(flat.values()):
+    if not _has_sharded_tensor(flat.values()):
         return flat
     from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 

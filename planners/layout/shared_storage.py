@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from dcp.planners.columns import SaveColumns
 from dcp.planners.layout.local import LocalTensors
 from dcp.storage.formats.index import Int64
 
 __all__ = ["item_ties"]
 
 
-def item_ties(columns: LocalTensors | SaveColumns, sources: Sequence[torch.Tensor], pointers: Int64) -> Int64:
-    """``SaveColumns.item_ties`` of sources that begin at the addresses ``pointers``."""
+def item_ties(columns: LocalTensors) -> Int64:
+    """``SaveColumns.item_ties`` of a rank's tensors."""
+    sources, pointers = columns.sources, columns.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
     _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
     shared = (counts[inverse] > 1) & (pointers != 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -19,13 +19,9 @@ from isal.isal_zlib import adler32, crc32
 
 __all__ = [
     "ReplicaCheck",
-    "compared_bytes",
-    "compared_ranges",
     "digest_bytes",
-    "digest_parts",
     "digest_tensor",
     "digest_tensors",
-    "memory_between",
 ]
 
 ReplicaCheck = Literal["sampled", "full", "off"]
@@ -53,43 +49,6 @@ def _combine(crc: int, adler: int) -> int:
 def digest_bytes(data: Any) -> int:
     """Digest of a buffer, never 0."""
     return _combine(crc32(data), adler32(data))
-
-
-def digest_parts(parts: Iterable[Any]) -> int:
-    """Digest of buffers one after the other, as `digest_bytes` of all of them joined."""
-    crc, adler = 0, 1
-    for part in parts:
-        crc, adler = crc32(part, crc), adler32(part, adler)
-    return _combine(crc, adler)
-
-
-def memory_between(low: int, high: int) -> memoryview:
-    """Read-only view of this process's addresses ``[low, high)``, to be sliced: there may be gaps in it."""
-    view: memoryview = _memory_view(low, high - low, _READ_ONLY)
-    return view
-
-
-def compared_ranges(nbytes: int, check: ReplicaCheck) -> list[tuple[int, int]]:
-    """Begin and end of the bytes of a tensor (C order) that its digest is made of."""
-    if check == "full" or nbytes <= WHOLE_LIMIT_BYTES:
-        return [(0, nbytes)]
-    return [(start, start + SAMPLE_BYTES) for start in _sample_starts(nbytes)]
-
-
-def compared_bytes(tensors: Sequence[torch.Tensor], check: ReplicaCheck) -> list[bytes]:
-    """Those bytes of tensors of any strides on any device, copied; one copy a device brings all."""
-    copies = [b""] * len(tensors)
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for row, tensor in enumerate(tensors):
-        if tensor.nbytes:
-            by_device[tensor.device].append(row)
-    with torch.no_grad():
-        for rows in by_device.values():
-            batches = [[row] for row in rows] if check == "full" else [rows]
-            for batch in batches:
-                for row, part in zip(batch, _fetched(tensors, batch, full=check == "full"), strict=True):
-                    copies[row] = bytes(_memory(part))
-    return copies
 
 
 def _fetched(tensors: Sequence[torch.Tensor], rows: Sequence[int], *, full: bool) -> list[torch.Tensor]:

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp.planners.by_value import by_value, encode_by_value
-from dcp.planners.cache.known_state import KnownState, LocalPart
 from dcp.planners.columns import SaveColumns, SaveObjects
-from dcp.planners.flatten import Flat, flatten
+from dcp.planners.flatten import flatten
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.item_views import item_views
 from dcp.planners.layout.local import collect_tensors
@@ -52,7 +51,6 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     touched. ``replica_check`` says how replicas are compared between ranks: by samples, in full, or not at
     all. ``split_bytes``: a replicated box above it is written by several ranks, a part each; None: never
     split. ``rank`` is this process's number in the save, the default process group's if not set before.
-    ``known`` is lent by who saves again and again: what an unchanged state dict is then not asked for again.
     """
 
     mappings: dict[str, Path]
@@ -76,18 +74,16 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.replica_check = replica_check
         self.split_bytes = split_bytes
         self.rank: int | None = None
-        self.known: KnownState | None = None
         self.foreign_keys: dict[str, str] = {}
         self.structure: Mapping[str, Any] = {}
-        self._shape: object | None = None
         self._notes: Sequence[Note] = ()
         self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
 
-    def begin_save(self, rank: int, known: KnownState | None = None) -> None:
-        """The next state dict is of rank ``rank``; ``known`` is lent for it."""
-        self.rank, self.known = rank, known
+    def begin_save(self, rank: int) -> None:
+        """The next state dict is of rank ``rank``."""
+        self.rank = rank
 
     def set_up_planner(
         self,
@@ -96,19 +92,14 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict of this rank."""
-        flat, self._shape, self._notes, self.foreign_keys = state_dict, None, (), {}
+        flat, self._notes, self.foreign_keys = state_dict, (), {}
         self.structure = {}
         if self.flatten_state_dict:
             rank = self.rank if self.rank is not None else current_rank()
-            known = self._known_state()
-            made: Flat
             with garbage_collection_paused():
-                if known is None:
-                    made = flatten(state_dict, rank=rank)
-                else:
-                    made, self._shape = known.flatten(state_dict, rank)
+                made = flatten(state_dict, rank=rank)
             flat, self.mappings, self._notes, self.foreign_keys = made
-        if self.flatten_sharded_tensors and self._shape is None:
+        if self.flatten_sharded_tensors:
             flat = flatten_sharded(flat)
         self.state_dict = flat
         self.is_coordinator = is_coordinator
@@ -127,46 +118,23 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         """
         check: ReplicaCheck = self.replica_check if digests else "off"
         with garbage_collection_paused():
-            part = self._local_part()
-        self.item_replicated = part.replicated
-        columns = part.columns
-        if digests:
-            columns = replace(
-                columns,
-                item_digests=item_digests(columns, part.replicated, part.sources, check),
-                objects=_objects(columns.objects.fqns, part.objects, check),
-            )
-        return columns, part.sources, part.objects
-
-    def _local_part(self) -> LocalPart:
-        known, shape = self._known_state(), self._shape
-        self._shape = None  # of the state dict as it was taken; it may be changed after this
-        if known is not None:
-            part = known.recall(self.state_dict, shape, with_paths=self.flatten_state_dict)
-            if part is not None:
-                return part
-        local = collect_tensors(self.state_dict)
+            local = collect_tensors(self.state_dict)
+        self.item_replicated, objects = local.item_replicated, list(local.objects.values())
         columns = SaveColumns(
             **local.held(),
             requires_grad=local.requires_grad,
             item_sharded=local.item_sharded,
             item_digests=np.zeros(len(local.item_tensors), np.uint64),
-            item_ties=item_ties(local, local.sources, local.pointers),
-            objects=_objects(tuple(local.objects), list(local.objects.values()), "off"),
+            item_ties=item_ties(local),
+            objects=_objects(tuple(local.objects), objects, check),
             planner_data=self.mappings if self.flatten_state_dict else None,
             notes=self._notes,
             stride_orders=local.stride_orders,
         )
-        if known is not None:
-            return known.remember(self.state_dict, shape, local, columns)
-        return LocalPart.of(local, columns)
-
-    def _known_state(self) -> KnownState | None:
-        """`known`, unless a subclass may have changed what `set_up_planner` took from the state dict."""
-        overridden = type(
-            self
-        ).set_up_planner is not DefaultSavePlanner.set_up_planner or "set_up_planner" in vars(self)
-        return None if overridden else self.known
+        if digests:
+            values = item_digests(columns, local.item_replicated, local.sources, check)
+            columns = replace(columns, item_digests=values)
+        return columns, local.sources, objects
 
     # -- torch's interface -----------------------------------------------------------------------------------
 

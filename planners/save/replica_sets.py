@@ -1,12 +1,8 @@
 """Comparing replicas again without exchanging a digest for each: one number for each set of ranks.
 
 A full plan finds out which rows (boxes and objects) are held by several ranks. Rows held by the same ranks
-make a set. Each rank folds the bytes that the replica check looks at, of all its rows of a set in an order
-that all ranks share, into 64 bits; equal folds on all ranks of a set mean equal replicas.
-
-A fold is the digest (CRC-32 and Adler-32) of the joined bytes whose digests a full plan compares one by one.
-Both checksums pass on a difference whatever follows it: where one row differs, the fold differs exactly if
-the row's digest does. That unrelated differences of several rows cancel is as unlikely as for one digest.
+make a set. Each rank folds the digests of all its rows of a set, in an order that all ranks share, into 64
+bits of BLAKE2b; equal folds on all ranks of a set mean equal digests, which a full plan compares one by one.
 """
 
 from __future__ import annotations

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.cache.known_state import Sources
-from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
 from dcp.planners.save.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import item_digests
 from dcp.planners.save.replica_sets import RankSets
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
@@ -364,28 +363,21 @@ def test_folds_see_logical_bytes_wherever_they_lie(check: ReplicaCheck, size: in
         job.save([plain_part(tensors(rank)) for rank in range(2)])
 
 
-def test_memory_that_is_vouched_for_is_read_anew_each_time() -> None:
-    """The same mark says where tensors lie, not what is in them; another makes the folds look again."""
-    mark = object()
-
-    def part(tensors: dict[str, torch.Tensor], memory: object | None) -> Part:
-        sources = Sources(tensors.values())
-        sources.memory = memory
-        return dataclasses.replace(plain_part(tensors), sources=sources)
-
+def test_memory_is_read_anew_each_time() -> None:
+    """What tensors hold now is what counts: in the memory of before, or elsewhere."""
     mine, theirs = rows(), rows()
     job = Job.of(2)
     for _ in range(3):
-        job.save([part(mine, mark), part(theirs, mark)])
+        job.save([plain_part(mine), plain_part(theirs)])
         for tensors in (mine, theirs):
             tensors["t1"] += 1
-    assert job.save([part(mine, mark), part(theirs, mark)]).hit
+    assert job.save([plain_part(mine), plain_part(theirs)]).hit
     moved = {name: tensor.clone() for name, tensor in mine.items()}
     mine["t1"] += 5  # no longer part of the state
-    assert job.save([part(moved, object()), part(theirs, mark)]).hit
+    assert job.save([plain_part(moved), plain_part(theirs)]).hit
     theirs["t1"][0] = 77
     with pytest.raises(ReplicaMismatchError, match="'t1'"):
-        job.save([part(moved, None), part(theirs, mark)])
+        job.save([plain_part(moved), plain_part(theirs)])
 
 
 def test_what_travels_does_not_grow_with_the_tensors() -> None:

@@ -25,8 +25,8 @@ from dcp.background.process import pickled_state as parcel
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
 from dcp.engines import save_engine_again
-from dcp.planners.cache.plan_cache import PlanCache
 from dcp.planners.columns import SaveColumns
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp
 from dcp.background.session import AsyncSession
 from dcp.inspection.checkpoints import open_index
-from dcp.planners.cache.known_state import KnownState
 from dcp.state_dict_loader import _load_state_dict_from_keys as read_all
 from tests.support.ranks import run_ranks
 
@@ -235,13 +234,6 @@ def test_a_writer_that_is_used_again_sees_that_keys_have_changed(tmp_path: Path)
         writer.reset(tmp_path / str(step))
         dcp.save({"s": state}, storage_writer=writer, no_dist=True)
         assert shape(read_all(checkpoint_id=tmp_path / str(step))) == shape({"s": state})
-
-
-def test_known_states_keep_their_notes() -> None:
-    """What an unchanged state dict is not asked for again."""
-    known, state = KnownState(), {"s": {0: torch.ones(1), 1: {}}}
-    first, second = known.flatten(state, 0)[0], known.flatten(state, 0)[0]
-    assert first.notes == second.notes and len(first.notes) == 2
 
 
 class Prepared(dcp.DefaultSavePlanner):

@@ -23,12 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.planners.cache.known_state import KnownState
 from dcp.planners.columns import SaveColumns, WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan
-from dcp.planners.save.replica_fingerprints import SetFolder
-from dcp.planners.save.replica_sets import differing, replica_sets
+from dcp.planners.save.replica_fingerprints import folds_of
+from dcp.planners.save.replica_sets import RankSets, differing, replica_sets
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
@@ -84,25 +83,6 @@ class _Structure:
     comparable: bytes
     options: bytes
 
-    def equals(self, other: _Structure) -> bool:
-        """Whether a plan for one serves the other."""
-        return self._is(other) or self.digest == other.digest
-
-    def _is(self, other: _Structure) -> bool:
-        """Equal without a look, because made of the very same arrays, which nobody changes."""
-        mine, theirs = self.columns, other.columns
-        return (
-            self.comparable == other.comparable
-            and self.options == other.options
-            and self.replicated is other.replicated
-            and mine.fqns is theirs.fqns
-            and mine.objects.fqns is theirs.objects.fqns
-            and mine.planner_data is theirs.planner_data
-            and mine.notes is theirs.notes
-            and mine.stride_orders is theirs.stride_orders
-            and all(getattr(mine, name) is getattr(theirs, name) for name in _STRUCTURE)
-        )
-
     @cached_property
     def digest(self) -> bytes:
         """128 bits over names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order."""
@@ -124,12 +104,14 @@ class _Structure:
 
 @dataclass(frozen=True, eq=False)
 class _RankPlan:
-    """What a rank keeps: its part of the plan ``plan_id``, made for ``structure``."""
+    """What a rank keeps: its part of the plan ``plan_id``, made for the structure of that digest, and what it
+    folds."""
 
     plan_id: bytes
-    structure: _Structure
+    structure: bytes
     writes: WriteColumns
-    folder: SetFolder
+    sets: RankSets
+    check: ReplicaCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,12 +126,10 @@ class _JointPlan:
 class PlanCache:
     """The plan of one series of saves on one rank; see the module.
 
-    ``known`` may be lent to a planner (`DefaultSavePlanner.known`) by the thread that collects the state; all
-    else is used by the thread that saves. ``reused`` counts the saves that went by the cached plan.
+    Used by the thread that saves. ``reused`` counts the saves that went by the cached plan.
     """
 
     def __init__(self) -> None:
-        self.known = KnownState()
         self.reused = 0
         self._structure: _Structure | None = None
         self._mine: _RankPlan | None = None
@@ -176,11 +156,11 @@ class PlanCache:
             part.columns, part.replicated, (object_digests != 0).tobytes(), _packed([check, *options])
         )
         mine = self._mine
-        if mine is None or not mine.structure.equals(self._structure):
+        if mine is None or mine.structure != self._structure.digest:
             self._mine = None
             return b""
-        self._mine = replace(mine, structure=self._structure)  # of the arrays that come again, if any do
-        return mine.plan_id + mine.folder.folds(part.sources, object_digests).tobytes()
+        folds = folds_of(mine.sets, part.columns, part.sources, object_digests, mine.check)
+        return mine.plan_id + folds.tobytes()
 
     @property
     def writes(self) -> WriteColumns:
@@ -198,9 +178,7 @@ class PlanCache:
         columns = part.columns
         items, objects = len(columns.item_tensors), len(columns.objects.fqns)
         sets = decode_rank_sets(extra[_ID_BYTES:], items=items, objects=objects)
-        folder = SetFolder(sets, structure.columns, check)
-        folder.prepare(part.sources)
-        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, folder)
+        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure.digest, writes, sets, check)
 
     def commit(self) -> None:
         """The save is committed: the plan that it went by may serve the next one."""
@@ -212,7 +190,6 @@ class PlanCache:
 
     def drop(self) -> None:
         """Forget everything: a save failed."""
-        self.known.clear()
         self._structure = None
         self._mine = self._joint = self._next_mine = self._next_joint = None
 

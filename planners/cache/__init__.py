@@ -1,1 +1,0 @@
-"""The plan of the save before, used again while nothing has changed."""
