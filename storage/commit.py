@@ -165,12 +165,13 @@ def _is_saved_by_rank(listing: list[str]) -> bool:
     return any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
 
 
-def unfinished_uploads(store: Store) -> tuple[str, ...]:
-    """Files of ours that are being uploaded, or were when their writer was killed."""
+def unfinished_uploads(store: Store, belongs: Callable[[str], bool] = lambda name: False) -> tuple[str, ...]:
+    """Files of saves that are being uploaded, or were when their writer was killed; and others by names that
+    ``belongs`` accepts."""
     found: list[str] = []
 
     def note(name: str) -> bool:
-        if _OURS.fullmatch(name):
+        if _OURS.fullmatch(name) or belongs(name):
             found.append(name)
         return False  # only asked for: nothing is ended
 

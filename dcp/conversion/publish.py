@@ -305,8 +305,12 @@ class StoredPublisher(Publisher):
         for name, data in layout.last_files.items():
             store.publish(name, data, durable=True)
         index = final_index(layout, checksums)
-        if index is None:
-            return
+        if index is not None:
+            self._commit(index)
+        self._place.end_uploads()
+
+    def _commit(self, index: CheckpointIndex) -> None:
+        store = self._place.store
         previous = self._previous or commit.previous_state(store, commit.Names())
         if previous.exists and not self._overwrite:
             self._place.refuse_existing()

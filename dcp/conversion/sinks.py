@@ -172,16 +172,15 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 class StreamSink(Sink):
     """A new file of a store, whole or not there at all; stores send parts while the next ones are read.
 
-    ``replace`` an existing one, in the instant before the new one appears.
+    ``replace`` an existing one, as `Store.create` does.
     """
 
     def __init__(self, store: Store, name: str, size_bytes: int, *, replace: bool) -> None:
         self._store = store
         self._name = name
-        self._replace = replace
-        if replace and not store.read_profile.scatter:  # such stores take the name at once
-            store.delete(name)
-        self._handle: WriteHandle = store.create(name, durable=True, expected_bytes=size_bytes)
+        self._handle: WriteHandle = store.create(
+            name, durable=True, expected_bytes=size_bytes, replace=replace
+        )
         self._memory = memoryview(bytearray(0))
 
     def buffer(self, size_bytes: int) -> memoryview:
@@ -197,8 +196,6 @@ class StreamSink(Sink):
 
     def finish(self) -> None:
         """The file appears."""
-        if self._replace and self._store.read_profile.scatter:
-            self._store.delete(self._name)
         announce("finish", self._name)
         self._handle.finish()
         self._store.sync()

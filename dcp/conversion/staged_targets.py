@@ -24,6 +24,7 @@ from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, open_index
 from dcp.storage.formats.registry import targets
@@ -212,8 +213,11 @@ class _Objects(StagedTarget):
             announce("publish", name)
             store.publish(name, data, durable=True, expected=None)
         index = final_index(layout, checksums)
-        if index is None:
-            return
+        if index is not None:
+            self._commit(index)
+
+    def _commit(self, index: CheckpointIndex) -> None:
+        store = self.place.store
         announce("publish", MANIFEST_NAME)
         previous = commit.previous_state(store, commit.Names())
         save_id = save_id_of(self.attempt)
@@ -235,6 +239,8 @@ class _Objects(StagedTarget):
         return self._has_files(layout)
 
     def clear(self, parts: int) -> None:
+        if self.place.store.stat(self.place.ledger_name) is None:  # else of a conversion that may go on
+            self.place.end_uploads()
         for error in self.place.store.delete_all([self._note_name(part) for part in range(parts)]).values():
             raise error
 

@@ -366,12 +366,17 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
         """Begin a data file. Raises `StorageError` if the name exists: data files are never overwritten.
         A store that cannot see unfinished files raises it at the latest in `WriteHandle.finish`.
 
         ``expected_bytes`` is the size that the file will have; a store may reserve it, and raise
         `StorageFullError` now instead of after hours. It need not be exact.
+
+        With ``replace`` a file of that name gives way: on S3 at the instant at which the new one appears,
+        else now.
         """
 
     @abstractmethod
@@ -525,7 +530,9 @@ class ReadOnlyStore(Store):
         """Refused, as all that writes."""
         raise self._refused("mkdir")
 
-    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
         """Refused."""
         raise self._refused("create", name)
 

@@ -167,6 +167,16 @@ class StoreContract:
         assert self.raw_read(store, "data.bin") == data
         assert [info.name for info in store.list()] == ["data.bin"]
 
+    @pytest.mark.parametrize("size", [5, 20 * _MIB])
+    def test_create_replaces_if_asked(self, store: Store, size: int) -> None:
+        """The old file gives way to the new one; where there is none, that is fine."""
+        write_file(store, "data.bin", pattern_bytes(size))
+        with store.create("data.bin", durable=True, replace=True) as handle:
+            handle.write(pattern_bytes(size, 1))
+        assert self.raw_read(store, "data.bin") == pattern_bytes(size, 1)
+        store.create("new.bin", durable=True, replace=True).finish()
+        assert [info.name for info in store.list()] == ["data.bin", "new.bin"]
+
     @pytest.mark.parametrize("size", [10, 20 * _MIB])
     @pytest.mark.parametrize("durable", [False, True])
     def test_abort(self, store: Store, durable: bool, size: int) -> None:

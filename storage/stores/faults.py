@@ -129,11 +129,13 @@ class FaultInjectingStore(Store):
         self._run("open_read", name)
         return _FaultyReadHandle(self, self.inner.open_read(name, expected_bytes=expected_bytes))
 
-    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
         """See `Store`; writes through the handle are operations, too."""
         self._run("create", name)
         return _FaultyWriteHandle(
-            self, self.inner.create(name, durable=durable, expected_bytes=expected_bytes)
+            self, self.inner.create(name, durable=durable, expected_bytes=expected_bytes, replace=replace)
         )
 
     def version(self, name: str) -> Version | None:

@@ -98,10 +98,14 @@ class MemoryStore(Store):
         """The handle keeps the file's memory, also when the file is deleted or replaced."""
         return _MemoryReadHandle(name, self.path_of(name), self._file(name))
 
-    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
-        """The file grows in memory; neither option has an effect."""
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
+        """The file grows in memory; sizes and durability have no effect."""
         file = _File(bytearray(), time.time())
         with self._folder.guard:
+            if replace:
+                self._folder.files.pop(check_name(name), None)
             if self._folder.files.setdefault(check_name(name), file) is not file:
                 raise StorageError(
                     f"{self.path_of(name)} exists already: data files are never overwritten",

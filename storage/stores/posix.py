@@ -218,10 +218,12 @@ class PosixStore(Store):
         return PosixReadHandle(path, descriptor)
 
     def create(
-        self, name: str, *, durable: bool, expected_bytes: int | None = None
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> DurableFile | PageCacheFile:
         """O_EXCL, so that a link planted under the name is not followed either."""
         path = self._path(name)
+        if replace:
+            self.delete(name)
         with step(self._observe, "create", path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o666)

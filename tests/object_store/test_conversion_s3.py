@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,10 @@ from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
 from dcp.storage.stores.opening import OpenWith
+from tests.dcp import cli_support
 from tests.support.conversion import assert_same, training_state
+from tests.support.fault_plan import HANG
+from tests.support.fault_proxy import FaultProxy
 from tests.support.s3 import raw_s3
 
 
@@ -144,6 +151,133 @@ def test_shards_of_another_source_are_not_taken_for_its_own(
     loaded = {f"t{n}": torch.zeros(100, dtype=torch.int32) for n in range(3)}
     dcp.load(loaded, checkpoint_id=url, storage_options=options, no_dist=True)
     assert {value for tensor in loaded.values() for value in tensor.tolist()} == {1}
+
+
+_KILLED = """
+import json, sys
+from dcp.conversion.run import convert
+source, target, options, settings = sys.argv[1:]
+convert(source, target, executor="inline", target_options=json.loads(options), **json.loads(settings))
+"""
+
+_LARGE_TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch": ("model.pt", {"to": "torch"}),
+    "file": ("model.safetensors", {"to": "safetensors"}),
+    "shards": ("model", {"to": "safetensors", "shard_bytes": 13 << 20}),
+    "dcp": ("model", {"to": "dcp", "files": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 MiB, of which each file of a target has several parts."""
+    path = tmp_path_factory.mktemp("large") / "checkpoint"
+    state = {f"t{n}": torch.full((3 << 20,), n, dtype=torch.int32) for n in range(2)}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _options(server: S3Server | FaultProxy) -> dict[str, Any]:
+    return {**server.storage_options, "part_bytes": 5 << 20}
+
+
+def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], proxy: FaultProxy) -> None:
+    """A conversion that dies while its first part is under way; the server has not heard of that part."""
+    proxy.spoil(HANG, operation="UploadPart", times=None)
+    before = len(proxy.requests("UploadPart"))
+    arguments = [str(source), url, json.dumps(_options(proxy)), json.dumps(settings)]
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, *arguments])
+    try:
+        deadline = time.monotonic() + 120
+        while len(proxy.requests("UploadPart")) == before:
+            assert process.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    proxy.heal()
+
+
+@pytest.mark.parametrize("kind", list(_LARGE_TARGETS))
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_uploads_of_a_killed_conversion_end_with_the_next(
+    kind: str, overwrite: bool, large: Path, s3_proxy: FaultProxy, s3_server: S3Server, s3_root: str
+) -> None:
+    """Killed while a part is sent, and finished by another call: no upload of its files stays, and those of
+    other keys do."""
+    name, settings = _LARGE_TARGETS[kind]
+    url = f"{s3_root}/{name}"
+    others = [
+        f"{s3_root}/other.pt",
+        f"{s3_root}/other/model.safetensors",
+        f"{s3_root}/model/mine.safetensors",
+    ]
+    with raw_s3(s3_server) as raw:
+        if overwrite:
+            convert(large, url, target_options=_options(s3_server), executor="inline", **settings)
+        kept = {raw.begin_upload(other) for other in others}
+        _kill_at_the_first_part(large, url, {**settings, "overwrite": overwrite}, s3_proxy)
+        assert len(raw.uploads(s3_root)) == len(kept) + 1
+        made = convert(
+            large, url, target_options=_options(s3_server), executor="inline", overwrite=overwrite, **settings
+        )
+        assert set(raw.uploads(s3_root)) == kept
+        names = set(raw.list(s3_root))
+    folder = "" if kind in ("torch", "file") else f"{name}/"
+    assert {f"{folder}{file}" for file in made.files} <= names
+    loaded = {f"t{n}": torch.zeros(3 << 20, dtype=torch.int32) for n in range(2)}
+    dcp.load(loaded, checkpoint_id=url, storage_options=_options(s3_server), no_dist=True)
+    assert [int(tensor.sum()) for tensor in loaded.values()] == [0, 3 << 20]
+
+
+@pytest.mark.parametrize("kind", ["torch", "shards"])
+def test_gc_knows_the_uploads_of_conversions(
+    kind: str,
+    large: Path,
+    s3_proxy: FaultProxy,
+    s3_server: S3Server,
+    s3_root: str,
+) -> None:
+    """They are listed and end when that is asked for, or with the ledger once that is old; a user's own
+    uploads stay."""
+    name, settings = _LARGE_TARGETS[kind]
+    with raw_s3(s3_server) as raw:
+        kept = {raw.begin_upload(f"{s3_root}/own.pt"), raw.begin_upload(f"{s3_root}/model/own.safetensors")}
+        for arguments in (["--uploads"], ["--hours", "0"]):
+            _kill_at_the_first_part(large, f"{s3_root}/{name}", settings, s3_proxy)
+            (upload,) = (key for number, key in raw.uploads(s3_root).items() if number not in kept)
+            options = ["--storage-options", json.dumps(s3_server.storage_options)]
+            listed = cli_support.run("gc", s3_root, *options).out
+            assert f"  {upload.rpartition('/')[2]} (unfinished upload; stays, unless --uploads)\n" in listed
+            assert "own" not in listed
+            assert cli_support.run("gc", s3_root, "--yes", *arguments, *options).status == 0
+            assert set(raw.uploads(s3_root)) == kept
+
+
+def test_of_two_conversions_at_once_one_is_there(large: Path, s3_server: S3Server, s3_root: str) -> None:
+    """The first to finish ends the upload of the other, which replaces nothing then and says so."""
+    url, server = f"{s3_root}/model.pt", _options(s3_server)
+    settings = {"to": "torch", "executor": "inline", "overwrite": True}
+    raced: list[str] = []
+
+    def race(op: str, name: str) -> None:
+        if op == "finish" and not raced:  # all of it is written, and the old file would go now
+            raced.append(name)
+            convert(large, url, only="t1", target_options=server, **settings)  # type: ignore[arg-type]
+
+    convert(large, url, target_options=server, **settings)  # type: ignore[arg-type]
+    observers.append(race)
+    try:
+        with pytest.raises(CheckpointConflictError, match="another writer has finished"):
+            convert(large, url, target_options=server, **settings)  # type: ignore[arg-type]
+    finally:
+        observers.remove(race)
+    loaded = {"t1": torch.zeros(3 << 20, dtype=torch.int32)}
+    dcp.load(loaded, checkpoint_id=url, storage_options=server, no_dist=True)
+    assert int(loaded["t1"].sum()) == 3 << 20
+    with raw_s3(s3_server) as raw:
+        assert raw.uploads(s3_root) == {}
 
 
 def test_damage_on_s3_is_found(source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:

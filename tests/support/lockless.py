@@ -37,11 +37,13 @@ class ObjectModel(MemoryStore):
         self.changes = 0
         self._numbers = itertools.count()
 
-    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
         """Nothing is visible before the file is finished, and then another may have its name."""
         number = next(self._numbers)
         self.uploads[number] = name
-        return _Upload(self, name, number)
+        return _Upload(self, name, number, replace=replace)
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """As a conditional PUT."""
@@ -79,8 +81,9 @@ class ObjectModel(MemoryStore):
 
 
 class _Upload(WriteHandle):
-    def __init__(self, store: ObjectModel, name: str, number: int) -> None:
+    def __init__(self, store: ObjectModel, name: str, number: int, *, replace: bool) -> None:
         self.name = name
+        self._expected = ANY if replace else None
         self._store = store
         self._number = number
         self._data = bytearray()
@@ -98,7 +101,7 @@ class _Upload(WriteHandle):
             if self._store.uploads.pop(self._number, None) is None:
                 raise CheckpointConflictError(f"the upload of {self.name} was ended", path=self.name)
             try:
-                self._store.publish(self.name, bytes(self._data), durable=False, expected=None)
+                self._store.publish(self.name, bytes(self._data), durable=False, expected=self._expected)
             except CheckpointConflictError as error:
                 raise StorageError(f"{self.name} exists already", path=self.name) from error
             self._finished = True

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dcp.storage import commit
 from dcp.storage.errors import CheckpointConflictError, OptionError, PlanError
-from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.registry import file_names, target_named
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["TargetPlace", "place_of"]
+__all__ = ["TargetPlace", "is_written_under", "place_of"]
+
 
 _WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
 
@@ -46,7 +49,13 @@ class TargetPlace:
     @property
     def ledger_name(self) -> str:
         """Name of the ledger's object, for a target that is not local."""
-        return f"{_WORK_PREFIX}{hashlib.sha256((self.file_name or '').encode()).hexdigest()[:16]}"
+        return _ledger_name(self.file_name)
+
+    def end_uploads(self) -> None:
+        """End the unfinished uploads of this target's files, once it is made, or given up: they are of
+        attempts that were killed, or that have been beaten."""
+        ledgers = {self.ledger_name}
+        commit.abort_uploads(self.store, lambda name: is_written_under(ledgers, name))
 
     def exists(self) -> bool:
         """Whether anything is at the target: a file, or a folder that is not empty."""
@@ -66,6 +75,19 @@ class TargetPlace:
                 argument="overwrite=True",
                 path=self.url,
             )
+
+
+def is_written_under(ledgers: Collection[str], name: str) -> bool:
+    """Whether a conversion to a store, of one of these names of ledgers, writes a file of that ``name``.
+
+    Those of a ``dcp`` target are a save's.
+    """
+    is_shard = file_names().mark_folders.fullmatch(name) is not None and _ledger_name(None) in ledgers
+    return is_shard or _ledger_name(name) in ledgers
+
+
+def _ledger_name(file_name: str | None) -> str:
+    return f"{_WORK_PREFIX}{hashlib.sha256((file_name or '').encode()).hexdigest()[:16]}"
 
 
 def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> TargetPlace:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from dcp.conversion.ledger import LEDGER_NAME, LocalLedger
+from dcp.conversion.targets.places import is_written_under
 from dcp.manager.cleanup.removal import (
     Removed,
     files_to_remove,
@@ -56,8 +57,8 @@ class Leftovers:
 
     ``kind``: "abandoned" (nothing was committed), "removal" (one was interrupted), "strays" (files beside a
     checkpoint), "conversion" (one that was killed), "uploads" (nothing else). ``files`` can go. ``uploads``
-    are names of unfinished ones, of saves that may be running. ``problem`` says why the folder was not looked
-    into any further.
+    are names of unfinished ones, of saves and conversions that may be running. ``problem`` says why the
+    folder was not looked into any further.
     """
 
     url: str
@@ -141,14 +142,20 @@ def leftovers_of(
             return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
         if is_abandoned(files, older_than_seconds, now_seconds):
             gone = tuple(info for info in files if is_left_by_a_save(info.name))
-            return Leftovers(store.url, "abandoned", gone, unfinished_uploads(store))
+            return Leftovers(store.url, "abandoned", gone, _uploads(store, files))
         strays: tuple[FileInfo, ...] = ()
     else:
         strays = tuple(_strays(store, files, now_seconds - older_than_seconds))
-    uploads = unfinished_uploads(store)
+    uploads = _uploads(store, files)
     if not strays and not uploads:
         return None
     return Leftovers(store.url, "strays" if strays else "uploads", strays, uploads)
+
+
+def _uploads(store: Store, files: list[FileInfo]) -> tuple[str, ...]:
+    """Unfinished ones of saves, and of conversions whose ledgers are among ``files``."""
+    ledgers = {info.name for info in files if info.name.startswith(TEMPORARY_PREFIX)}
+    return unfinished_uploads(store, lambda name: is_written_under(ledgers, name))
 
 
 def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Iterator[FileInfo]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal
 
+from dcp.conversion.targets.places import is_written_under
 from dcp.manager.notes import NOTES_NAME, Deleting, Notes, read_notes, update_notes
 from dcp.manager.steps import Commit, read_commit
 from dcp.storage.commit import abort_uploads, unfinished_uploads
@@ -148,7 +149,7 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
             return Removed("absent")
         gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
         _delete(store, gone)
-    _abort_uploads_of(store, _owners(gone))
+    _abort_uploads_of_files(store, gone)
     return _close(store, gone)
 
 
@@ -177,7 +178,7 @@ def remove_strays(store: Store, is_stray: Callable[[FileInfo], bool]) -> Removed
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         gone = [info for info in store.list() if is_stray(info)]
         _delete(store, gone)
-    _abort_uploads_of(store, _owners(gone))
+    _abort_uploads_of_files(store, gone)
     return Removed("deleted", len(gone), sum(info.size_bytes for info in gone))
 
 
@@ -283,6 +284,14 @@ def _delete(store: Store, files: Iterable[FileInfo]) -> None:
     failed = store.delete_all([info.name for info in files])
     for error in failed.values():
         raise error
+
+
+def _abort_uploads_of_files(store: Store, gone: Sequence[FileInfo]) -> None:
+    """End uploads of the saves and conversions whose files are ``gone``."""
+    _abort_uploads_of(store, _owners(gone))
+    ledgers = {info.name for info in gone if info.name.startswith(TEMPORARY_PREFIX)}
+    if ledgers:
+        abort_uploads(store, lambda name: is_written_under(ledgers, name))
 
 
 def _abort_uploads_of(store: Store, owners: Collection[str], names: Iterable[str] = ()) -> None:

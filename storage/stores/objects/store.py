@@ -291,14 +291,18 @@ class FsspecStore(Store):
             return None
         return str(self._run("presign", key, lambda: sign(key, seconds)))
 
-    def create(self, name: str, *, durable: bool, expected_bytes: int | None = None) -> WriteHandle:
+    def create(
+        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
+    ) -> WriteHandle:
         """On S3 without a request; that the name is taken shows when the file is finished."""
         key, path, client = self._file_key(name), self.path_of(name), self._client
         if isinstance(client, PartsClient):
             # Not tried out: save ids make names unique, and a thousand ranks would all have to.
-            condition = None if self._options.conditional_writes == "off" else ABSENT
-            return self._parts(name, client, condition, expected_bytes)
-        if self.stat(name) is not None:
+            condition = None if replace or self._options.conditional_writes == "off" else ABSENT
+            return self._parts(name, client, condition, expected_bytes, replace=replace)
+        if replace:
+            self.delete(name)  # such services take the name at once
+        elif self.stat(name) is not None:
             raise StorageError(
                 f"{path} exists already: data files are never overwritten", path=path, op="create"
             )
@@ -373,7 +377,13 @@ class FsspecStore(Store):
         )
 
     def _parts(
-        self, name: str, client: PartsClient, condition: Condition, expected_bytes: int | None
+        self,
+        name: str,
+        client: PartsClient,
+        condition: Condition,
+        expected_bytes: int | None,
+        *,
+        replace: bool = False,
     ) -> PartsWriteHandle:
         return PartsWriteHandle(
             name,
@@ -384,6 +394,7 @@ class FsspecStore(Store):
             client,
             condition=condition,
             expected_bytes=expected_bytes,
+            replace=replace,
         )
 
     def _put(self, name: str, data: bytes, condition: Condition) -> str:

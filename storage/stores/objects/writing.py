@@ -20,6 +20,7 @@ from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,
     Failure,
+    ObjectInfo,
     PartsClient,
     RequestError,
     StreamClient,
@@ -101,8 +102,8 @@ class _ObjectWriteHandle(WriteHandle):
     def _ended(self) -> CheckpointConflictError:
         """Of uploads that it did not begin a writer only ends those of saves that it has beaten."""
         return CheckpointConflictError(
-            f"the upload of {self._path} was ended by somebody: another save has committed to the id, or a "
-            "clean-up removed what it took for remains of a killed one; nothing of this save is kept",
+            f"the upload of {self._path} was ended by somebody: another writer has finished at this place, "
+            "or a clean-up removed what it took for remains of a killed one; nothing of this one is kept",
             path=self._path,
         )
 
@@ -112,6 +113,7 @@ class PartsWriteHandle(_ObjectWriteHandle):
 
     A file that fits into one part is one request, at the end. The object appears at the end only, if
     ``condition`` holds then: else `finish` raises `StorageError`, and `finish_as` what the service said.
+    With ``replace`` there may be one of that name before.
     """
 
     def __init__(
@@ -125,11 +127,14 @@ class PartsWriteHandle(_ObjectWriteHandle):
         *,
         condition: Condition = ABSENT,
         expected_bytes: int | None = None,
+        replace: bool = False,
     ) -> None:
         super().__init__(name, path, key, requests)
         self._shared = shared
         self._client = client
         self._condition = condition
+        self._replace = replace
+        self._replaced: ObjectInfo | None = None
         self._pool = shared.pool(part_bytes_for(expected_bytes, shared.options.part_bytes))
         self._buffer: BounceBuffer | None = None
         self._filled = 0
@@ -230,6 +235,8 @@ class PartsWriteHandle(_ObjectWriteHandle):
             give_back()
 
     def _complete(self) -> None:
+        if self._replace:
+            self._replaced = self._look()
         try:
             self.finish_as()
         except ServiceError as error:
@@ -275,13 +282,16 @@ class PartsWriteHandle(_ObjectWriteHandle):
 
     def _is_there(self) -> bool:
         """Whether a request whose answer was lost had been carried out: names are used once, so the size
-        tells."""
+        tells, or that it is not what was to be replaced."""
+        info = self._look()
+        return info is not None and info.size_bytes == self._position and info != self._replaced
+
+    def _look(self) -> ObjectInfo | None:
         client, key = self._client, self._key
         try:
-            info = self._requests.run("head", key, lambda: client.head(key))
+            return self._requests.run("head", key, lambda: client.head(key))
         except ServiceError:
-            return False
-        return info.size_bytes == self._position
+            return None
 
     def _throw_away(self) -> None:
         self._called_off.set()  # patience with a service that fails would keep the caller waiting
