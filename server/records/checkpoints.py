@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from dcp.server.records.declaring import Found, IsFormat, JoinedColumn, OneOf, OwnColumn, Shown
+from dcp.server.records.declaring import AnyOf, Found, IsFormat, JoinedColumn, OneOf, OwnColumn, Shown, Within
 
 __all__ = ["Checkpoint", "CheckpointDetail", "State", "Verification"]
 
@@ -34,10 +34,20 @@ class Checkpoint:
     ]
     key: Annotated[str, OwnColumn("name")]  # relative to the root
     name: Annotated[str, OwnColumn("name")]  # the last part of the key
-    step: Annotated[int | None, OwnColumn("large"), Found("of the same content")]
-    format: Annotated[str, OwnColumn("code", 16), Found(), IsFormat()]
-    state: Annotated[str, OwnColumn("code", 16), Found(), OneOf(State, is_checked=True)]
-    committed_at: Annotated[datetime, OwnColumn("seconds"), Found("of the same content")]
+    step: Annotated[
+        int | None,
+        OwnColumn("large"),
+        Found("of the same content"),
+        Within(least="min_step", most="max_step", column="step_order"),
+    ]
+    format: Annotated[str, OwnColumn("code", 16), Found(), IsFormat(), AnyOf("formats")]
+    state: Annotated[str, OwnColumn("code", 16), Found(), OneOf(State, is_checked=True), AnyOf("states")]
+    committed_at: Annotated[
+        datetime,
+        OwnColumn("seconds"),
+        Found("of the same content"),
+        Within(least="since_seconds", below="until_seconds"),
+    ]
     discovered_at: Annotated[datetime, OwnColumn("seconds")]
     updated_at: Annotated[datetime, OwnColumn("seconds")]
     deleted_at: Annotated[datetime | None, OwnColumn("seconds")] = None
@@ -54,13 +64,16 @@ class Checkpoint:
         Mapping[str, int] | None, JoinedColumn("structures", "dtypes"), Shown("Bytes by dtype.")
     ] = None
     verification: Annotated[
-        str, OwnColumn("code", 16, default="unverified"), OneOf(Verification, is_checked=True)
+        str,
+        OwnColumn("code", 16, default="unverified"),
+        OneOf(Verification, is_checked=True),
+        AnyOf("verifications"),
     ]
     verified_at: Annotated[datetime | None, OwnColumn("seconds")] = None
     problem: Annotated[
         str | None, OwnColumn("text"), Found(), Shown("Why it cannot be read, or what verification found.")
     ] = None
-    is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always")]
+    is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always"), AnyOf("is_pinned")]
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)

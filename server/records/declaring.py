@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 __all__ = [
+    "AnyOf",
     "ColumnType",
     "Found",
     "IsFormat",
@@ -18,6 +19,7 @@ __all__ = [
     "OwnColumn",
     "RecordField",
     "Shown",
+    "Within",
     "fields_of",
     "moment",
 ]
@@ -76,6 +78,24 @@ class IsFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Lists may be asked for some of its values: by the field ``name`` of the list's filter."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """Lists may be asked for a range: from ``least`` on, to ``most`` or to before ``below``, fields of the
+    filter. ``column``: another one that has the same order, with -1 where there is no value."""
+
+    least: str
+    most: str = ""
+    below: str = ""
+    column: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Shown:
     """What the documentation of the API says of it."""
 
@@ -95,6 +115,8 @@ class RecordField:
     one_of: OneOf | None = None
     shown: Shown | None = None
     is_format: bool = False
+    any_of: AnyOf | None = None
+    within: Within | None = None
 
     @property
     def column(self) -> str:
@@ -128,12 +150,14 @@ def _field(name: str, hint: Any) -> RecordField:
         name,
         hint,
         is_optional,
-        said(OwnColumn),
-        said(JoinedColumn),
-        said(Found),
-        said(OneOf),
-        said(Shown),
-        said(IsFormat) is not None,
+        stored=said(OwnColumn),
+        joined=said(JoinedColumn),
+        found=said(Found),
+        one_of=said(OneOf),
+        shown=said(Shown),
+        is_format=said(IsFormat) is not None,
+        any_of=said(AnyOf),
+        within=said(Within),
     )
 
 

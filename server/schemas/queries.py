@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -19,6 +19,20 @@ MAX_PAGE = 500
 _Pattern = Annotated[Text, StringConstraints(min_length=1, max_length=256)]
 _Step = Annotated[int, Field(ge=0, le=MAX_ID)]
 _RootName = Annotated[str, StringConstraints(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+
+_NO_FILTERS: Final = frozenset({"limit", "cursor", "sort"})
+_FILTERS: Final = {
+    "since": "since_seconds",
+    "until": "until_seconds",
+    "format": "formats",
+    "state": "states",
+    "verification": "verifications",
+    "tag": "tags",
+    "metric": "metrics",
+    "pinned": "is_pinned",
+}
+"""Fields of the filter that are asked for by another name, most because queries repeat names."""
 
 
 class _Paged(BaseModel):
@@ -74,33 +88,14 @@ class CheckpointQuery(_Paged):
     @property
     def wanted(self) -> CheckpointFilter:
         """For the catalog. Raises InvalidQueryError."""
-        states = frozenset(state for state in self.state if state != "any")
-        if not self.state:
-            states = frozenset({"committed"})
-        elif "any" in self.state:
-            states = frozenset()
-        return CheckpointFilter(
-            root=self.root,
-            run_id=self.run_id,
-            run=self.run,
-            run_contains=self.run_contains,
-            run_glob=self.run_glob,
-            min_step=self.min_step,
-            max_step=self.max_step,
-            since_seconds=self.since,
-            until_seconds=self.until,
-            formats=frozenset(self.format),
-            states=states,
-            verifications=frozenset(self.verification),
-            tags=frozenset(self.tag),
-            alias=self.alias,
-            metrics=tuple(MetricCondition.parse(text) for text in self.metric),
-            dtype=self.dtype,
-            tensor=self.tensor,
-            name_contains=self.name_contains,
-            name_glob=self.name_glob,
-            is_pinned=self.pinned,
-        )
+        given: dict[str, Any] = {
+            _FILTERS.get(name, name): frozenset(value) if isinstance(value, list) else value
+            for name in type(self).model_fields.keys() - _NO_FILTERS
+            for value in [getattr(self, name)]
+        }
+        given["states"] = frozenset() if "any" in self.state else frozenset(self.state or ["committed"])
+        given["metrics"] = tuple(MetricCondition.parse(text) for text in self.metric)
+        return CheckpointFilter(**given)
 
     @property
     def order(self) -> Sort:

@@ -25,6 +25,8 @@ from dcp.server.database.tables import (
     structures,
     tags,
 )
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.declaring import Within, fields_of
 
 __all__ = ["RowCondition", "conditions_of"]
 
@@ -109,17 +111,13 @@ def _run_ids(connection: Connection, wanted: CheckpointFilter) -> RowCondition |
 
 
 def _of_columns(wanted: CheckpointFilter) -> list[RowCondition]:
-    found = [
-        _among(column, sorted(values))
-        for column, values in (
-            ("state", wanted.states),
-            ("format", wanted.formats),
-            ("verification", wanted.verifications),
-        )
-        if values
-    ]
-    if wanted.is_pinned is not None:
-        found.append(_among("is_pinned", [wanted.is_pinned]))
+    found = []
+    for field in fields_of(CheckpointDetail):
+        if field.any_of is not None:
+            value = getattr(wanted, field.any_of.name)
+            values = sorted(value) if isinstance(value, frozenset) else [] if value is None else [value]
+            if values:
+                found.append(_among(field.column, values))
     return found
 
 
@@ -135,21 +133,29 @@ def _among(column: str, values: list[Any]) -> RowCondition:
 
 def _of_ranges(wanted: CheckpointFilter) -> list[RowCondition]:
     found = []
-    steps = [
-        *([_c.step_order >= wanted.min_step] if wanted.min_step is not None else []),
-        # without a lower bound too: what has no step is in no range
-        *([_c.step_order >= 0] if wanted.max_step is not None and wanted.min_step is None else []),
-        *([_c.step_order <= wanted.max_step] if wanted.max_step is not None else []),
-    ]
-    times = [
-        *([_c.committed_seconds >= wanted.since_seconds] if wanted.since_seconds is not None else []),
-        *([_c.committed_seconds < wanted.until_seconds] if wanted.until_seconds is not None else []),
-    ]
-    for column, tests in (("step_order", steps), ("committed_seconds", times)):
-        if tests:
-            test = and_(*tests)
-            found.append(RowCondition(test, _where(test), column, is_range=True))
+    for field in fields_of(CheckpointDetail):
+        if field.within is not None:
+            name = field.within.column or field.column
+            tests = _tests_of_range(wanted, field.within, _c[name])
+            if tests:
+                test = and_(*tests)
+                found.append(RowCondition(test, _where(test), name, is_range=True))
     return found
+
+
+def _tests_of_range(
+    wanted: CheckpointFilter, within: Within, column: ColumnElement[Any]
+) -> list[ColumnElement[bool]]:
+    least, most, below = (
+        getattr(wanted, name) if name else None for name in (within.least, within.most, within.below)
+    )
+    if least is None and within.column and (most is not None or below is not None):
+        least = 0  # what has no value is in no range
+    return [
+        *([column >= least] if least is not None else []),
+        *([column <= most] if most is not None else []),
+        *([column < below] if below is not None else []),
+    ]
 
 
 def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 from sqlalchemy import BigInteger, Boolean, Float, Integer, String, Text, inspect
 
+from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition
+from dcp.server.client import calls
 from dcp.server.client.decoding import decode
 from dcp.server.database.engine import Database
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.server.records.declaring import fields_of, moment
 from dcp.server.records.runs import Run
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
+from dcp.server.schemas.queries import CheckpointQuery
 from dcp.server.schemas.records import RecordAnswer
 from dcp.server.schemas.runs import RunAnswer
 
@@ -118,3 +122,22 @@ def test_an_answer_is_of_its_own_record() -> None:
     """A checkpoint of a list has not all that a detail answers with."""
     with pytest.raises(TypeError, match="of a CheckpointDetail, not of a Checkpoint"):
         CheckpointDetailAnswer.of(Checkpoint(**CHECKPOINT))  # type: ignore[arg-type]
+
+
+def test_what_may_be_asked_for_is_the_same_everywhere() -> None:
+    """In the client's query and in the service's; the catalog's filter has what records and query name."""
+    asked = set(CheckpointQuery.model_fields) - {"limit", "cursor"}
+    assert set(calls.CheckpointQuery.__annotations__) == asked
+    given = CheckpointQuery(min_step=3, pinned=True, state=["any"], tag=["a"], metric=["loss<1"]).wanted
+    assert given == CheckpointFilter(
+        min_step=3,
+        is_pinned=True,
+        states=frozenset(),
+        tags=frozenset({"a"}),
+        metrics=(MetricCondition("loss", "<", 1.0),),
+    )
+    for field in fields_of(CheckpointDetail):
+        names = [field.any_of.name] if field.any_of is not None else []
+        if field.within is not None:
+            names += [field.within.least, field.within.most or field.within.below]
+        assert set(names) <= {one.name for one in dataclasses.fields(CheckpointFilter)}
