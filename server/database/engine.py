@@ -7,6 +7,7 @@ IMMEDIATE``), so that none fails in its middle because another one was quicker.
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 import threading
@@ -21,7 +22,7 @@ from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-__all__ = ["Database", "DatabaseUnavailableError"]
+__all__ = ["Database", "DatabaseUnavailableError", "Encoded"]
 
 T = TypeVar("T")
 Dialect = Literal["sqlite", "postgresql"]
@@ -61,6 +62,12 @@ _POSTGRES: Final[Mapping[str, Any]] = {
 """Of libpq; what the URL says as well counts."""
 
 
+class Encoded(str):
+    """JSON, for a column of JSON: encoded before the transaction begins, in which others wait."""
+
+    __slots__ = ()
+
+
 class DatabaseUnavailableError(RuntimeError):
     """The database cannot be reached, is full, or was locked for too long; the cause is `__cause__`."""
 
@@ -93,6 +100,7 @@ class Database:
                 pool_timeout=_BUSY_SECONDS,
                 pool_pre_ping=True,
                 hide_parameters=True,
+                json_serializer=_encode,
                 connect_args={name: value for name, value in _POSTGRES.items() if name not in self.url.query},
             )
             self.reader = self.writer.execution_options(postgresql_readonly=True)
@@ -189,6 +197,7 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
         max_overflow=pool_size if query_only else 0,
         pool_timeout=_BUSY_SECONDS,
         hide_parameters=True,
+        json_serializer=_encode,
         connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
     )
 
@@ -215,6 +224,10 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
         connection.exec_driver_sql(begin)
 
     return engine
+
+
+def _encode(value: Any) -> str:
+    return str(value) if isinstance(value, Encoded) else json.dumps(value)
 
 
 @contextmanager

@@ -55,6 +55,11 @@ def _ref(name: str, target: str, **options: Any) -> Column[int]:
     return Column(name, ID, ForeignKey(target), **options)
 
 
+def _document() -> Column[int]:
+    # No foreign key: SQLite adds none to a table that is there. Only what nothing refers to is removed.
+    return Column("document_id", ID, index=True)
+
+
 # -- what there is -------------------------------------------------------------------------------------------
 
 roots: Final = Table(
@@ -216,16 +221,8 @@ statistics: Final = Table(
     Column("result", JSON_DOCUMENT, nullable=False),
     Column("created_seconds", Float, nullable=False),
     _ref("job_id", "jobs.id"),
+    _document(),  # has the list ``tensors``
 )
-
-statistics_parts: Final = Table(
-    "checkpoint_statistics_parts",
-    metadata,
-    _ref("checkpoint_id", "checkpoints.id", primary_key=True),
-    Column("position", Integer, primary_key=True),  # of the first of its tensors among all
-    Column("tensors", JSON_DOCUMENT, nullable=False),
-)
-"""The tensors of ``statistics``, some in a row, so that a page reads a page."""
 
 audit: Final = Table(
     "audit",
@@ -298,6 +295,7 @@ jobs: Final = Table(
     Column("plan", JSON_DOCUMENT),  # what publishing needs, found out while planning
     Column("progress", JSON_DOCUMENT),
     Column("result", JSON_DOCUMENT),
+    _document(),  # of a large result; ``result`` is what is short of it
     Column("error", JSON_DOCUMENT),
     Column("waiting", JSON_DOCUMENT),  # why the last attempt failed, and when the next one is
     Column(
@@ -311,14 +309,6 @@ jobs: Final = Table(
         name="state",
     ),
 )
-
-job_results: Final = Table(
-    "job_results",
-    metadata,
-    _ref("job_id", "jobs.id", primary_key=True),
-    Column("result", JSON_DOCUMENT, nullable=False),
-)
-"""Results that are too large for rows which lists read: these have what is short of it."""
 
 tasks: Final = Table(
     "tasks",
@@ -336,6 +326,7 @@ tasks: Final = Table(
     Column("lease_until_seconds", Float),
     Column("fence", BigInteger, nullable=False, server_default="0"),
     Column("result", JSON_DOCUMENT),
+    _document(),  # in place of a large result
     Column("error", JSON_DOCUMENT),
     UniqueConstraint("job_id", "number"),
     Index(None, "state", "job_id"),
@@ -352,6 +343,25 @@ job_events: Final = Table(
     Column("at_seconds", Float, nullable=False),
     Index(None, "job_id", "id"),
 )
+
+documents: Final = Table(
+    "documents",
+    metadata,
+    _id(),
+    Column("name", String(64), unique=True),  # of a draft; none of one that is referred to
+    Column("head", JSON_DOCUMENT, nullable=False),  # what is in no part, and what is, empty
+)
+"""Results that are too large for rows which lists read."""
+
+document_parts: Final = Table(
+    "document_parts",
+    metadata,
+    _ref("document_id", "documents.id", primary_key=True),
+    Column("field", NAME, primary_key=True),
+    Column("position", Integer, primary_key=True),  # of the first of its items among all
+    Column("content", JSON_DOCUMENT, nullable=False),
+)
+"""Lists and long texts of ``documents``, some of it in a row."""
 
 # -- what is to be done by itself ----------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, func, select
 
 from dcp.server.database.tables import (
     job_events,
-    job_results,
     jobs,
     lineage,
     statistics,
@@ -60,7 +59,5 @@ def _forget(connection: Connection, limit: int, *conditions: ColumnElement[bool]
         connection.execute(delete(table).where(table.c.job_id.in_(old)))
     referred = [select(table.c.job_id).where(table.c.job_id.in_(old)).distinct() for table in _REFERRING]
     unused = [jobs.c.id.not_in(query) for query in referred]
-    gone = select(jobs.c.id).where(jobs.c.id.in_(old), *unused)
-    connection.execute(delete(job_results).where(job_results.c.job_id.in_(gone)))
     connection.execute(delete(jobs).where(jobs.c.id.in_(old), *unused))
     return len(old)

@@ -10,8 +10,9 @@ from typing import Final
 from sqlalchemy import Connection
 
 from dcp.server.automation.periodic import consume_events, has_events, is_anything_due, submit_due
-from dcp.server.catalog.contents.structures import forget_drafts
 from dcp.server.catalog.roots import sync_roots
+from dcp.server.database.documents import abandon_documents
+from dcp.server.database.drafts import forget_drafts
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.ledger import submit
@@ -80,6 +81,7 @@ def _clean(context: ScheduleContext) -> None:
     sealer = Sealer.from_settings(context.settings)
     if sealer.keys:
         context.database.transact(partial(reseal_secrets, sealer=sealer))
+    context.database.transact(partial(abandon_documents, now=context.now))
     forget_drafts(context.database, context.now - _KEEP_DRAFTS_SECONDS)
     before = context.now - context.settings.keep_jobs_seconds
     until = time.monotonic() + _MOST_CLEANING_SECONDS

@@ -21,6 +21,7 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection
 
+from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.jobs.executors.executor import Executor, Running, open_executor
 from dcp.server.jobs.executors.subprocess_main import error_of, load_kinds
@@ -45,9 +46,11 @@ from dcp.server.jobs.ledger import (
     fail,
     has_expired,
     has_work,
+    is_large,
     release,
     renew,
     stopped,
+    task_documents,
     task_results,
 )
 from dcp.server.jobs.ledger.states import Json
@@ -75,6 +78,8 @@ class _Entry:
     done_bytes: int | None = None
     is_told: bool = True  # whether the ledger knows `done_bytes`
     outcome: ProcessOutcome | None = None
+    results: tuple[Json, ...] = ()  # of the tasks, where it is published
+    document: int | None = None  # which has the outcome's result, if that is large
 
 
 class Worker:
@@ -213,6 +218,7 @@ class Worker:
             return
         order = self._order(made)
         entry = self._entries[held]
+        entry.results = order.results
 
         def on_progress(done_bytes: int) -> None:
             entry.done_bytes, entry.is_told = done_bytes, False
@@ -324,7 +330,7 @@ class Worker:
             if entry.outcome is None:
                 continue
             try:
-                self._tell(entry.claim, entry.outcome)
+                self._tell(entry, entry.outcome)
             except StaleFenceError as error:
                 _log.info("too late", job=held.job_id, error=str(error))
             except DatabaseUnavailableError:
@@ -333,12 +339,13 @@ class Worker:
                 _log.exception("cannot be told", job=held.job_id)
             del self._entries[held]
 
-    def _tell(self, made: Claim, outcome: ProcessOutcome) -> None:
-        error = outcome.error
+    def _tell(self, entry: _Entry, outcome: ProcessOutcome) -> None:
+        made, error = entry.claim, outcome.error
         if outcome.result is not None:
             result = outcome.result
             try:
-                self._database.transact(lambda connection: self._complete(connection, made, result))
+                self._prepare(entry, result)
+                self._database.transact(lambda connection: self._complete(connection, entry, result))
                 return
             except (StaleFenceError, DatabaseUnavailableError):
                 raise
@@ -349,6 +356,23 @@ class Worker:
             self._database.transact(lambda connection: release(connection, made.held, self._clock()))
         else:
             self._fail(made, error)
+
+    def _prepare(self, entry: _Entry, result: Json) -> None:
+        """Write a large result before the transaction that tells of it, for which others wait."""
+        is_result = entry.claim.phase in ("task", "publish")
+        if entry.document is not None or not is_result or not is_large(result):
+            return
+        if result in entry.results:
+            with self._database.read() as connection:
+                known = task_documents(connection, entry.claim.job.id)
+            entry.document = known[entry.results.index(result)]
+        if entry.document is None:
+            entry.document = prepare_document(self._database, result, now=self._clock(), pause=self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        """Between parts of what is large, however long it takes: leases are kept, what is cancelled ends."""
+        time.sleep(seconds)
+        self._look()
 
     def _fail(self, made: Claim, error: JobFailure) -> None:
         self._tell_failed(made, error)
@@ -376,15 +400,15 @@ class Worker:
             retryable=error.is_retryable,
         )
 
-    def _complete(self, connection: Connection, made: Claim, result: Json) -> None:
-        now = self._clock()
+    def _complete(self, connection: Connection, entry: _Entry, result: Json) -> None:
+        made, now = entry.claim, self._clock()
         if made.phase == "plan":
             specs = [TaskSpec(**spec) for spec in result["tasks"]]
             complete_plan(connection, made.held, result["plan_data"], specs, now)
         elif made.phase == "task":
-            complete_task(connection, made.held, result, now)
+            complete_task(connection, made.held, result, now, entry.document)
         elif made.phase == "publish":
-            job = complete_publish(connection, made.held, result, now)
+            job = complete_publish(connection, made.held, result, now, entry.document)
             kind: Kind[Any] = self._kinds[job.kind]
             kind.record(connection, job, result)
             self._failing.pop((job.kind, job.root), None)

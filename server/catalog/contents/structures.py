@@ -1,14 +1,13 @@
 """Structures: names, shapes and dtypes, once for all checkpoints that share them.
 
-A large one is written before the transaction that refers to it, in short transactions under the name of a
-draft, so that nobody waits for hundreds of thousands of rows; it gets its digest with the last of them.
+A large one is written as a draft (`dcp.server.database.drafts`) before the transaction that refers to it, so
+that nobody waits for hundreds of thousands of rows; it gets its digest with the last of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import msgpack
-from sqlalchemy import Connection, Executable, delete, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.values import clean_integer, clean_text, short_name
+from dcp.server.database.drafts import STRUCTURES
 from dcp.server.database.engine import Database
 from dcp.server.database.sql import dialect_insert, insert_missing
 from dcp.server.database.tables import structure_dtypes, structure_tensors, structures
@@ -31,19 +31,13 @@ __all__ = [
     "StructureTensor",
     "ensure_structure",
     "ensure_structures",
-    "forget_drafts",
     "get_structure",
     "prepare_structures",
 ]
 
-_DRAFT: Final = "draft-"
-"""How the digest of a structure begins that is being written; then the time, so that old ones are found."""
-
 _DRAFT_TENSORS: Final = 2_000
 _DRAFT_ROWS: Final = 2_000
 """In one transaction: hundredths of a second."""
-
-_MOST_PAUSE_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +110,6 @@ def prepare_structures(
         _prepare(database, large[digest], clock())
 
 
-def forget_drafts(database: Database, before: float) -> int:
-    """Remove drafts that were begun before that time, by writers that were killed; how many."""
-    with database.read() as connection:
-        query = select(structures.c.id, structures.c.digest).where(structures.c.digest.like(f"{_DRAFT}%"))
-        drafts = connection.execute(query).all()
-    old = [number for number, digest in drafts if float(digest.split("-")[1]) < before]
-    for number in old:
-        _forget_draft(database, number)
-    return len(old)
-
-
 def get_structure(connection: Connection, structure_id: int) -> Structure:
     """The structure; `MissingError` if there is none."""
     row = connection.execute(select(structures).where(structures.c.id == structure_id)).one_or_none()
@@ -159,22 +142,15 @@ def _write(connection: Connection, facts: StructureFacts) -> int:
 
 def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
     columns = _columns(facts)
-    draft = columns | {"digest": f"{_DRAFT}{now:.0f}-{secrets.token_hex(12)}"}
-    number = database.transact(partial(_insert, columns=draft))
-    if number is None:
-        raise AssertionError("two drafts of one random name")
-    for begin in range(0, len(facts.tensors), _DRAFT_ROWS):
-        rows = _tensor_rows(number, facts.tensors[begin : begin + _DRAFT_ROWS], begin)
-        begun = time.monotonic()
-        database.transact(partial(_execute, insert(structure_tensors), rows))
-        time.sleep(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))  # others write, too
+    number = STRUCTURES.begin(database, columns, now)
+    starts = range(0, len(facts.tensors), _DRAFT_ROWS)
+    STRUCTURES.write(
+        database,
+        (_tensor_rows(number, facts.tensors[begin : begin + _DRAFT_ROWS], begin) for begin in starts),
+    )
     publish = partial(_publish, number=number, digest=facts.digest, dtypes=columns["dtypes"])
     if not database.transact(publish):
-        _forget_draft(database, number)
-
-
-def _execute(statement: Executable, rows: Sequence[Mapping[str, Any]] | None, connection: Connection) -> None:
-    connection.execute(statement, rows)
+        STRUCTURES.remove(database, number)
 
 
 def _publish(connection: Connection, number: int, digest: str, dtypes: Mapping[str, int]) -> bool:
@@ -188,17 +164,6 @@ def _publish(connection: Connection, number: int, digest: str, dtypes: Mapping[s
         return False
     _insert_dtypes(connection, number, dtypes)
     return True
-
-
-def _forget_draft(database: Database, number: int) -> None:
-    table = structure_tensors.c
-    with database.read() as connection:
-        last = select(table.position).where(table.structure_id == number).order_by(table.position.desc())
-        count = 1 + (connection.execute(last.limit(1)).scalar() or 0)
-    for begin in range(0, count, _DRAFT_ROWS):
-        some = (table.structure_id == number) & table.position.between(begin, begin + _DRAFT_ROWS - 1)
-        database.transact(partial(_execute, delete(structure_tensors).where(some), None))
-    database.transact(partial(_execute, delete(structures).where(structures.c.id == number), None))
 
 
 def _columns(facts: StructureFacts) -> dict[str, Any]:

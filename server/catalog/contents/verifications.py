@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.values import clean_json, clean_text
+from dcp.server.database.documents import read_items, write_document
 from dcp.server.database.sql import insert_or_update
-from dcp.server.database.tables import checkpoints, statistics, statistics_parts, verifications
+from dcp.server.database.tables import checkpoints, statistics, verifications
 from dcp.server.records.declaring import moment
 
 __all__ = [
@@ -25,9 +26,6 @@ __all__ = [
     "set_statistics",
     "statistics_tensors",
 ]
-
-_PART: Final = 100
-"""Tensors in a row of their statistics."""
 
 Outcome = Literal["good", "damaged"]
 
@@ -163,9 +161,11 @@ def set_statistics(
     fingerprint: str,
     result: Any,
     job_id: int | None = None,
+    document_id: int | None = None,
     now: float | None = None,
 ) -> None:
-    """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``."""
+    """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``, which the
+    document has already if it is given."""
     tensors = result.get("tensors", [])
     kept = {name: value for name, value in result.items() if name != "tensors"}
     row = {
@@ -174,15 +174,11 @@ def set_statistics(
         "result": kept | {"tensor_count": len(tensors)},
         "created_seconds": time.time() if now is None else now,
         "job_id": job_id,
+        "document_id": write_document(connection, {"tensors": tensors})
+        if document_id is None
+        else document_id,
     }
     insert_or_update(connection, statistics, [row])
-    connection.execute(delete(statistics_parts).where(statistics_parts.c.checkpoint_id == checkpoint_id))
-    parts = [
-        {"checkpoint_id": checkpoint_id, "position": begin, "tensors": tensors[begin : begin + _PART]}
-        for begin in range(0, len(tensors), _PART)
-    ]
-    if parts:
-        connection.execute(insert(statistics_parts), parts)
 
 
 def get_statistics(
@@ -197,19 +193,21 @@ def get_statistics(
     if detail.fingerprint is None:  # not known yet
         is_stale = moment(row.created_seconds) < detail.committed_at
     kept = {name: value for name, value in row.result.items() if name != "tensor_count"}
-    columns = {**row._mapping, "result": kept, "tensor_count": row.result["tensor_count"]}
-    return Statistics(**columns, is_stale=is_stale)
+    return Statistics(
+        checkpoint_id=checkpoint_id,
+        fingerprint=row.fingerprint,
+        result=kept,
+        tensor_count=row.result["tensor_count"],
+        created_seconds=row.created_seconds,
+        job_id=row.job_id,
+        is_stale=is_stale,
+    )
 
 
 def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, end: int) -> list[Any]:
     """Those of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
-    table = statistics_parts.c
-    query = select(table.position, table.tensors).where(
-        table.checkpoint_id == checkpoint_id, table.position > begin - _PART, table.position < end
-    )
-    parts = connection.execute(query.order_by(table.position)).all()
-    first = parts[0].position if parts else 0
-    return [tensor for part in parts for tensor in part.tensors][begin - first : end - first]
+    query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
+    return read_items(connection, connection.execute(query).scalar_one(), "tensors", begin, end)
 
 
 def _first(findings: Any) -> str:

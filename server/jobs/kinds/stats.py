@@ -112,4 +112,5 @@ class StatsKind(Kind[StatsParams]):
             fingerprint=result["fingerprint"],
             result=kept,
             job_id=job.id,
+            document_id=job.document_id,
         )

@@ -13,9 +13,10 @@ from dcp.server.jobs.ledger.reading import (
     job_events_after,
     list_jobs,
     list_tasks,
+    task_documents,
     task_results,
 )
-from dcp.server.jobs.ledger.rows import progress_of
+from dcp.server.jobs.ledger.rows import is_large, progress_of
 from dcp.server.jobs.ledger.states import (
     Backoff,
     Claim,
@@ -68,6 +69,7 @@ __all__ = [
     "get_job",
     "has_expired",
     "has_work",
+    "is_large",
     "job_events_after",
     "list_jobs",
     "list_tasks",
@@ -79,5 +81,6 @@ __all__ = [
     "stopped",
     "submit",
     "submit_or_join",
+    "task_documents",
     "task_results",
 ]

@@ -8,7 +8,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, null, or_, select
 
-from dcp.server.database.tables import checkpoints, job_events, job_results, jobs, roots, tasks
+from dcp.server.database.documents import read_document
+from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
 from dcp.server.jobs.ledger.rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
 from dcp.server.jobs.ledger.states import Job, JobEvent, JobState, Json, Task
 from dcp.server.problems import NotFoundError
@@ -22,6 +23,8 @@ __all__ = [
     "list_jobs",
     "list_tasks",
     "progress_of",
+    "task_documents",
+    "task_results",
 ]
 
 
@@ -54,10 +57,9 @@ def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None
     if row is None:
         return None
     job = job_of_row(row)
-    if job.is_result_whole:
+    if job.document_id is None:
         return job
-    kept = connection.execute(select(job_results.c.result).where(job_results.c.job_id == job_id))
-    return replace(job, result=kept.scalar_one(), is_result_whole=True)
+    return replace(job, result=read_document(connection, job.document_id), is_result_whole=True)
 
 
 def list_jobs(
@@ -112,8 +114,17 @@ def list_tasks(
 def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
     """What the tasks of a job have found, in order: for whoever publishes it. It may be much, so that it is
     read where nobody waits for the end of the transaction."""
-    query = select(tasks.c.result).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
-    return tuple(result or {} for result in connection.execute(query).scalars())
+    query = select(tasks.c.result, tasks.c.document_id).where(tasks.c.job_id == job_id)
+    return tuple(
+        row.result or {} if row.document_id is None else read_document(connection, row.document_id)
+        for row in connection.execute(query.order_by(tasks.c.number)).all()
+    )
+
+
+def task_documents(connection: Connection, job_id: int) -> list[int | None]:
+    """The documents of what `task_results` returns; None for small results."""
+    query = select(tasks.c.document_id).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
+    return list(connection.execute(query).scalars())
 
 
 def job_events_after(

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Select, case, func, insert, null, select, update
 
-from dcp.server.database.tables import job_events, job_results, jobs, roots, tasks
+from dcp.server.database.documents import ensure_document
+from dcp.server.database.tables import job_events, jobs, roots, tasks
 from dcp.server.jobs.ledger.states import (
     FINAL_STATES,
     Held,
@@ -35,6 +36,7 @@ __all__ = [
     "finish",
     "held_job",
     "held_task",
+    "is_large",
     "job_of_row",
     "lock_job",
     "progress_of",
@@ -51,9 +53,7 @@ _MAX_VALUE_BYTES: Final = 256
 
 def select_jobs() -> Select[Any]:
     """Jobs with the names of their roots."""
-    kept_apart = select(job_results.c.job_id).where(job_results.c.job_id == jobs.c.id).exists()
-    columns = jobs, roots.c.name.label("root"), (~kept_apart).label("is_result_whole")
-    return select(*columns).outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
+    return select(jobs, roots.c.name.label("root")).outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
 
 
 def by_priority(query: Select[Any]) -> Select[Any]:
@@ -83,7 +83,8 @@ def job_of_row(row: Row[Any]) -> Job:
         plan=row.plan,
         progress=row.progress,
         result=row.result,
-        is_result_whole=row.is_result_whole,
+        is_result_whole=row.document_id is None,
+        document_id=row.document_id,
         error=row.error,
         waiting=row.waiting,
         dedup_key=None if row.dedup_key is None else row.dedup_key.partition(_KEY_END)[0],
@@ -168,9 +169,11 @@ def finish(
     now: float,
     *,
     result: Json | None = None,
+    document: int | None = None,
     error: JobFailure | None = None,
 ) -> None:
-    """The end of the job: what is left of its tasks is cancelled, and its key is free again."""
+    """The end of the job: what is left of its tasks is cancelled, and its key is free again. ``document``:
+    the prepared one of a large result."""
     if state not in FINAL_STATES:
         raise ValueError(f"{state} is no end")
     connection.execute(
@@ -185,11 +188,12 @@ def finish(
     } | NO_LEASE
     values |= {"progress": _progress_document(connection, job.id), "waiting": null()}
     if result is not None:
-        values["result"] = short = short_result(result)
-        if short != result:
+        values["result"] = short_result(result)
+        if is_large(result):
+            values["document_id"] = ensure_document(connection, result, document)
             # It may have all that its tasks have found, which is not needed twice.
-            connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(result=null()))
-            connection.execute(insert(job_results).values(job_id=job.id, result=dict(result)))
+            nothing = {"result": null(), "document_id": None}
+            connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(**nothing))
     if error is not None:
         values["error"] = error.document()
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
@@ -202,6 +206,11 @@ def short_result(result: Json) -> dict[str, Any]:
     if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)
     return {name: value for name, value in result.items() if sizes[name] <= _MAX_VALUE_BYTES}
+
+
+def is_large(result: Json) -> bool:
+    """Whether it lies in a document, and the row has only what is short of it."""
+    return len(short_result(result)) < len(result)
 
 
 def _size(value: Any) -> int:

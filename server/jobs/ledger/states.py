@@ -136,6 +136,7 @@ class Job:
     progress: Json | None
     result: Json | None
     is_result_whole: bool  # False: a large one, of which this is what is short
+    document_id: int | None  # which has all of a large one
     error: Json | None
     waiting: Json | None
     dedup_key: str | None

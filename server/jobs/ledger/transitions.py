@@ -19,6 +19,7 @@ from sqlalchemy import Connection, delete, func, insert, null, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
+from dcp.server.database.documents import ensure_document
 from dcp.server.database.tables import jobs, roots, tasks
 from dcp.server.jobs.ledger.failures import (
     clear_away,
@@ -30,6 +31,7 @@ from dcp.server.jobs.ledger.rows import (
     finish,
     held_job,
     held_task,
+    is_large,
     lock_job,
 )
 from dcp.server.jobs.ledger.states import (
@@ -131,16 +133,16 @@ def complete_plan(
     _move(connection, job, "running" if specs else "publishing", now, plan=dict(plan_data), tasks=len(specs))
 
 
-def complete_task(connection: Connection, held: Held, result: Json, now: float) -> None:
-    """One task is done; behind the last one the job is published."""
+def complete_task(
+    connection: Connection, held: Held, result: Json, now: float, document: int | None = None
+) -> None:
+    """One task is done; behind the last one the job is published. ``document``: see `complete_publish`."""
     job, task = held_task(connection, held)
-    connection.execute(
-        update(tasks)
-        .where(tasks.c.id == task.id)
-        .values(
-            state="succeeded", result=dict(result), done_bytes=task.weight_bytes, error=null(), **NO_LEASE
-        )
-    )
+    values: dict[str, Any] = {"result": dict(result)}
+    if is_large(result):
+        values = {"result": null(), "document_id": ensure_document(connection, result, document)}
+    values |= {"state": "succeeded", "done_bytes": task.weight_bytes, "error": null()}
+    connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values, **NO_LEASE))
     if job.waiting is not None and (now >= job.waiting["next_seconds"] or job.waiting["task"] == task.number):
         connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=null()))
     left = select(func.count()).where(tasks.c.job_id == job.id, tasks.c.state != "succeeded")
@@ -148,12 +150,18 @@ def complete_task(connection: Connection, held: Held, result: Json, now: float) 
         _move(connection, job, "publishing", now)
 
 
-def complete_publish(connection: Connection, held: Held, result: Json, now: float) -> Job:
-    """The job has succeeded; what `Kind.record` writes belongs into the same transaction."""
+def complete_publish(
+    connection: Connection, held: Held, result: Json, now: float, document: int | None = None
+) -> Job:
+    """The job has succeeded; what `Kind.record` writes belongs into the same transaction.
+
+    ``document`` has a large result: one that was prepared, or that of a task with the same. Without it all of
+    it is written here, while others wait.
+    """
     job = held_job(connection, held)
     if job.state != "publishing" or job.is_ending:
         raise StaleFenceError(f"job {job.id} is not being published")
-    finish(connection, job, "succeeded", now, result=result)
+    finish(connection, job, "succeeded", now, result=result, document=document)
     return lock_job(connection, job.id)
 
 
@@ -239,7 +247,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
         if other is not None:
             raise ConflictError(f"job {other} does the same", job_id=other)
     connection.execute(delete(tasks).where(tasks.c.job_id == job_id))
-    nothing = dict.fromkeys(("plan", "progress", "result", "error", "waiting"), null())
+    nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
     anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
     anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
     try:

@@ -15,7 +15,6 @@ from dcp.server.catalog.contents.structures import (
     StructureFacts,
     StructureTensor,
     ensure_structure,
-    forget_drafts,
     get_structure,
     prepare_structures,
 )
@@ -29,6 +28,7 @@ from dcp.server.catalog.contents.verifications import (
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import sync_roots
+from dcp.server.database.drafts import forget_drafts
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import structure_tensors
 from dcp.server.database.tables import structures as structure_table

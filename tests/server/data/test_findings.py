@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 import dcp
 from dcp.server.catalog.contents.verifications import add_verification, set_statistics
-from dcp.server.database.tables import statistics, statistics_parts
+from dcp.server.database.tables import document_parts, statistics
 from tests.support.app import App, running_app
 from tests.support.databases import MakeDatabase
 
@@ -116,7 +116,9 @@ def test_a_page_of_statistics_reads_a_page(make_database: MakeDatabase, saved: P
                 )
         with app.service.database.read() as connection:
             assert len(str(connection.execute(select(statistics.c.result)).scalar_one())) < 200
-            assert len(connection.execute(select(statistics_parts.c.tensors)).scalars().all()) == 11
+            own = document_parts.c.document_id == statistics.c.document_id
+            parts = select(document_parts.c.content).join_from(document_parts, statistics, own)
+            assert len(connection.execute(parts).scalars().all()) == 11
         client, url = app.client("read"), f"/api/v1/checkpoints/{number}/statistics"
         found: list[object] = []
         cursor = None
