@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.pieces import SourceBox, Transfer, transfer_of
+from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.engine.reading.open_files import OpenFiles
@@ -38,8 +39,6 @@ _RUN_COST_BYTES: Final = 8 << 10
 """Reading a run of its own costs about as much as that many bytes."""
 _STEP_BYTES: Final = 1 << 20
 """Bytes read before they are checksummed, so that the checksum finds them in the cache."""
-
-_UINTS: Final[dict[int, str]] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 class Wanted(NamedTuple):
@@ -234,7 +233,7 @@ def _copy_elements(read: _Read, data: memoryview) -> None:
     transfer = read.transfer
     if transfer is None:
         return
-    kind = np.dtype(_UINTS[read.itemsize])
+    kind = item_dtype(read.itemsize)
     source: npt.NDArray[Any] = np.ndarray(transfer.lengths, kind, data, read.place, transfer.source_strides)
     target: npt.NDArray[Any] = np.ndarray(
         transfer.lengths, kind, read.target, transfer.target, transfer.target_strides

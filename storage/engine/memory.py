@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import extent
 
 __all__ = [
     "GATHERED_BYTES",
     "ScratchBuffers",
+    "array_at",
     "copy_small",
     "gather_small",
+    "item_dtype",
     "item_view",
     "scatter_small",
     "view",
@@ -92,6 +95,25 @@ def _places(addresses: Int64, size_bytes: int) -> tuple[npt.NDArray[np.uint8], I
     low = int(addresses.min())
     memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
     return memory, (addresses - low)[:, None] + np.arange(size_bytes)
+
+
+_ITEMS = {
+    size: np.dtype(code) for size, code in ((1, "u1"), (2, "<u2"), (4, "<u4"), (8, "<u8"), (16, "<c16"))
+}
+
+
+def item_dtype(itemsize: int) -> np.dtype[Any]:
+    """What elements of ``itemsize`` bytes are copied as, whatever they are: unsigned integers, or complex
+    numbers of 16 bytes."""
+    return _ITEMS[itemsize]
+
+
+def array_at(
+    address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    """The elements (`item_dtype`) from ``address`` on; ``strides`` are in bytes, and ``sizes`` have no 0."""
+    memory = view(address, extent(sizes, strides, itemsize))
+    return np.ndarray(sizes, _ITEMS[itemsize], memory, 0, strides)
 
 
 class ScratchBuffers:

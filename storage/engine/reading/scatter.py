@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.memory import view
+from dcp.storage.engine.memory import array_at, item_dtype, view
 from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.joining import (
     CHEAP_GAP_BYTES,
@@ -40,8 +40,6 @@ _LEAST_REQUEST_BYTES = 4 << 20
 
 _CLUSTERS_PER_REQUEST = 8
 """Clusters are not divided between requests, so that a request may be short of full by one."""
-
-_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 def plan(
@@ -119,14 +117,11 @@ def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
 
 def box_of(engine: ReadEngine, region: Region) -> BoxRequest:
     """A region as a box whose elements are copied to where they belong."""
-    dtype = np.dtype(_UINTS[engine.itemsize(region.chunk)])
+    itemsize = engine.itemsize(region.chunk)
 
     def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
         address = region.address + sum(i * s for i, s in zip(offsets, region.strides, strict=True))
-        extent = dtype.itemsize + sum(
-            (n - 1) * s for n, s in zip(elements.shape, region.strides, strict=True)
-        )
-        np.copyto(np.ndarray(elements.shape, dtype, view(address, extent), 0, region.strides), elements)
+        np.copyto(array_at(address, itemsize, elements.shape, region.strides), elements)
 
     return BoxRequest(region.chunk, region.offsets, region.lengths, put)
 
@@ -148,7 +143,7 @@ def _box_pieces(engine: ReadEngine, box: BoxRequest, limit_bytes: int) -> Iterat
     else:
         payload_bytes = engine.payload_lengths[chunk]
         reached = reaches(parts, payload_bytes, gap_bytes=gap_bytes, whole_blocks=engine.verify == "full")
-    dtype = np.dtype(_UINTS[itemsize])
+    dtype = item_dtype(itemsize)
     for part, (first, end) in zip(parts, reached, strict=True):
         take = partial(_put_elements, put, part, dtype, part.begin - first, strides)
         yield RequestPiece(file, origin + first, end - first, chunk, first, 0, take)

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcp.storage.engine.memory import ScratchBuffers, view
+from dcp.storage.engine.memory import ScratchBuffers, array_at, item_dtype, view
 from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.requests import ReadStats, Region
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.payload_parts import box_parts
+from dcp.storage.geometry.strides import extent
 from dcp.storage.stores.base import ReadHandle
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ _ROW_BYTES = 2 << 20
 
 _SPARSE_GAP_BYTES = 512 << 10
 """Between runs farther apart than this, skipping is cheaper than reading on."""
-
-_UINTS: dict[int, str] = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 
 SCRATCH = ScratchBuffers(_SCRATCH_BYTES)
@@ -80,21 +80,16 @@ class ReadWorker:
             handle.preadv([view(address, size)], origin + position)
             self.stats.bytes_read += size
             return
-        payload_bytes = int(engine.index.payload_lengths[chunk])
-        end = position + size
-        while position < end:
-            block = position // BLOCK_BYTES
-            block_begin = block * BLOCK_BYTES
-            block_end = min(block_begin + BLOCK_BYTES, payload_bytes)
-            stop = min(end, block_end)
-            whole = position == block_begin and stop == block_end
-            if not whole and engine.verify == "full":
-                self._read_block_part(handle, origin, chunk, block, position, stop, address)
+        payload_bytes = engine.payload_lengths[chunk]
+        for first, last in within_blocks(size, position):
+            begin, end, target = position + first, position + last, address + first
+            block = begin // BLOCK_BYTES
+            is_whole = last - first == min(BLOCK_BYTES, payload_bytes - block * BLOCK_BYTES)
+            if not is_whole and engine.verify == "full":
+                self._read_block_part(handle, origin, chunk, block, begin, end, target)
             else:
-                crc = self.read_steps(handle, origin + position, view(address, stop - position))
-                engine.check_part(self.stats, chunk, position, stop - position, crc)
-            address += stop - position
-            position = stop
+                crc = self.read_steps(handle, origin + begin, view(target, end - begin))
+                engine.check_part(self.stats, chunk, begin, end - begin, crc)
 
     def read_steps(self, handle: ReadHandle, offset: int, target: memoryview) -> int:
         """Fill ``target`` from file offset ``offset``; returns its CRC-32."""
@@ -159,7 +154,7 @@ class ReadWorker:
         """A box of a payload that may have gaps, or elements that stand for several."""
         engine, chunk = self.engine, region.chunk
         itemsize = engine.itemsize(chunk)
-        dtype = np.dtype(_UINTS[itemsize])
+        dtype = item_dtype(itemsize)
         # Without a checksum to compare there is no use in completing blocks.
         window = _Window(
             self, chunk, verify=engine.verify != "none" and engine.index.payload_crc(chunk) is not None
@@ -171,7 +166,7 @@ class ReadWorker:
             at = window.load(part.begin, part.end)
             source = np.ndarray(part.lengths, dtype, self.scratch, at, strides)
             address = region.address + sum(o * s for o, s in zip(part.offsets, region.strides, strict=True))
-            np.copyto(_array_at(address, dtype, part.lengths, region.strides), source)
+            np.copyto(array_at(address, itemsize, part.lengths, region.strides), source)
 
     def _read_rows(
         self,
@@ -186,18 +181,18 @@ class ReadWorker:
         dest_strides: tuple[int, ...],
     ) -> None:
         itemsize = self.engine.itemsize(chunk)
-        extent = itemsize + sum((n - 1) * s for n, s in zip(inner, inner_strides, strict=True))
-        sparse = row_stride - extent > _SPARSE_GAP_BYTES and self.engine.verify != "full"
+        row_bytes = extent(inner, inner_strides, itemsize)
+        sparse = row_stride - row_bytes > _SPARSE_GAP_BYTES and self.engine.verify != "full"
         window = _Window(self, chunk, verify=self.engine.verify != "none" and not sparse)
         row = 0
         while row < rows:
             first = position + row * row_stride
-            count = 1 if sparse else min(rows - row, window.rows_that_fit(first, row_stride, extent))
-            at = window.load(first, first + (count - 1) * row_stride + extent)
-            dtype = np.dtype(_UINTS[itemsize])
-            source = np.ndarray((count, *inner), dtype, self.scratch, at, (row_stride, *inner_strides))
-            target = _array_at(
-                address + row * dest_row_stride, dtype, (count, *inner), (dest_row_stride, *dest_strides)
+            count = 1 if sparse else min(rows - row, window.rows_that_fit(first, row_stride, row_bytes))
+            at = window.load(first, first + (count - 1) * row_stride + row_bytes)
+            shape = (count, *inner)
+            source = np.ndarray(shape, item_dtype(itemsize), self.scratch, at, (row_stride, *inner_strides))
+            target = array_at(
+                address + row * dest_row_stride, itemsize, shape, (dest_row_stride, *dest_strides)
             )
             np.copyto(target, source)
             row += count
@@ -250,10 +245,3 @@ class _Window:
                 worker.stats.blocks_unverified += self._worker.engine.verify != "none"
             position = stop
         return begin - window_begin
-
-
-def _array_at(
-    address: int, dtype: np.dtype[np.generic], shape: tuple[int, ...], strides: tuple[int, ...]
-) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    extent = dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return np.ndarray(shape, dtype, view(address, extent), 0, strides)
