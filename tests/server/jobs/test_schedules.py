@@ -9,8 +9,9 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
+from dcp.server.database.documents import prepare_document, write_document
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import job_events, jobs, lineage, roots, schedules, tasks
+from dcp.server.database.tables import document_parts, job_events, jobs, lineage, roots, schedules, tasks
 from dcp.server.jobs.cleaning import forget_jobs, forget_scans
 from dcp.server.jobs.ledger import JobSpec, list_jobs, submit
 from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
@@ -219,3 +220,17 @@ def test_jobs_that_have_been_over_for_long_are_forgotten(database: Database, tmp
             of = set(connection.execute(select(table.c.job_id)).scalars())
             assert of == {young, running, *scans[1:], newest}
         assert connection.execute(select(func.count()).select_from(roots)).scalar_one() == 2
+
+
+def test_documents_that_nothing_refers_to_are_removed(database: Database, tmp_path: Path) -> None:
+    """By the clean-up, a day after it has seen that; a writer that was killed leaves nothing for longer."""
+    settings, now = job_settings(database, tmp_path), 1_000_000.0
+    (clean,) = (one for one in built_in_schedules(settings) if one.name == "clean-up")
+    database.transact(lambda connection: write_document(connection, {"tensors": [1, 2]}))
+    prepare_document(database, {"tensors": [3, 4]}, now=now)
+    counts = []
+    for seconds in (0.0, 86_000.0, 87_000.0):
+        clean.act(ScheduleContext(settings, database, now + seconds, threading.Event()))
+        with database.read() as connection:
+            counts.append(connection.execute(select(func.count()).select_from(document_parts)).scalar_one())
+    assert counts == [2, 2, 0]
