@@ -146,8 +146,6 @@ def collect(
     """One outcome in request order from the lanes' files; shared rows get the place of the row they share."""
     rows = len(request.shares)
     files = [lane.file for lane in written]
-    outcome = WriteOutcome(files=[file.name for file in files])
-    outcome.file_sizes = [file.size_bytes for file in files]
     order = np.concatenate([lane.rows for lane in lanes])
     target = np.where(request.shares < 0, np.arange(rows, dtype=np.int64), request.shares)
     place = np.full(rows, -1, dtype=np.int64)
@@ -158,21 +156,24 @@ def collect(
         parts = [np.array(getattr(file.rows, name), dtype=np.int64) for file in files]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    numbers = np.repeat(np.arange(len(files)), [len(file.rows.record_offsets) for file in files])
-    outcome.chunk_files = numbers[take]
-    outcome.record_offsets = column("record_offsets")[take]
-    outcome.record_lengths = column("record_lengths")[take]
-    outcome.payload_offsets = column("payload_offsets")[take]
-    outcome.payload_lengths = column("payload_lengths")[take]
     counts = column("crc_counts")
-    outcome.crc_counts = counts[take]
-    crc_start = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=crc_start[1:])
-    outcome.crcs = column("crcs").astype(np.uint32)[expand_ranges(crc_start[:-1][take], outcome.crc_counts)]
+    crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
     lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
     objects = written[lane_number].objects
-    outcome.object_files = np.full(len(objects), lane_number, dtype=np.int64)
-    places = np.array(objects, dtype=np.int64).reshape(-1, 3)
-    outcome.object_offsets, outcome.object_lengths, outcome.object_crcs = places.T.copy()
-    outcome.object_values = list(request.values)
-    return outcome
+    offsets, lengths, crcs = np.array(objects, dtype=np.int64).reshape(-1, 3).T.copy()
+    return WriteOutcome(
+        files=[file.name for file in files],
+        file_sizes=[file.size_bytes for file in files],
+        chunk_files=np.repeat(np.arange(len(files)), [len(file.rows.record_offsets) for file in files])[take],
+        record_offsets=column("record_offsets")[take],
+        record_lengths=column("record_lengths")[take],
+        payload_offsets=column("payload_offsets")[take],
+        payload_lengths=column("payload_lengths")[take],
+        crc_counts=counts[take],
+        crcs=column("crcs").astype(np.uint32)[crc_rows],
+        object_files=np.full(len(objects), lane_number, dtype=np.int64),
+        object_offsets=offsets,
+        object_lengths=lengths,
+        object_crcs=crcs,
+        object_values=list(request.values),
+    )

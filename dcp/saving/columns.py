@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,10 +22,8 @@ from dcp.planners.wire.codec import (
     encode_write_columns,
 )
 from dcp.progress import reporting
-from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
-from dcp.saving.engine import RankPart, SaveAttempt, SaveEngine
-from dcp.saving.options import SaveOptions
+from dcp.saving.engine import SaveAttempt, SaveEngine, SaveTask
 from dcp.saving.provenance import provenance_of
 from dcp.saving.rank_state import PlanOptions, RankState, encoded_object
 from dcp.storage.engine.reading.assemble import assemble_index
@@ -85,17 +82,9 @@ class ColumnSaveEngine(SaveEngine):
         )
         return RankState.collect(planner, digests=False)
 
-    def attempt(
-        self,
-        part: Callable[[], RankPart],
-        ranks: Ranks,
-        options: SaveOptions,
-        *,
-        before: Mapping[str, float] | None = None,
-        cache: PlanCache | None = None,
-    ) -> ColumnSave:
+    def attempt(self, task: SaveTask) -> ColumnSave:
         """One attempt on columns."""
-        return ColumnSave(self, part, ranks, options, before, plan=self._plan, cache=cache)
+        return ColumnSave(self, task, self._plan)
 
 
 class ColumnSave(SaveAttempt):
@@ -106,21 +95,11 @@ class ColumnSave(SaveAttempt):
     wait for the others' and the answer) and ``global_plan`` (on the coordinator) are parts of it.
     """
 
-    def __init__(
-        self,
-        engine: ColumnSaveEngine,
-        part: Callable[[], RankPart],
-        ranks: Ranks,
-        options: SaveOptions,
-        before: Mapping[str, float] | None,
-        *,
-        plan: PlanOptions,
-        cache: PlanCache | None,
-    ) -> None:
-        super().__init__(engine, part, ranks, options, before)
+    def __init__(self, engine: ColumnSaveEngine, task: SaveTask, plan: PlanOptions) -> None:
+        super().__init__(engine, task)
         self._writer = engine.storage
         self._plan_options = plan
-        self._cache = cache
+        self._cache = task.cache
         self._offered = 0.0
         self._local: RankState | None = None
         self._plan: GlobalSavePlan | None = None
@@ -285,9 +264,7 @@ class ColumnSave(SaveAttempt):
         with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
             outcome = self._writer.write_request(request, on_bytes)
         self.seconds["write"] = time.perf_counter() - begun
-        outcome.seconds = dict(self.seconds)
-        outcome.traffic = self._writer.traffic
-        return outcome.encode()
+        return replace(outcome, seconds=dict(self.seconds), traffic=self._writer.traffic).encode()
 
     def _request(self, columns: WriteColumns) -> WriteRequest:
         if self._local is None:

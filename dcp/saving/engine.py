@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp.ranks.handshake import begin, check_same_target
@@ -23,10 +24,23 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["RankPart", "SaveAttempt", "SaveEngine"]
+__all__ = ["RankPart", "SaveAttempt", "SaveEngine", "SaveTask"]
 
 RankPart = Any
 """What a rank has, as the engine takes it: a `RankState`, or for torch's protocol the state dict."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTask:
+    """One attempt: to save what ``part`` gives, which is asked in the first step so that its failure reaches
+    all ranks. ``before`` are seconds of phases that came before; ``cache``, on all ranks or on none, lets the
+    plan of the save before serve again."""
+
+    part: Callable[[], RankPart]
+    ranks: Ranks
+    options: SaveOptions
+    before: Mapping[str, float] = field(default_factory=dict)
+    cache: PlanCache | None = None
 
 
 class SaveEngine(ABC):
@@ -46,18 +60,8 @@ class SaveEngine(ABC):
         """What rank ``rank`` has."""
 
     @abstractmethod
-    def attempt(
-        self,
-        part: Callable[[], RankPart],
-        ranks: Ranks,
-        options: SaveOptions,
-        *,
-        before: Mapping[str, float] | None = None,
-        cache: PlanCache | None = None,
-    ) -> SaveAttempt:
-        """One attempt to save what ``part`` gives, which is asked in the first step so that its failure
-        reaches all ranks. ``before`` are seconds of phases that came before; ``cache``, on all ranks or on
-        none, lets the plan of the save before serve again."""
+    def attempt(self, task: SaveTask) -> SaveAttempt:
+        """One attempt, to be run."""
 
 
 class SaveAttempt(ABC):
@@ -67,20 +71,12 @@ class SaveAttempt(ABC):
     served again, are known after `run`.
     """
 
-    def __init__(
-        self,
-        engine: SaveEngine,
-        part: Callable[[], RankPart],
-        ranks: Ranks,
-        options: SaveOptions,
-        before: Mapping[str, float] | None,
-    ) -> None:
-        self._given = part
-        self._before = before if before is not None else {}
+    def __init__(self, engine: SaveEngine, task: SaveTask) -> None:
+        self._task = task
         self._storage = engine.storage
-        self._ranks = ranks
-        self._options = options
-        self._together = options.use_collectives
+        self._ranks = task.ranks
+        self._options = task.options
+        self._together = task.options.use_collectives
         self._scattered = False
         self._answer = b""
         self.seconds: dict[str, float] = {}
@@ -144,8 +140,8 @@ class SaveAttempt(ABC):
         self._scattered = len(set(places)) > 1
 
     def _part(self) -> RankPart:
-        part = self._given()
-        self.seconds.update(self._before)  # staging may have ended only now
+        part = self._task.part()
+        self.seconds.update(self._task.before)  # staging may have ended only now
         return part
 
     def _plan_together(self) -> bytes:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
-from dcp.saving.engine import RankPart, SaveEngine
+from dcp.saving.engine import RankPart, SaveEngine, SaveTask
 from dcp.saving.options import SaveOptions
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -120,7 +120,8 @@ def _attempt(
     if abort is not None:
         watched = _watched(abort, options.progress, show=ranks.is_coordinator)
         options = replace(options, progress=watched)
-    attempt = order.engine.attempt(lambda: part(ranks), ranks, options, before=order.seconds, cache=cache)
+    task = SaveTask(part=lambda: part(ranks), ranks=ranks, options=options, before=order.seconds, cache=cache)
+    attempt = order.engine.attempt(task)
     metadata = attempt.run()
     save_id = str(getattr(order.engine.writer, "save_id", ""))
     seconds = attempt.seconds | {"save": time.perf_counter() - begun}

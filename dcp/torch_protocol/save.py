@@ -6,15 +6,14 @@ travel as `dcp.torch_protocol.plan_transport` packs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp.ranks.options import of_save
-from dcp.saving.engine import RankPart, SaveAttempt, SaveEngine
-from dcp.saving.options import SaveOptions
+from dcp.saving.engine import SaveAttempt, SaveEngine, SaveTask
 from dcp.saving.provenance import provenance_of
 from dcp.saving.rank_state import PlanOptions, warn_of_foreign, warn_of_keys
 from dcp.storage.errors import CheckpointError
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
 
-    from dcp.planners.save.plan_cache import PlanCache
     from dcp.planners.save.planner import DefaultSavePlanner
-    from dcp.ranks.collectives import Ranks
     from dcp.storage.writer import FileSystemWriter
 
 __all__ = ["ProtocolSave", "ProtocolSaveEngine"]
@@ -56,31 +53,16 @@ class ProtocolSaveEngine(SaveEngine):
         """The state dict itself: what is in it, the planner finds out."""
         return state
 
-    def attempt(
-        self,
-        part: Callable[[], RankPart],
-        ranks: Ranks,
-        options: SaveOptions,
-        *,
-        before: Mapping[str, float] | None = None,
-        cache: PlanCache | None = None,
-    ) -> ProtocolSave:
+    def attempt(self, task: SaveTask) -> ProtocolSave:
         """One attempt; no plan of others is kept."""
-        return ProtocolSave(self, part, ranks, options, before)
+        return ProtocolSave(self, task)
 
 
 class ProtocolSave(SaveAttempt):
     """One attempt by torch's protocol; its metadata are those that the planner made."""
 
-    def __init__(
-        self,
-        engine: ProtocolSaveEngine,
-        part: Callable[[], RankPart],
-        ranks: Ranks,
-        options: SaveOptions,
-        before: Mapping[str, float] | None,
-    ) -> None:
-        super().__init__(engine, part, ranks, options, before)
+    def __init__(self, engine: ProtocolSaveEngine, task: SaveTask) -> None:
+        super().__init__(engine, task)
         self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
         self._made: Metadata | None = None
 

@@ -45,7 +45,7 @@ def file_bytes(payload_bytes: int, records: int, *, torch_compatible: bool) -> i
     return payload_bytes + records * _RECORD_BYTES if torch_compatible else payload_bytes
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class WriteOutcome:
     """Where one rank's chunks and objects ended up; what the coordinator needs for the index.
 

@@ -20,6 +20,7 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.saving import columns as columnar_save
 from dcp.saving.columns import ColumnSaveEngine, cache_of
+from dcp.saving.engine import SaveTask
 from dcp.saving.options import SaveOptions
 from dcp.saving.rank_state import PlanOptions, RankState
 from dcp.storage.errors import ReplicaMismatchError, StorageError
@@ -118,7 +119,7 @@ def save_steps(rank: int, world_size: int, folder: str) -> list[Step]:
 
         writer = FileSystemWriter(place, sync_files=False)
         engine = ColumnSaveEngine(writer, planner, PlanOptions.of(planner))
-        save = engine.attempt(local, ranks, SaveOptions(), cache=cache)
+        save = engine.attempt(SaveTask(part=local, ranks=ranks, options=SaveOptions(), cache=cache))
         save.run()
         loaded = loads(rank, world_size, place, step)
         steps.append(Step(dict(ranks.said), save.plan_reused, set(save.seconds), loaded))

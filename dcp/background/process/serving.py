@@ -30,6 +30,7 @@ from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
+from dcp.ranks.presence import Presence
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOrder, agreeing_seconds, carry_out
 from dcp.saving.rank_state import RankState
@@ -225,7 +226,7 @@ class _Meeting:
         self._address: Address | None = None
         self._listener: int | None = None
         self._informed = threading.Event()
-        self._met: Store | None = None
+        self._presence: Presence | None = None
         self._store: Store | None = None
         self._failure: CollectiveTimeoutError | None = None
 
@@ -283,8 +284,8 @@ class _Meeting:
     def _missing(self) -> list[int]:
         """The ranks whose writers are not at the store; rank 0 where there is no store."""
         try:
-            if self._met is not None:
-                return [r for r in range(self.world_size) if not self._met.check([f"here/{r}"])]
+            if self._presence is not None:
+                return self._presence.missing(0.0)
         except RuntimeError as error:
             logger.debug("the writers' store is gone: %s", error)
         return [0]
@@ -292,8 +293,9 @@ class _Meeting:
     def _init(self, address: Address, timeout_seconds: float) -> Store:
         if address.loopback:  # a host name that does not resolve must not matter then
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = self._met = own_store(address, self._listener, timeout_seconds)
-        store.set(f"here/{self.rank}", "1")
+        store = own_store(address, self._listener, timeout_seconds)
+        self._presence = Presence(store, self.rank, self.world_size, ["meeting"])
+        self._presence.show()
         timeout = timedelta(seconds=timeout_seconds)
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
