@@ -36,9 +36,8 @@ from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
-from dcp.storage.formats.files import complete_index
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.sources import Source, open_source
+from dcp.storage.formats.sources import Source, complete_index, open_source
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
 

@@ -40,8 +40,7 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, OptionError, StorageError
-from dcp.storage.formats.files import complete_index
-from dcp.storage.formats.sources import Source
+from dcp.storage.formats.sources import Source, complete_index
 
 __all__ = [
     "PART_BYTES",

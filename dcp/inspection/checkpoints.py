@@ -26,14 +26,13 @@ from dcp.storage.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
 )
-from dcp.storage.formats.files import index_of_file, index_of_folder
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.registry import file_suffixes, is_of_files
-from dcp.storage.formats.sources import locate, open_source
+from dcp.storage.formats.sources import index_of_file, index_of_folder, locate, open_source
 from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_root

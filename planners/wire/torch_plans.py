@@ -31,7 +31,7 @@ from dcp.planners.layout.local import DTYPE_CODES
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.native.format import TORCH_DCP
+from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [

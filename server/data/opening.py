@@ -53,7 +53,7 @@ class OpenCheckpoint:
     def whole_index(self) -> CheckpointIndex:
         """The index with what its format keeps elsewhere, such as values that are no tensors; read once.
         Raises errors of the formats and the storage."""
-        from dcp.storage.formats.files import complete_index  # only here, as all that reads tensors
+        from dcp.storage.formats.sources import complete_index  # only here, as all that reads tensors
 
         return complete_index(self.store, self.index)
 

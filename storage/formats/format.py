@@ -2,7 +2,7 @@
 
 A format is told by names, by how a file begins, or by the names in a folder; it is read into a
 `CheckpointIndex`; and if it can be written, its `Target` says how. To declare one costs no import of what
-reads it: ours import that within the functions.
+reads it: ours say where that is found.
 """
 
 from __future__ import annotations
@@ -63,16 +63,17 @@ class Format:
       say too little to take a file among others for a checkpoint, as ``.bin`` does.
     - ``begins``: whether a file that begins so (`BEGIN_BYTES` at most) is of this format. ``names_suffice``:
       a file with one of the suffixes is taken for one however it begins, and reading it says what is wrong.
+      ``takes_the_rest``: it reads what is of no format that is known, since it tells best what that is.
     - ``folder_files``: a pattern of the names of files which are one checkpoint together, with the rest of
       the folder; and ``folder_marks``: of those that say so for sure (None: any of them does).
     - ``precedence``: of two formats that a folder has files of, the one with more counts.
 
-    Read by ``read_file`` (a single file) and ``read_folder`` (None if there is nothing of it there);
-    ``complete`` (or where it is found) adds to an index what takes more reading, such as values that are no
-    tensors: see `dcp.storage.formats.files.complete_index`. ``has_commit``:
-    a commit object makes it a checkpoint, and `dcp.storage.formats.open` reads it; ``data_files`` are then
-    those that go when it is replaced. ``is_loose``: files of a folder are replaced one by one, under names
-    that stay.
+    Read by ``read_file`` (a single file) and ``read_folder`` (None if there is nothing of it there), which
+    are functions, or where they are found: "module:name". ``complete`` adds to an index what takes more
+    reading, such as values that are no tensors: see `dcp.storage.formats.sources.complete_index`.
+    ``has_commit``: a commit object makes it a checkpoint, and `dcp.storage.formats.open` reads it;
+    ``data_files`` are then those that go when it is replaced. ``is_loose``: files of a folder are replaced
+    one by one, under names that stay.
     """
 
     name: str
@@ -80,11 +81,12 @@ class Format:
     vague_suffixes: tuple[str, ...] = ()
     begins: Callable[[bytes], bool] | None = None
     names_suffice: bool = True
+    takes_the_rest: bool = False
     folder_files: re.Pattern[str] | None = None
     folder_marks: re.Pattern[str] | None = None
     precedence: int = 0
-    read_file: ReadFile | None = None
-    read_folder: Callable[[Store], CheckpointIndex | None] | None = None
+    read_file: str | ReadFile | None = None
+    read_folder: str | Callable[[Store], CheckpointIndex | None] | None = None
     complete: str | Callable[[Store, CheckpointIndex], CheckpointIndex] | None = None
     has_commit: bool = False
     data_files: re.Pattern[str] | None = None

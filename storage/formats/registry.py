@@ -11,14 +11,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pkgutil import resolve_name
 from typing import Final
 
 from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.extensions import extension_names, loaded_extension
 from dcp.storage.formats.format import Format, Target
-from dcp.storage.formats.native import format as native
-from dcp.storage.formats.safetensors import format as safetensors
-from dcp.storage.formats.torch import format as torch
 
 __all__ = [
     "GROUP",
@@ -39,7 +37,15 @@ __all__ = [
 GROUP: Final = "dcphub.formats"
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,15}")
-_OURS: Final = (native.DCP, native.TORCH_DCP, torch.TORCH_SAVE, safetensors.SAFETENSORS)
+_OURS: Final[tuple[Format, ...]] = tuple(
+    resolve_name(f"dcp.storage.formats.{place}")  # as an entry point is, so that no folder depends on all
+    for place in (
+        "native.format:DCP",
+        "torch.format:TORCH_DCP",
+        "torch.format:TORCH_SAVE",
+        "safetensors.format:SAFETENSORS",
+    )
+)
 _FORMATS: Final = {one.name: one for one in _OURS}
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from dcp.storage.errors import CheckpointNotFoundError
-from dcp.storage.formats.files import index_of_file, index_of_folder
+from dcp.storage.errors import CheckpointFormatError, CheckpointNotFoundError
+from dcp.storage.formats.format import BEGIN_BYTES, ReadFile, found
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.registry import file_suffixes
+from dcp.storage.formats.registry import by_precedence, file_suffixes, format_of, formats
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, place_text
 from dcp.storage.stores.posix_files import broken_link, storage_error
@@ -27,7 +27,10 @@ from dcp.storage.stores.posix_files import broken_link, storage_error
 __all__ = [
     "Source",
     "SourcePlace",
+    "complete_index",
     "index_at",
+    "index_of_file",
+    "index_of_folder",
     "locate",
     "open_source",
 ]
@@ -123,6 +126,53 @@ def _explain_links(place: SourcePlace) -> None:
             "folder, open_store=functools.partial(dcp.storage.stores.PosixStore, follow_links=True)))",
             path=str(folder),
         )
+
+
+def index_of_file(store: Store, name: str) -> CheckpointIndex:
+    """The index of one file of ``store``, of the format that its name or how it begins says.
+
+    Raises CheckpointNotFoundError if it is absent.
+    """
+    with store.open_read(name) as handle:
+        read_file = _reader_of(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))
+        try:
+            return read_file(lambda at, count: handle.pread(count, at), handle.size_bytes, name)
+        except CheckpointFormatError as error:
+            path = store.path_of(name)
+            raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+
+
+def _reader_of(name: str, begin: bytes) -> ReadFile:
+    of_files = [one for one in by_precedence(formats()) if one.read_file is not None]
+    meant = [one for one in of_files if one.names_suffice and one.has_suffix(name)]
+    meant += [one for one in of_files if one.begins_so(begin)]
+    meant += [one for one in of_files if one.takes_the_rest]
+    return found(meant[0].read_file or "")
+
+
+def index_of_folder(store: Store) -> CheckpointIndex | None:
+    """The index of the files in a folder that are one checkpoint together; None if there are none.
+
+    Raises what the formats raise: CorruptCheckpointError where files or tensors are missing,
+    CheckpointFormatError for names that reach outside the folder, and for names that stand twice.
+    """
+    for one in by_precedence(formats()):
+        index: CheckpointIndex | None = None if one.read_folder is None else found(one.read_folder)(store)
+        if index is not None:
+            return index
+    return None
+
+
+def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
+    """``index`` with what its format has besides tensors, where that takes more than reading the index.
+
+    Raises CheckpointFormatError where that is malformed.
+    """
+    one = format_of(index.format)
+    if one is None or one.complete is None:
+        return index
+    completed: CheckpointIndex = found(one.complete)(store, index)
+    return completed
 
 
 def open_source(

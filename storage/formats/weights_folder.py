@@ -25,14 +25,14 @@ from typing import Any, Final
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
-from dcp.storage.formats.files import index_of_file
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.json_documents import parse_json
 from dcp.storage.formats.merge import merge_rank_indexes
+from dcp.storage.formats.sources import index_of_file
 from dcp.storage.stores.base import Store, check_name
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["MAX_WEIGHT_MAP_BYTES", "index_of_weights"]
+__all__ = ["MAX_WEIGHT_MAP_BYTES", "index_of_bin_folder", "index_of_safetensors_folder"]
 
 MAX_WEIGHT_MAP_BYTES: Final = 32 << 20
 """200,000 tensors take some 20 MB."""
@@ -51,7 +51,18 @@ class _Weights:
     mapped: Mapping[str, str] | None = None
 
 
-def index_of_weights(store: Store, suffix: str, usual: str, *, takes_all: bool) -> CheckpointIndex | None:
+def index_of_safetensors_folder(store: Store) -> CheckpointIndex | None:
+    """Of ``*.safetensors`` files, whatever they are called; None if there are none. Raises as `_index_of`."""
+    return _index_of(store, ".safetensors", "model.safetensors", takes_all=True)
+
+
+def index_of_bin_folder(store: Store) -> CheckpointIndex | None:
+    """Of ``pytorch_model.bin``, or the ``*.bin`` files that an index names; as
+    `index_of_safetensors_folder`."""
+    return _index_of(store, ".bin", "pytorch_model.bin", takes_all=False)
+
+
+def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> CheckpointIndex | None:
     """The index of the weights in a folder, whose files end in ``suffix`` and of which one alone is called
     ``usual``; None if it has none. ``takes_all``: files of any other names are weights, too.
 

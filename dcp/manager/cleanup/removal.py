@@ -33,8 +33,8 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from dcp.storage.formats.native.format import TORCH_DCP
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 

@@ -56,8 +56,8 @@ from dcp.storage.formats.native.manifest_fields import (
     plain_section,
 )
 from dcp.storage.formats.native.planner_section import decode_planner_data, encode_planner_data
+from dcp.storage.formats.native.strided_columns import decode_strided, encode_strided
 from dcp.storage.formats.plain import decode_plain
-from dcp.storage.formats.strided_columns import decode_strided, encode_strided
 from dcp.storage.formats.versions import reading_version
 from dcp.storage.geometry.strides import extent
 

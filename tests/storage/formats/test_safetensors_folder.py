@@ -21,9 +21,8 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from dcp.storage.formats.files import index_of_file, index_of_folder
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.sources import index_at, locate, open_source
+from dcp.storage.formats.sources import index_at, index_of_file, index_of_folder, locate, open_source
 from dcp.storage.stores import MemoryStore, PosixStore
 from tests.support.torch_files import as_bytes, tensor_at
 
