@@ -20,8 +20,8 @@ from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoints
 from dcp.server.catalog.contents.structures import prepare_structures
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.queries.scans import Known, known_of_run, run_keys
 from dcp.server.catalog.roots import LIVING, RootRow, root_row, set_scanned, sync_roots
-from dcp.server.catalog.scans import Known, known_of_run, run_keys
 from dcp.server.database.engine import Database
 from dcp.server.problems import UnavailableError
 from dcp.server.roots import Root, Roots
