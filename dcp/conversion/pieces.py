@@ -49,8 +49,10 @@ class Transfer(NamedTuple):
 
     def part(self, part: BoxPart) -> Transfer:
         """The transfer of a part of the box."""
-        target = self.target + sum(o * s for o, s in zip(part.offsets, self.target_strides, strict=True))
-        return self._replace(begin=part.begin, target=target, lengths=part.lengths)
+        target = self.target
+        for offset, stride in zip(part.offsets, self.target_strides, strict=True):
+            target += offset * stride
+        return Transfer(part.begin, target, part.lengths, self.source_strides, self.target_strides)
 
 
 def transfer_of(part: Box, source: SourceBox, strides: Sequence[int], origin: int, itemsize: int) -> Transfer:

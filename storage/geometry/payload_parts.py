@@ -69,18 +69,17 @@ def _parts(
     stride = strides[dim]
     row = size - (lengths[dim] - 1) * stride
     step = 1 if skips or row > limit_bytes else (limit_bytes - row) // stride + 1
+    before, behind, rest = offsets[:dim], offsets[dim + 1 :], lengths[dim + 1 :]
+    # Of a large transposed box there are very many: parts that need no look at their own are made at once.
+    is_done = row <= limit_bytes and not (skips and is_sparse(rest, strides[dim + 1 :], itemsize, gap_bytes))
     for first in range(0, lengths[dim], step):
         count = min(step, lengths[dim] - first)
-        yield from _parts(
-            (*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]),
-            (*lengths[:dim], count, *lengths[dim + 1 :]),
-            strides,
-            itemsize,
-            begin + first * stride,
-            dim,
-            limit_bytes,
-            gap_bytes,
-        )
+        place, sizes = (*before, offsets[dim] + first, *behind), (*lengths[:dim], count, *rest)
+        at = begin + first * stride
+        if is_done:
+            yield BoxPart(place, sizes, at, at + row + (count - 1) * stride)
+        else:
+            yield from _parts(place, sizes, strides, itemsize, at, dim, limit_bytes, gap_bytes)
 
 
 def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap_bytes: int) -> bool:
