@@ -35,7 +35,7 @@ __all__ = ["LEDGER_NAME", "Ledger", "LocalLedger", "StoredLedger"]
 LEDGER_NAME: Final = "ledger"
 
 _HEAD: Final = struct.Struct("<II")
-_VERSION: Final = 2
+_VERSION: Final = 3
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 _MAX_BYTES: Final = 1 << 30
 

@@ -32,6 +32,7 @@ __all__ = [
     "SourceChangedError",
     "fingerprint",
     "plan_layout",
+    "source_mark",
     "with_save_id",
 ]
 
@@ -64,25 +65,21 @@ def plan_layout(
 # -- identity ------------------------------------------------------------------------------------------------
 
 
-def fingerprint(store: Store, index: CheckpointIndex, layout: TargetLayout, to: str, *, by_file: bool) -> str:
-    """Equal for runs that would write the same bytes from an unchanged source, and for no others."""
+def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
+    """Changes with the source's files, and with how this version converts to ``to``."""
     listing = {info.name: info for info in store.list()}
     facts = [
         (name, listing[name].size_bytes, listing[name].modified_seconds)
         for name in index.files
         if name in listing
     ]
-    head = [
-        __version__,
-        store.url,
-        to,
-        by_file,
-        TASK_BYTES,
-        STRETCH_BYTES,
-        index.provenance.get("save_id"),
-        facts,
-    ]
-    digest = hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"")
+    head = [__version__, store.url, to, TASK_BYTES, STRETCH_BYTES, index.provenance.get("save_id"), facts]
+    return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
+
+
+def fingerprint(store: Store, index: CheckpointIndex, layout: TargetLayout, to: str, *, by_file: bool) -> str:
+    """Equal for runs that would write the same bytes from an unchanged source, and for no others."""
+    digest = hashlib.sha256(f"{source_mark(store, index, to)} {by_file}".encode())
     digest.update(np.array(layout.file_sizes, "<i8").tobytes())
     copies = layout.copies
     for column in (

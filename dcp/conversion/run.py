@@ -26,7 +26,7 @@ from dcp.conversion.plan import (
     with_save_id,
 )
 from dcp.conversion.publish import Publisher, publisher_of
-from dcp.conversion.report import ConversionReport
+from dcp.conversion.report import ConversionReport, report_of
 from dcp.conversion.sources import SourceColumns, copy_sources
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import TargetPlace, place_of
@@ -36,7 +36,6 @@ from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
-from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.sources import Source, complete_index, open_source
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
@@ -313,21 +312,16 @@ class _Work:
 
     def report(self, dropped: tuple[str, ...]) -> ConversionReport:
         """What was done."""
-        layout, stats = self.layout, self._checks.stats
-        index: CheckpointIndex | None = layout.index
-        return ConversionReport(
+        return report_of(
+            self.layout,
+            self._checksums,
+            self._checks.stats,
             source=self.source,
             target=self.place.url,
             format=self.to,
-            files=(*layout.file_names, *layout.last_files),
-            tensor_count=len(layout.tensor_copies) if index is None else index.tensor_count,
             bytes_read=self._bytes_read,
-            bytes_written=sum(layout.file_sizes),
             tasks=len(self._tasks),
             tasks_resumed=self._resumed,
-            blocks_verified=stats.blocks_verified,
-            blocks_unverified=stats.blocks_unverified,
             dropped_objects=dropped,
             seconds=dict(self.seconds),
-            checksums={fqn: self._checksums.whole(copy) for fqn, copy in layout.tensor_copies.items()},
         )

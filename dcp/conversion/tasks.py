@@ -93,9 +93,18 @@ class TaskResult:
     sources: list[Fragment] = field(default_factory=list)
     targets: list[Fragment] = field(default_factory=list)
 
+    def add(self, other: TaskResult) -> None:
+        """Take what another task did, too."""
+        self.bytes_read += other.bytes_read
+        self.bytes_written += other.bytes_written
+        self.sources += other.sources
+        self.targets += other.targets
+
     def encode(self) -> bytes:
-        """Packed bytes for the ledger, and for the way from another process."""
-        columns = [np.array(fragments, dtype="<i8").tobytes() for fragments in (self.sources, self.targets)]
+        """Packed bytes for the ledger, and for the way from another process: differences from row to row,
+        because neighbours hardly differ."""
+        rows = [np.array(found, "<i8").reshape(-1, 4) for found in (self.sources, self.targets)]
+        columns = [np.diff(found.T, axis=1, prepend=np.int64(0)).tobytes() for found in rows]
         return bytes(msgpack.packb([self.number, self.bytes_read, self.bytes_written, *columns]))
 
     @classmethod
@@ -103,10 +112,8 @@ class TaskResult:
         """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
         try:
             number, bytes_read, bytes_written, *columns = msgpack.unpackb(data)
-            sources, targets = (
-                [Fragment(*row) for row in np.frombuffer(column, "<i8").reshape(-1, 4).tolist()]
-                for column in columns
-            )
+            rows = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1).T.tolist() for one in columns]
+            sources, targets = ([Fragment(*row) for row in found] for found in rows)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
         return cls(number, bytes_read, bytes_written, sources, targets)

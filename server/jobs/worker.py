@@ -250,7 +250,7 @@ class Worker:
             params=job.params if made.phase in ("plan", "discard") else {},
             prepared=prepared,
             payload={} if task is None else task.payload,
-            plan_data=job.plan or {},
+            plan_data={} if task is not None else job.plan or {},  # a task has what it needs
             results=results,
             memory_bytes=self._settings.task_memory_bytes,
             seconds=self._settings.task_seconds,

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -174,18 +175,16 @@ class ConvertKind(Kind[ConvertParams]):
             "seconds": time.time(),
         }
         with _staged(context, shared) as staged:
-            prepared = staged.prepare().to_json()
-        parts = prepared.pop("parts")
-        shared["prepared"] = prepared
+            prepared, parts = staged.prepare()
         specs = [
-            TaskSpec(payload={**shared, "part": number, "span": part}, weight_bytes=part[2])
-            for number, part in enumerate(parts)
+            TaskSpec(payload={**shared, "part": asdict(part)}, weight_bytes=part.size_bytes) for part in parts
         ]
-        return JobPlan(tasks=specs, plan_data={**shared, "parts": parts})
+        return JobPlan(tasks=specs, plan_data={**shared, "prepared": prepared.to_json()})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.conversion.stages import Prepared
+        from dcp.conversion.stages import Part
+        from dcp.conversion.wire import encode_result
 
         done = 0
 
@@ -194,19 +193,19 @@ class ConvertKind(Kind[ConvertParams]):
             done += count
             report_progress(done)
 
-        prepared = Prepared.of_json({**payload["prepared"], "parts": [payload["span"]]})
         with _staged(context, payload) as staged:
-            return staged.run(prepared, 0, on_bytes, number=payload["part"]).to_json()
+            result = staged.run(Part(**payload["part"]), on_bytes)
+        return {"result": encode_result(result)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
-        from dcp.conversion.parts import PartResult
         from dcp.conversion.stages import Prepared
+        from dcp.conversion.wire import decode_result
 
         params = ConvertParams.model_validate(plan_data["params"])
-        prepared = Prepared.of_json({**plan_data["prepared"], "parts": plan_data["parts"]})
+        prepared = Prepared.of_json(plan_data["prepared"])
         with _staged(context, plan_data) as staged:
-            report = staged.publish(prepared, [PartResult.of_json(result) for result in results])
+            report = staged.publish(prepared, [decode_result(done["result"]) for done in results])
         root = _root(context, params)
         return {
             "root": root.name,
@@ -232,7 +231,7 @@ class ConvertKind(Kind[ConvertParams]):
         params = ConvertParams.model_validate(plan_data["params"])
         root = _root(context, params)
         with storage_errors(root):
-            discard_attempt(_target(root, params), plan_data["attempt"], len(plan_data["parts"]))
+            discard_attempt(_target(root, params), plan_data["attempt"], plan_data["prepared"]["part_count"])
 
     def clear_plans(self, context: JobContext, params: ConvertParams) -> None:
         """As `Kind.clear_plans`."""

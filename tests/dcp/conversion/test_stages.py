@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 
 import dcp
 from dcp.conversion import stages
-from dcp.conversion.parts import PartResult
-from dcp.conversion.plan import LayoutOptions
+from dcp.conversion.plan import LayoutOptions, plan_layout
 from dcp.conversion.run import convert
 from dcp.conversion.stages import (
+    Part,
     Prepared,
     SourceChangedError,
     StagedConversion,
@@ -26,6 +27,8 @@ from dcp.conversion.stages import (
     discard_attempt,
 )
 from dcp.conversion.targets.places import TargetPlace, place_of
+from dcp.conversion.tasks import TaskResult
+from dcp.conversion.wire import decode_result, encode_result
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
@@ -36,6 +39,7 @@ from tests.support.s3 import raw_s3
 
 _TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
 _SHARD_BYTES = 6 << 20
+_ATTEMPT = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,7 @@ def options_of(to: str) -> StageOptions:
 
 
 def staged(
-    source: str | Path, target: TargetPlace, to: str, attempt: str = "0123456789abcdef", options: Any = None
+    source: str | Path, target: TargetPlace, to: str, attempt: str = _ATTEMPT, options: Any = None
 ) -> StagedConversion:
     """One stage's own object."""
     found = open_source(source, open_store=OpenWith(options))
@@ -70,13 +74,14 @@ def staged(
 def carry_out(source: str | Path, target: TargetPlace, to: str, *, times: int = 1) -> Prepared:
     """All stages, each by an object of its own and ``times`` over, with JSON between them."""
     with staged(source, target, to) as stage:
-        prepared = Prepared.of_json(json.loads(json.dumps(stage.prepare().to_json())))
-    results: list[PartResult] = []
-    for part in reversed(range(len(prepared.parts))):
+        made, parts = stage.prepare()
+    prepared = Prepared.of_json(json.loads(json.dumps(made.to_json())))
+    results: list[TaskResult] = []
+    for part in reversed([Part(**json.loads(json.dumps(asdict(part)))) for part in parts]):
         for _ in range(times):
             with staged(source, target, to) as stage:
-                result = stage.run(prepared, part).to_json()
-        results.insert(0, PartResult.of_json(json.loads(json.dumps(result))))
+                result = encode_result(stage.run(part))
+        results.insert(0, decode_result(result))
     for _ in range(times):
         with staged(source, target, to) as stage:
             report = stage.publish(prepared, results)
@@ -104,11 +109,24 @@ def test_local_stages_make_what_convert_makes(to: str, times: int, source: Path,
     convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")
     target = tmp_path / "made" / _TARGETS[to]
     prepared = carry_out(source, place_of(target, to, OpenWith()), to, times=times)
-    assert len(prepared.parts) >= 3
+    assert prepared.part_count >= 3
     assert bytes_of(target) == bytes_of(expected)
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
     if to == "dcp":
         assert verify_store(OpenWith()(target)).findings == []
+
+
+def test_the_layout_is_planned_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By preparing; parts and publishing get it as plain data, also where each of them is repeated."""
+    planned: list[str] = []
+
+    def plan(*arguments: Any) -> Any:
+        planned.append("")
+        return plan_layout(*arguments)
+
+    monkeypatch.setattr(stages, "plan_layout", plan)
+    carry_out(source, place_of(tmp_path / "copy", "dcp", OpenWith()), "dcp", times=2)
+    assert len(planned) == 1
 
 
 @pytest.mark.parametrize("to", list(_TARGETS))
@@ -146,8 +164,8 @@ def test_what_is_at_the_target_stays(
         url = f"{base}/{_TARGETS[to]}"
         place = place_of(url, to, opened)
         with staged(source, place, to) as stage:
-            prepared = stage.prepare()
-            results = [stage.run(prepared, part) for part in range(len(prepared.parts))]
+            prepared, parts = stage.prepare()
+            results = [stage.run(part) for part in parts]
         if place.path is not None:  # behind S3 the parts have made a file of this name themselves
             convert(source, url, to=to, only="model", executor="inline")
             before = bytes_of(place.path)
@@ -171,16 +189,16 @@ def test_objects_of_somebody_else_are_not_taken_for_ones_own(
     url = f"{s3_root}/folder"
     place = place_of(url, "safetensors", OpenWith(s3_server.storage_options))
     with staged(source, place, "safetensors") as stage:
-        prepared = stage.prepare()
-        stage.run(prepared, 0)
+        prepared, parts = stage.prepare()
+        stage.run(parts[0])
         with raw_s3(s3_server) as raw:
             name = next(name for name in raw.list(url) if name.startswith("model-00001"))
             data = bytearray(raw.read(f"{url}/{name}"))
             data[-1] ^= 1
             raw.write(f"{url}/{name}", bytes(data))
             with pytest.raises(CheckpointConflictError, match="not of this conversion"):
-                stage.run(prepared, 0)
-            discard_attempt(place, prepared.attempt, len(prepared.parts))
+                stage.run(parts[0])
+            discard_attempt(place, _ATTEMPT, prepared.part_count)
             assert raw.read(f"{url}/{name}") == bytes(data)
 
 
@@ -192,12 +210,12 @@ def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
         (mine / path.name).write_bytes(path.read_bytes())
     place = place_of(tmp_path / "made.pt", "torch", OpenWith())
     with staged(mine, place, "torch") as stage:
-        prepared = stage.prepare()
-        results = [stage.run(prepared, part) for part in range(len(prepared.parts))]
+        prepared, parts = stage.prepare()
+        results = [stage.run(part) for part in parts]
     changed = next(mine.glob("*.distcp"))
     os.utime(changed, (1, 1))
     with staged(mine, place, "torch") as stage, pytest.raises(SourceChangedError, match="again"):
-        stage.run(prepared, 0)
+        stage.run(parts[0])
     with staged(mine, place, "torch") as stage, pytest.raises(SourceChangedError):
         stage.publish(prepared, results)
     assert not (tmp_path / "made.pt").exists()
@@ -218,9 +236,9 @@ def test_damage_publishes_nothing(
     target = str(tmp_path / "made.pt") if is_local else f"{s3_root}/made.pt"
     place = place_of(target, "torch", OpenWith(None if is_local else s3_server.storage_options))
     with staged(mine, place, "torch") as stage:
-        prepared = stage.prepare()
+        prepared, parts = stage.prepare()
         with pytest.raises(CorruptCheckpointError, match="damaged"):
-            stage.publish(prepared, [stage.run(prepared, part) for part in range(len(prepared.parts))])
+            stage.publish(prepared, [stage.run(part) for part in parts])
     assert not place.exists()
 
 
@@ -235,11 +253,11 @@ def test_what_is_given_up_leaves_nothing(
     ):
         place = place_of(f"{base}/{_TARGETS[to]}", to, opened)
         with staged(source, place, to) as stage:
-            prepared = stage.prepare()
-            for part in range(len(prepared.parts)):
-                stage.run(prepared, part)
+            prepared, parts = stage.prepare()
+            for part in parts:
+                stage.run(part)
         for _ in range(2):
-            discard_attempt(place, prepared.attempt, len(prepared.parts))
+            discard_attempt(place, _ATTEMPT, prepared.part_count)
         if place.path is not None:
             assert list(place.path.parent.iterdir()) == []
         else:
@@ -248,7 +266,7 @@ def test_what_is_given_up_leaves_nothing(
         if place.file_name is not None:  # then the file itself is all that there is
             continue
         carry_out(source, place, to)
-        discard_attempt(place, prepared.attempt, len(prepared.parts))
+        discard_attempt(place, _ATTEMPT, prepared.part_count)
         found = opened(place.url)
         assert verify_store(found).findings == []
         assert found.list()
@@ -258,7 +276,8 @@ _PROGRAM = """
 import json, os, signal, sys
 from dcp.conversion import stages, tasks
 stages.PART_BYTES = tasks.TASK_BYTES = 8 << 20
-from dcp.conversion.parts import PartResult
+from dataclasses import asdict
+from dcp.conversion.wire import decode_result, encode_result
 from dcp.conversion.plan import LayoutOptions
 from dcp.conversion.sinks import observers
 from dcp.conversion.targets.places import place_of
@@ -278,14 +297,15 @@ with stages.StagedConversion(
     open_source(source), place, stages.StageOptions(layout), attempt=attempt, seconds=1.0
 ) as it:
     if stage == "prepare":
-        answer = it.prepare().to_json()
+        prepared, parts = it.prepare()
+        answer = {"prepared": prepared.to_json(), "parts": [asdict(part) for part in parts]}
     else:
-        prepared = stages.Prepared.of_json(given["prepared"])
         if stage == "publish":
-            it.publish(prepared, [PartResult.of_json(one) for one in given["results"]])
+            prepared = stages.Prepared.of_json(given["prepared"])
+            it.publish(prepared, [decode_result(one) for one in given["results"]])
             answer = None
         else:
-            answer = it.run(prepared, int(stage)).to_json()
+            answer = encode_result(it.run(stages.Part(**given["parts"][int(stage)])))
 assert "torch" not in sys.modules
 print(json.dumps([answer, len(steps)]))
 """
@@ -314,9 +334,8 @@ class _Deaths:
         raise AssertionError("it never ended")
 
     def convert(self) -> None:
-        prepared = self.run("prepare", {})
-        given: dict[str, Any] = {"prepared": prepared}
-        results = [self.run(str(part), given) for part in range(len(prepared["parts"]))]
+        given: dict[str, Any] = self.run("prepare", {})
+        results = [self.run(str(part), given) for part in range(len(given["parts"]))]
         self.run("publish", given | {"results": results})
 
 
