@@ -270,7 +270,7 @@ def _counts(name: str) -> bool:
     """Whether a file of this name says anything about what its folder is; others are not even asked for."""
     return (
         is_commit_object(name)
-        or _is_data_file(name)
+        or name.endswith(DATA_SUFFIX)
         or file_names().is_single(name)
         or file_names().in_folders.fullmatch(name) is not None
     )

@@ -15,8 +15,9 @@ from concurrent.futures import wait
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+from isal.isal_zlib import crc32
+
 from dcp.storage.errors import StorageError
-from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Buffer, Inflow, Views
 from dcp.storage.stores.objects.client import (
     ABSENT,
