@@ -2,7 +2,7 @@
 
 The steps are those of `docs/design/saving.md`: local plan, global plan, write, commit. With our own planner
 and storage they run on columns; a planner or storage that overrides a step gets torch's objects for all of
-them, by torch's protocol (`dcp.torch_protocol.steps`).
+them, by torch's protocol (`dcp.engines`).
 """
 
 from __future__ import annotations
