@@ -22,6 +22,7 @@ from dcp.storage.formats.index import Int64, Path, starts
 __all__ = [
     "HeldBoxes",
     "LoadColumns",
+    "RankSets",
     "SaveColumns",
     "SaveObjects",
     "WantedColumns",
@@ -173,3 +174,18 @@ class WantedColumns(HeldBoxes):
 def told_name(fqn: str, name: str) -> str:
     """A name for a message, with what the checkpoint calls it where that differs."""
     return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class RankSets:
+    """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
+
+    Set i has the rank's ``item_rows[item_start[i]:item_start[i + 1]]`` and its object rows likewise, in the
+    order in which all ranks of the set fold them.
+    """
+
+    numbers: Int64
+    item_start: Int64
+    item_rows: Int64
+    object_start: Int64
+    object_rows: Int64

@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["DATA_SUFFIX", "MANIFEST_NAME", "METADATA_NAME", "RANK_LOCAL", "is_commit_object"]
+__all__ = ["DATA_SUFFIX", "MANIFEST_NAME", "METADATA_NAME", "NOTES_NAME", "RANK_LOCAL", "is_commit_object"]
 
 MANIFEST_NAME: Final = "manifest.msgpack"
 """Ours."""
 
 METADATA_NAME: Final = ".metadata"
 """Stock torch's, which ours has beside the manifest."""
+
+NOTES_NAME: Final = "notes.msgpack"
+"""What a manager remembers of a checkpoint, in its folder."""
 
 DATA_SUFFIX: Final = ".distcp"
 """How names of data files end, ours and stock's."""

@@ -14,8 +14,7 @@ from typing import Any
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, Progress, VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
-from dcp.manager.notes import NOTES_NAME
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointFormatError,
@@ -28,7 +29,6 @@ from dcp.storage.stores.base import Store
 
 __all__ = [
     "MAX_NOTES_BYTES",
-    "NOTES_NAME",
     "Deleting",
     "Notes",
     "Verified",
@@ -40,7 +40,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-NOTES_NAME: Final = "notes.msgpack"
 
 MAX_NOTES_BYTES: Final = 1 << 20
 

@@ -19,8 +19,8 @@ from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
 from dcp.inspection.checkpoints import header_of
 from dcp.manager.cleanup.retention import StepState
-from dcp.manager.notes import NOTES_NAME, Notes, read_notes, update_notes
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.manager.notes import Notes, read_notes, update_notes
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.planners.columns import SaveColumns, WriteColumns
+from dcp.planners.columns import RankSets, SaveColumns, WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_fingerprints import folds_of
-from dcp.planners.save.replica_sets import RankSets, differing, replica_sets
+from dcp.planners.save.replica_sets import differing, replica_sets
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes

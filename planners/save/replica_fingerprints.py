@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.layout.item_views import item_views
 from dcp.planners.save.digest import ReplicaCheck, digest_tensors
-from dcp.planners.save.replica_sets import RankSets
 
 __all__ = ["folds_of"]
 

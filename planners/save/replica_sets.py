@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import RankSets
 from dcp.storage.formats.index import Int64, starts
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from dcp.planners.save.global_plan import Boxes, Items
     from dcp.planners.save.merge import MergedObjects
 
-__all__ = ["Holders", "RankSets", "differing", "replica_sets"]
+__all__ = ["Holders", "differing", "replica_sets"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +51,6 @@ class Holders:
         return cls(
             items.ranks, items.rows, items.digests != 0, boxes.members, boxes.start, objects.rows, known
         )
-
-
-@dataclass(frozen=True, eq=False)
-class RankSets:
-    """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
-
-    Set i has the rank's ``item_rows[item_start[i]:item_start[i + 1]]`` and its object rows likewise, in the
-    order in which all ranks of the set fold them.
-    """
-
-    numbers: Int64
-    item_start: Int64
-    item_rows: Int64
-    object_start: Int64
-    object_rows: Int64
 
 
 def _no_int64() -> Int64:

@@ -17,8 +17,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
-from dcp.planners.save.replica_sets import RankSets
+from dcp.planners.columns import RankSets, SaveColumns, SaveObjects, WriteColumns
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.container_notes import Note, decode_notes, encode_notes

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32 as _isal_crc32
 
-__all__ = ["BLOCK_BYTES", "crc32", "crc32_combine", "crc32_rows"]
+from dcp.storage.geometry.payload_parts import BLOCK_BYTES
 
-BLOCK_BYTES = 4 << 20
-"""Payload bytes covered by one CRC of the manifest; the last block of a payload may be shorter."""
+__all__ = ["BLOCK_BYTES", "crc32", "crc32_combine", "crc32_rows"]
 
 crc32 = _isal_crc32
 """``crc32(data, value=0) -> int``: 34 GB/s a core where isal has its vector code, releases the GIL."""

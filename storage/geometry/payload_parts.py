@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.geometry.strides import extent
 
-__all__ = ["BoxPart", "Reach", "box_parts", "is_sparse", "reaches"]
+__all__ = ["BLOCK_BYTES", "BoxPart", "Reach", "box_parts", "is_sparse", "reaches"]
+
+BLOCK_BYTES = 4 << 20
+"""Payload bytes covered by one CRC of the manifest; the last block of a payload may be shorter."""
 
 
 class BoxPart(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.manager.notes import NOTES_NAME
 from dcp.staging.copies import Copies, HostCopier
 from dcp.staging.stager import DefaultStager
+from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.formats.index import Int64
 from dcp.storage.stores import PosixStore
 from tests.support.crashes import Child, Ending, Group, in_lab, kill_rank, run_groups

@@ -12,8 +12,8 @@ import pytest
 
 from dcp.inspection.verification import verify
 from dcp.manager.cleanup.deletion import Deleter
-from dcp.manager.notes import NOTES_NAME
 from dcp.manager.steps import StepFolders
+from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.folders import open_root
 from tests.support.crashes import in_lab, kill_at_each_step

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.global_plan import plan_save
-from dcp.planners.save.replica_sets import RankSets
 from dcp.planners.wire.codec import (
     decode_rank_sets,
     decode_save_columns,

@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.columns import SaveColumns, SaveObjects, WriteColumns
+from dcp.planners.columns import RankSets, SaveColumns, SaveObjects, WriteColumns
 from dcp.planners.save.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import item_digests
-from dcp.planners.save.replica_sets import RankSets
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
 from dcp.storage.formats.index import starts

@@ -19,9 +19,8 @@ from dcp.manager.cleanup.removal import (
     remove_abandoned,
     remove_checkpoint,
 )
-from dcp.manager.notes import NOTES_NAME
 from dcp.manager.steps import StepFolders
-from dcp.storage.commit_names import is_commit_object
+from dcp.storage.commit_names import NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, StorageError
 
 __all__ = ["ABANDONED_AFTER_SECONDS", "Deleter", "DeleterClosedError", "DeletionEvent"]

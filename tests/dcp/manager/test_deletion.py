@@ -12,8 +12,9 @@ import pytest
 import dcp
 from dcp.inspection.verification import verify
 from dcp.manager.cleanup.deletion import Deleter, DeletionEvent
-from dcp.manager.notes import NOTES_NAME, Notes, Verified
+from dcp.manager.notes import Notes, Verified
 from dcp.manager.steps import StepFolders
+from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.stores import MemoryStore, open_store
 from dcp.storage.stores.faults import Fault, Operation
 from dcp.storage.stores.folders import open_root

@@ -19,7 +19,6 @@ import dcp
 from dcp.inspection.verification import verify
 from dcp.manager.notes import (
     MAX_NOTES_BYTES,
-    NOTES_NAME,
     Deleting,
     Notes,
     Verified,
@@ -28,6 +27,7 @@ from dcp.manager.notes import (
     read_notes,
     update_notes,
 )
+from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointFormatError,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dcp.manager.cleanup.removal import Removed, remove_abandoned, remove_checkpoint
-from dcp.manager.notes import NOTES_NAME, read_notes
+from dcp.manager.notes import read_notes
 from dcp.storage.commit import Names, Previous, previous_state
-from dcp.storage.commit_names import MANIFEST_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointConflictError
 from dcp.storage.stores.base import Store
 from tests.storage.test_commit_interleavings import (

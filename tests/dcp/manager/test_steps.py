@@ -16,8 +16,9 @@ import torch
 
 import dcp
 from dcp.manager.cleanup.retention import StepState
-from dcp.manager.notes import NOTES_NAME, Deleting, Notes, Verified, encode_notes
+from dcp.manager.notes import Deleting, Notes, Verified, encode_notes
 from dcp.manager.steps import StepFolders
+from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
