@@ -28,7 +28,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path
 
-__all__ = ["Entries", "Entry", "TargetDtype", "Value", "choose_entries"]
+__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries"]
 
 TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
@@ -36,7 +36,7 @@ TargetDtype = str | Mapping[str, str] | None
 _MAX_LISTED = 10
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of the output: the source's row, its new name and path, its dtype code there, and the entry
     whose bytes it shares (its own number if none before it)."""
 
@@ -64,13 +64,13 @@ class Entries:
     """
 
     index: CheckpointIndex
-    tensors: Sequence[Entry]
+    tensors: Sequence[TensorEntry]
     values: Sequence[Value]
     source_names: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     empty: frozenset[Path] = frozenset()
 
-    def shape(self, entry: Entry) -> tuple[int, ...]:
+    def shape(self, entry: TensorEntry) -> tuple[int, ...]:
         """Shape of an entry's tensor."""
         return self._shapes[entry.tensor]
 
@@ -192,7 +192,7 @@ def choose_entries(
 
 def _tensors(
     index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], cast: _Casts
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """The entries of those that have new names; by column, because there may be very many."""
     rows = [row for row, name in enumerate(index.fqns) if name in new_names]
     names = index.fqns if len(rows) == len(index.fqns) else [index.fqns[row] for row in rows]
@@ -207,7 +207,7 @@ def _tensors(
     first: dict[tuple[Any, ...], int] = {}
     for number in [number for number, row in enumerate(rows) if row in may_be_tied]:
         tied_to[number] = first.setdefault((codes[number], *_identity(index, rows[number])), number)
-    return list(starmap(Entry, zip(rows, new, own, codes, tied_to, strict=True)))
+    return list(starmap(TensorEntry, zip(rows, new, own, codes, tied_to, strict=True)))
 
 
 def _name(path: Path) -> str:

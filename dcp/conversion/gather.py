@@ -156,8 +156,8 @@ class Gatherer:
                     0,
                 )
             return
-        # Of a large transposed tensor each stretch has a little of everything. Reading all between, again for
-        # every stretch, would be quadratic; such payloads are compared apart.
+        # Of a large transposed tensor each window has a little of everything. Reading all between, again for
+        # every window, would be quadratic; such payloads are compared apart.
         itemsize, lengths, own = want.itemsize, transfer.lengths, transfer.source_strides
         gap_bytes = max(_RUN_COST_BYTES, (_SPARSE - 1) * transfer.run_bytes(itemsize))
         chunk = NO_CHUNK if is_sparse(lengths, own, itemsize, gap_bytes) else source.chunk

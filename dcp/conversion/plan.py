@@ -12,7 +12,7 @@ from dcp.conversion.entries import Entries
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.tasks import STRETCH_BYTES, TASK_BYTES
+from dcp.conversion.tasks import TASK_BYTES, WINDOW_BYTES
 from dcp.conversion.values import SourceValues
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.reading.engine import ReadEngine
@@ -73,7 +73,7 @@ def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
         for name in index.files
         if name in listing
     ]
-    head = [__version__, store.url, to, TASK_BYTES, STRETCH_BYTES, index.provenance.get("save_id"), facts]
+    head = [__version__, store.url, to, TASK_BYTES, WINDOW_BYTES, index.provenance.get("save_id"), facts]
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
 
 

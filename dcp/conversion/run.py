@@ -30,7 +30,7 @@ from dcp.conversion.report import ConversionReport, report_of
 from dcp.conversion.sources import SourceColumns, copy_sources
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import TargetPlace, place_of
-from dcp.conversion.tasks import Job, Task, TaskResult, close_all, make_tasks, run_task
+from dcp.conversion.tasks import Task, TaskResult, TaskSettings, close_all, make_tasks, run_task
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine
@@ -130,7 +130,7 @@ def convert(
             with work.clearing_up(resume=resume):
                 work.begin(resume=resume, overwrite=overwrite)
                 work.plan(copy_sources(engine, work.layout))
-                job = Job(
+                settings = TaskSettings(
                     source_url=store.url,
                     open_source=opened,
                     target_folder=publisher.folder,
@@ -139,7 +139,7 @@ def convert(
                     verify=verify != "none",
                     replace=overwrite,
                 )
-                work.run(job, executor, workers, progress)
+                work.run(settings, executor, workers, progress)
             work.finish()
         finally:
             work.publisher.ledger.close()
@@ -237,7 +237,7 @@ class _Work:
 
     def run(
         self,
-        job: Job,
+        settings: TaskSettings,
         executor: str | Executor,
         workers: int | None,
         progress: bool | ProgressCallback | None,
@@ -257,7 +257,7 @@ class _Work:
             try:
                 while True:
                     while len(pending) < at_once and (task := next(waiting, None)) is not None:
-                        pending[pool.submit(run_task, job, task)] = task
+                        pending[pool.submit(run_task, settings, task)] = task
                     if not pending:
                         break
                     done, _ = wait(pending, return_when=FIRST_COMPLETED)

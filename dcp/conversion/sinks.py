@@ -35,15 +35,15 @@ def announce(op: str, path: str | os.PathLike[str]) -> None:
 
 
 class Sink(ABC):
-    """Takes a task's range, stretch by stretch, in order; on storage when the context ends normally."""
+    """Takes a task's range, window by window, in order; on storage when the context ends normally."""
 
     @abstractmethod
     def buffer(self, size_bytes: int) -> memoryview:
-        """Memory to assemble the next stretch in."""
+        """Memory to assemble the next window in."""
 
     @abstractmethod
     def write(self, buffer: memoryview, offset: int) -> None:
-        """Take the stretch that `buffer` gave memory for; it may still be on its way afterwards."""
+        """Take the window that `buffer` gave memory for; it may still be on its way afterwards."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class Sink(ABC):
 
 
 class FileSink(Sink):
-    """Writes past the page cache (O_DIRECT) where that is allowed, in a thread, while the next stretch is
+    """Writes past the page cache (O_DIRECT) where that is allowed, in a thread, while the next window is
     read."""
 
     def __init__(self, folder: str, name: str) -> None:
@@ -96,7 +96,7 @@ class FileSink(Sink):
         """Hand it to the thread; waits for the one before the last."""
         filled, self._filling = self._filling, None
         if filled is None:
-            raise ValueError("no stretch to write")
+            raise ValueError("no window to write")
         self._pending.append((self._thread.submit(self._write, buffer, offset), filled))
         while len(self._pending) > _IN_FLIGHT:
             self._await_oldest()
@@ -184,7 +184,7 @@ class StreamSink(Sink):
         self._memory = memoryview(bytearray(0))
 
     def buffer(self, size_bytes: int) -> memoryview:
-        """One buffer for all stretches: `write` copies."""
+        """One buffer for all windows: `write` copies."""
         if size_bytes > len(self._memory):
             self._memory = memoryview(bytearray(size_bytes))
         return self._memory[:size_bytes]
@@ -221,7 +221,7 @@ class ComparingSink(Sink):
             raise self._conflict()
 
     def buffer(self, size_bytes: int) -> memoryview:
-        """One buffer for all stretches."""
+        """One buffer for all windows."""
         if size_bytes > len(self._memory):
             self._memory = memoryview(bytearray(size_bytes))
         return self._memory[:size_bytes]

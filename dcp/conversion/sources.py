@@ -1,6 +1,6 @@
 """The parts of the source that copies are made of, as columns: a checkpoint may have millions.
 
-A task carries a stretch of these columns, and makes the objects that reading needs (`TaskCopy`, `SourceBox`)
+A task carries a window of these columns, and makes the objects that reading needs (`TaskCopy`, `SourceBox`)
 of those that it is at.
 """
 
@@ -149,7 +149,7 @@ class TaskCopies:
         return self.begins + self.size_bytes
 
     def end_of(self, begin: int, count: int) -> int | None:
-        """Where the stretch from byte ``begin`` on ends that ``count`` copies reach into; None if that is all
+        """Where the window from byte ``begin`` on ends that ``count`` copies reach into; None if that is all
         there are."""
         last = self.rows_between(begin, begin)[0] + count
         return int(self.begins[last]) if last < len(self) else None

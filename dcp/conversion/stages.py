@@ -43,11 +43,11 @@ from dcp.storage.formats.sources import Source, complete_index
 
 __all__ = [
     "PART_BYTES",
-    "Part",
     "Prepared",
     "SourceChangedError",
     "StageOptions",
     "StagedConversion",
+    "TaskBatch",
     "discard_attempt",
 ]
 
@@ -70,7 +70,7 @@ class StageOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TaskBatch:
     """Number ``number`` of the independent parts: its ``tasks`` (see `encode_tasks`), which write
     ``size_bytes``. ``source_mark`` is that of the source that they were planned for, ``is_all`` whether there
     is just one task."""
@@ -147,7 +147,7 @@ class StagedConversion:
 
     # -- the stages ------------------------------------------------------------------------------------------
 
-    def prepare(self) -> tuple[Prepared, list[Part]]:
+    def prepare(self) -> tuple[Prepared, list[TaskBatch]]:
         """Plan what there is to do, and reserve the space for it where that can be done.
 
         Raises CheckpointConflictError if something is at the target.
@@ -181,10 +181,10 @@ class StagedConversion:
         index = replace(index, provenance={**index.provenance, "time": self._seconds})
         return replace(planned, layout=replace(planned.layout, index=index))
 
-    def run(self, part: Part, on_bytes: Callable[[int], None] | None = None) -> TaskResult:
+    def run(self, part: TaskBatch, on_bytes: Callable[[int], None] | None = None) -> TaskResult:
         """Carry out ``part``; what it writes is durable when this returns.
 
-        ``on_bytes`` hears of each stretch that is written. Source checksums that are complete within the part
+        ``on_bytes`` hears of each window that is written. Source checksums that are complete within the part
         are compared before a file of an object store appears.
         """
         self._check_unchanged(part.source_mark)
@@ -269,18 +269,18 @@ class StagedConversion:
         )
 
 
-def _parts(tasks: Sequence[Task], mark: str) -> list[Part]:
+def _parts(tasks: Sequence[Task], mark: str) -> list[TaskBatch]:
     """Neighbouring tasks together, of about `PART_BYTES`, or of more if they were too many."""
     total = sum(task.end - task.begin for task in tasks)
     wanted = max(PART_BYTES, -(-total // _MAX_PARTS))
-    parts: list[Part] = []
+    parts: list[TaskBatch] = []
     own: list[Task] = []
     size = 0
     for task in tasks:
         own.append(task)
         size += task.end - task.begin
         if size >= wanted or task is tasks[-1]:
-            parts.append(Part(len(parts), len(tasks) == 1, mark, size, encode_tasks(own)))
+            parts.append(TaskBatch(len(parts), len(tasks) == 1, mark, size, encode_tasks(own)))
             own, size = [], 0
     return parts
 

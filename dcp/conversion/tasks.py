@@ -33,11 +33,11 @@ from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = [
-    "STRETCH_BYTES",
     "TASK_BYTES",
-    "Job",
+    "WINDOW_BYTES",
     "Task",
     "TaskResult",
+    "TaskSettings",
     "carry_out",
     "close_all",
     "make_tasks",
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 TASK_BYTES: Final = 64 << 20
-STRETCH_BYTES: Final = 8 << 20
+WINDOW_BYTES: Final = 8 << 20
 """What is assembled in one buffer, and written at once."""
 
 
 @dataclass(frozen=True)
-class Job:
+class TaskSettings:
     """What all tasks of a conversion share. ``target_folder`` is where the files are written: a path where
     ``is_local``, else what `open_target` makes a store of."""
 
@@ -160,24 +160,26 @@ def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes
 
 # -- running them --------------------------------------------------------------------------------------------
 
-_idle: dict[Job, list[Gatherer]] = {}
+_idle: dict[TaskSettings, list[Gatherer]] = {}
 """What this process has open for the job at hand, and no task is using."""
 
 _lock = threading.Lock()
 
 
-def run_task(job: Job, task: Task) -> bytes:
+def run_task(settings: TaskSettings, task: Task) -> bytes:
     """Carry ``task`` out; the encoded `TaskResult`. The range is on storage when it returns."""
-    with _gatherer(job) as gatherer:
-        return _run_task(job, task, gatherer).encode()
+    with _gatherer(settings) as gatherer:
+        return _run_task(settings, task, gatherer).encode()
 
 
-def _run_task(job: Job, task: Task, gatherer: Gatherer) -> TaskResult:
+def _run_task(settings: TaskSettings, task: Task, gatherer: Gatherer) -> TaskResult:
     sink: Sink
-    if job.is_local:
-        sink = FileSink(job.target_folder, task.name)
+    if settings.is_local:
+        sink = FileSink(settings.target_folder, task.name)
     else:
-        sink = StreamSink(job.open_target(job.target_folder), task.name, task.file_bytes, replace=job.replace)
+        sink = StreamSink(
+            settings.open_target(settings.target_folder), task.name, task.file_bytes, replace=settings.replace
+        )
     return carry_out(task, gatherer, sink)
 
 
@@ -191,7 +193,7 @@ def carry_out(
 ) -> TaskResult:
     """Read with ``gatherer`` what ``task`` needs, and write it to ``sink``, which it ends.
 
-    ``on_bytes`` hears of each stretch. ``check`` is called with the result while the sink can still be
+    ``on_bytes`` hears of each window. ``check`` is called with the result while the sink can still be
     aborted, and raises what is wrong with it.
     """
     result = TaskResult(task.number)
@@ -216,27 +218,27 @@ def close_all() -> None:
 
 
 @contextmanager
-def _gatherer(job: Job) -> Iterator[Gatherer]:
+def _gatherer(settings: TaskSettings) -> Iterator[Gatherer]:
     """One of the job, for this task alone: other threads may be at others."""
     with _lock:
-        known = job in _idle
-        free = _idle.setdefault(job, [])
+        known = settings in _idle
+        free = _idle.setdefault(settings, [])
         gatherer = free.pop() if free else None
     if not known and len(_idle) > 1:  # a worker of a cluster goes from job to job
         close_all()
     if gatherer is None:
-        gatherer = Gatherer(job.open_source(job.source_url), verify=job.verify)
+        gatherer = Gatherer(settings.open_source(settings.source_url), verify=settings.verify)
     try:
         yield gatherer
     except BaseException:
         gatherer.close()
         raise
     with _lock:
-        _idle.setdefault(job, []).append(gatherer)
+        _idle.setdefault(settings, []).append(gatherer)
 
 
 class _Runner:
-    """Assembles stretch by stretch."""
+    """Assembles window by window."""
 
     def __init__(self, task: Task, gatherer: Gatherer, result: TaskResult) -> None:
         self._task = task
@@ -251,8 +253,8 @@ class _Runner:
     def run(self, sink: Sink, on_bytes: Callable[[int], None] | None) -> None:
         """All of the task."""
         task = self._task
-        for begin in range(task.begin, task.end, STRETCH_BYTES):
-            end = min(begin + STRETCH_BYTES, task.end)
+        for begin in range(task.begin, task.end, WINDOW_BYTES):
+            end = min(begin + WINDOW_BYTES, task.end)
             buffer = sink.buffer(end - begin)
             self._assemble(buffer, begin, end)
             sink.write(buffer, begin)
@@ -300,7 +302,7 @@ class _Runner:
         size = dtypes.BY_CODE[copy.source_code].itemsize
         out = dtypes.BY_CODE[copy.target_code].itemsize
         if low % out or high % out:
-            # An element across two stretches: then all of the copy is read for each, which is small.
+            # An element across two windows: then all of the copy is read for each, which is small.
             first, last = 0, math.prod(copy.shape)
         else:
             first, last = low // out, high // out
@@ -338,7 +340,7 @@ class _Runner:
         while self._hole < len(self._holes) and self._holes[self._hole].offset < end:
             hole = self._holes[self._hole]
             data = _whole(self._fragments.get(hole.copy, [])).to_bytes(4, "little")
-            for at in range(4):  # four bytes may lie across two stretches
+            for at in range(4):  # four bytes may lie across two windows
                 if begin <= hole.offset + at < end:
                     buffer[hole.offset + at - begin] = data[at]
             if hole.offset + 4 > end:

@@ -18,8 +18,8 @@ import numpy as np
 from dcp.conversion.checks import SourceChecks
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.sources import copy_sources
-from dcp.conversion.stretches import StretchReader
 from dcp.conversion.tasks import make_tasks
+from dcp.conversion.windows import WindowReader
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data import bodies
@@ -40,11 +40,11 @@ _LITERAL_BYTES: Final = 150  # of the objects around the bytes
 _HOLE_BYTES: Final = 150
 
 
-_STRETCH_COPIES: Final = 2_048
+_WINDOW_COPIES: Final = 2_048
 """So many tensors at a time at most: the objects of one take more than a small one's bytes."""
 
 _dense: Final = threading.Semaphore(1)
-"""Of stretches with so many, whose reading is work for the interpreter: others want to be answered, too."""
+"""Of windows with so many, whose reading is work for the interpreter: others want to be answered, too."""
 
 
 class PlannedBody(Body):
@@ -62,7 +62,7 @@ class PlannedBody(Body):
         (self._task,) = make_tasks(self._index, layout, sources, by_file=True)
         in_order = sources.is_sequential
         self._can_seek = in_order and not layout.holes
-        self._stretch_bytes = bodies.part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES
+        self._window_bytes = bodies.part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES
 
     @property
     def held_bytes(self) -> int:
@@ -83,18 +83,18 @@ class PlannedBody(Body):
             chunks = copies.sources.chunks_of(*copies.rows_between(first, end))
             engine.resolve(chunks)
             reader = stack.enter_context(
-                StretchReader(self._store, replace(self._task, begin=first, end=end), verify=True)
+                WindowReader(self._store, replace(self._task, begin=first, end=end), verify=True)
             )
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
                 # A checksum that the source does not have needs all before it: then that is read, too.
-                stop = min(at + self._stretch_bytes, end if at >= begin else begin)
-                limit = copies.end_of(at, _STRETCH_COPIES)
+                stop = min(at + self._window_bytes, end if at >= begin else begin)
+                limit = copies.end_of(at, _WINDOW_COPIES)
                 is_dense = limit is not None and at < limit < stop
-                stretch = empty_part((limit if limit is not None and is_dense else stop) - at)
+                window = empty_part((limit if limit is not None and is_dense else stop) - at)
                 with _dense if is_dense else nullcontext():
-                    reader.fill(stretch)
+                    reader.fill(window)
                     checks.add(reader.take_sources())
                 if reader.position == end:
                     if first == 0 and end == self.size_bytes:
@@ -103,7 +103,7 @@ class PlannedBody(Body):
                         checks.finish_begun()
                 if at >= begin:
                     step = bodies.part_bytes_of(self._store)
-                    yield from (stretch[low : low + step] for low in range(0, len(stretch), step))
+                    yield from (window[low : low + step] for low in range(0, len(window), step))
 
 
 class ArrayBody(Body):

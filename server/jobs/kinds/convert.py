@@ -183,7 +183,7 @@ class ConvertKind(Kind[ConvertParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.conversion.stages import Part
+        from dcp.conversion.stages import TaskBatch
         from dcp.conversion.wire import encode_result
 
         done = 0
@@ -194,7 +194,7 @@ class ConvertKind(Kind[ConvertParams]):
             report_progress(done)
 
         with _staged(context, payload) as staged:
-            result = staged.run(Part(**payload["part"]), on_bytes)
+            result = staged.run(TaskBatch(**payload["part"]), on_bytes)
         return {"result": encode_result(result)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_safetensors_files_of_others(tmp_path: Path) -> None:
 
 
 def test_a_large_transposed_tensor_is_read_once_or_twice(tmp_path: Path) -> None:
-    """Each stretch of the output has a little of all of the payload, which is not read whole for each; it is
+    """Each window of the output has a little of all of the payload, which is not read whole for each; it is
     verified all the same."""
     tensor = torch.arange(6000 * 5000, dtype=torch.float32).reshape(5000, 6000).t()
     torch.save({"w": tensor}, tmp_path / "model.pt")

@@ -19,11 +19,11 @@ from dcp.conversion import stages
 from dcp.conversion.plan import LayoutOptions, plan_layout
 from dcp.conversion.run import convert
 from dcp.conversion.stages import (
-    Part,
     Prepared,
     SourceChangedError,
     StagedConversion,
     StageOptions,
+    TaskBatch,
     discard_attempt,
 )
 from dcp.conversion.targets.places import TargetPlace, place_of
@@ -77,7 +77,7 @@ def carry_out(source: str | Path, target: TargetPlace, to: str, *, times: int = 
         made, parts = stage.prepare()
     prepared = Prepared.of_json(json.loads(json.dumps(made.to_json())))
     results: list[TaskResult] = []
-    for part in reversed([Part(**json.loads(json.dumps(asdict(part)))) for part in parts]):
+    for part in reversed([TaskBatch(**json.loads(json.dumps(asdict(part)))) for part in parts]):
         for _ in range(times):
             with staged(source, target, to) as stage:
                 result = encode_result(stage.run(part))
@@ -305,7 +305,7 @@ with stages.StagedConversion(
             it.publish(prepared, [decode_result(one) for one in given["results"]])
             answer = None
         else:
-            answer = encode_result(it.run(stages.Part(**given["parts"][int(stage)])))
+            answer = encode_result(it.run(stages.TaskBatch(**given["parts"][int(stage)])))
 assert "torch" not in sys.modules
 print(json.dumps([answer, len(steps)]))
 """

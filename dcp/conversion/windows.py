@@ -7,10 +7,10 @@ from dcp.conversion.tasks import Task, TaskResult, _Runner
 from dcp.storage.engine.reading.fragments import Fragment
 from dcp.storage.stores.base import Store
 
-__all__ = ["StretchReader"]
+__all__ = ["WindowReader"]
 
 
-class StretchReader:
+class WindowReader:
     """The bytes of ``task`` from its ``begin`` on. Use as a context manager; for one thread at a time."""
 
     def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
@@ -22,7 +22,7 @@ class StretchReader:
         self._result = TaskResult(task.number)
         self._runner = _Runner(task, self._gatherer, self._result)
 
-    def __enter__(self) -> StretchReader:
+    def __enter__(self) -> WindowReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
