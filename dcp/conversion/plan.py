@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dcp.conversion.entries import Entries
+from dcp.conversion.entries import Entries, TargetDtype, choose_entries
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.tasks import TASK_BYTES, WINDOW_BYTES
 from dcp.conversion.values import SourceValues
 from dcp.planners.garbage_collection import garbage_collection_paused
+from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
     CheckpointConflictError,
+    OptionError,
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.sources import Source
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
 
 __all__ = [
+    "ConversionOptions",
     "LayoutOptions",
     "Planned",
     "SourceChangedError",
     "fingerprint",
     "plan_layout",
+    "plan_target",
+    "refuse_itself",
     "source_mark",
     "with_save_id",
 ]
@@ -39,6 +45,37 @@ __all__ = [
 
 class SourceChangedError(CheckpointConflictError):
     """The source is not what it was when the conversion was planned: it has to be converted anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """The options of `dcp.convert` that decide what the target holds."""
+
+    layout: LayoutOptions
+    only: Patterns | None = None
+    exclude: Patterns | None = None
+    rename: Rename | None = None
+    dtype: TargetDtype = None
+
+
+def refuse_itself(source: Source, place: TargetPlace) -> None:
+    """OptionError if ``place`` is where the source is."""
+    if source.store.url == place.store.url and source.file == place.file_name:
+        raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
+
+
+def plan_target(engine: ReadEngine, place: TargetPlace, options: ConversionOptions, save_id: str) -> Planned:
+    """The layout of all that the options choose, checked. Raises PlanError, MissingKeyError."""
+    entries = choose_entries(
+        engine.index,
+        only=options.only,
+        exclude=options.exclude,
+        rename=options.rename,
+        dtype=options.dtype,
+    )
+    planned = plan_layout(entries, engine, place, options.layout, save_id)
+    planned.layout.check()
+    return planned
 
 
 @garbage_collection_paused()

@@ -15,14 +15,16 @@ import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.checks import SourceChecks, TargetChecksums
-from dcp.conversion.entries import TargetDtype, choose_entries
+from dcp.conversion.entries import TargetDtype
 from dcp.conversion.executors import open_executor
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.plan import (
+    ConversionOptions,
     LayoutOptions,
     SourceChangedError,
     fingerprint,
-    plan_layout,
+    plan_target,
+    refuse_itself,
     with_save_id,
 )
 from dcp.conversion.publish import Publisher, publisher_of
@@ -35,8 +37,8 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, OptionError
-from dcp.storage.formats.sources import Source, complete_index, open_source
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.formats.sources import complete_index, open_source
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix import PosixStore
 
@@ -115,13 +117,12 @@ def convert(
         place.refuse_existing()
     found = open_source(source, open_store=opened)
     store, index = found.store, complete_index(found.store, found.index)
-    _refuse_itself(found, place)
-    options = LayoutOptions(to, files, chunks, shard_bytes, drop_objects)
-    entries = choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype)
+    refuse_itself(found, place)
+    layout = LayoutOptions(to, files, chunks, shard_bytes, drop_objects)
+    options = ConversionOptions(layout, only, exclude, rename, dtype)
     with ReadEngine(store, index, verify=verify) as engine:
         save_id = uuid.uuid4().hex[:8]
-        planned = plan_layout(entries, engine, place, options, save_id)
-        planned.layout.check()
+        planned = plan_target(engine, place, options, save_id)
         publisher = publisher_of(place, overwrite=overwrite)
         work = _Work(engine, place, planned.layout, save_id, to, publisher, found.name)
         if not (store.capabilities.is_shared and place.store.capabilities.is_shared):
@@ -154,11 +155,6 @@ def _results(entries: list[bytes]) -> list[TaskResult] | None:
         return [TaskResult.decode(entry) for entry in entries]
     except CheckpointFormatError:
         return None
-
-
-def _refuse_itself(source: Source, place: TargetPlace) -> None:
-    if source.store.url == place.store.url and source.file == place.file_name:
-        raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
 
 
 @dataclass

@@ -19,14 +19,14 @@ from typing import Any, Final, Self
 import numpy as np
 
 from dcp.conversion.checks import SourceChecks, TargetChecksums
-from dcp.conversion.entries import TargetDtype, choose_entries
 from dcp.conversion.gather import Gatherer
 from dcp.conversion.plan import (
-    LayoutOptions,
+    ConversionOptions,
     Planned,
     SourceChangedError,
     fingerprint,
-    plan_layout,
+    plan_target,
+    refuse_itself,
     source_mark,
 )
 from dcp.conversion.report import ConversionReport, report_of
@@ -35,17 +35,15 @@ from dcp.conversion.staged_targets import save_id_of, staged_target
 from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.tasks import Task, TaskResult, carry_out, make_tasks
 from dcp.conversion.wire import decode_layout, decode_tasks, encode_layout, encode_tasks
-from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CheckpointError, OptionError, StorageError
+from dcp.storage.errors import CheckpointError, StorageError
 from dcp.storage.formats.sources import Source, complete_index
 
 __all__ = [
     "PART_BYTES",
     "Prepared",
     "SourceChangedError",
-    "StageOptions",
     "StagedConversion",
     "TaskBatch",
     "discard_attempt",
@@ -56,17 +54,6 @@ PART_BYTES: Final = 512 << 20
 
 _MAX_PARTS: Final = 512
 _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
-
-
-@dataclass(frozen=True, slots=True)
-class StageOptions:
-    """The options of `dcp.convert` that decide what the target holds."""
-
-    layout: LayoutOptions
-    only: Patterns | None = None
-    exclude: Patterns | None = None
-    rename: Rename | None = None
-    dtype: TargetDtype = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +106,7 @@ class StagedConversion:
         self,
         source: Source,
         target: TargetPlace,
-        options: StageOptions,
+        options: ConversionOptions,
         *,
         attempt: str,
         seconds: float,
@@ -127,8 +114,7 @@ class StagedConversion:
     ) -> None:
         if not _ATTEMPT.fullmatch(attempt):
             raise ValueError(f"attempt: must be 16 hexadecimal digits, not {attempt!r}")
-        if source.store.url == target.store.url and source.file == target.file_name:
-            raise OptionError(f"source and target are both {target.url}; convert to another place")
+        refuse_itself(source, target)
         self._source = source
         self._target = staged_target(target, attempt)
         self._options = options
@@ -165,16 +151,7 @@ class StagedConversion:
         return Prepared(mark, encode_layout(layout), chunks, len(parts), inode, planned.dropped), parts
 
     def _plan(self) -> Planned:
-        options = self._options
-        entries = choose_entries(
-            self._engine.index,
-            only=options.only,
-            exclude=options.exclude,
-            rename=options.rename,
-            dtype=options.dtype,
-        )
-        planned = plan_layout(entries, self._engine, self._target.place, options.layout, self._save_id)
-        planned.layout.check()
+        planned = plan_target(self._engine, self._target.place, self._options, self._save_id)
         index = planned.layout.index
         if index is None:
             return planned

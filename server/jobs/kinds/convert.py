@@ -33,7 +33,8 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.registry import target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
-    from dcp.conversion.stages import StagedConversion, StageOptions
+    from dcp.conversion.plan import ConversionOptions
+    from dcp.conversion.stages import StagedConversion
     from dcp.conversion.targets.places import TargetPlace
 
 __all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
@@ -74,10 +75,9 @@ class ConvertOptions(Parameters):
                 raise ValueError(f"rename: {pattern[:100]!r} is no regular expression: {error}") from None
         return self
 
-    def options(self) -> StageOptions:
+    def options(self) -> ConversionOptions:
         """Of the conversion."""
-        from dcp.conversion.plan import LayoutOptions
-        from dcp.conversion.stages import StageOptions
+        from dcp.conversion.plan import ConversionOptions, LayoutOptions
 
         layout = LayoutOptions(
             self.to,
@@ -87,7 +87,7 @@ class ConvertOptions(Parameters):
             drop_objects=self.drop_objects,
         )
         rename = None if self.rename is None else BoundedRename(self.rename)
-        return StageOptions(layout, self.only, self.exclude, rename, self.dtype)
+        return ConversionOptions(layout, self.only, self.exclude, rename, self.dtype)
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:

@@ -16,13 +16,12 @@ import torch
 
 import dcp
 from dcp.conversion import stages
-from dcp.conversion.plan import LayoutOptions, plan_layout
+from dcp.conversion.plan import ConversionOptions, LayoutOptions, plan_target
 from dcp.conversion.run import convert
 from dcp.conversion.stages import (
     Prepared,
     SourceChangedError,
     StagedConversion,
-    StageOptions,
     TaskBatch,
     discard_attempt,
 )
@@ -58,9 +57,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dcp.conversion.tasks.TASK_BYTES", 8 << 20)
 
 
-def options_of(to: str) -> StageOptions:
+def options_of(to: str) -> ConversionOptions:
     """What all tests here convert with; objects have no place in safetensors."""
-    return StageOptions(LayoutOptions(to, files=2, shard_bytes=_SHARD_BYTES))
+    return ConversionOptions(LayoutOptions(to, files=2, shard_bytes=_SHARD_BYTES))
 
 
 def staged(
@@ -122,9 +121,9 @@ def test_the_layout_is_planned_once(source: Path, tmp_path: Path, monkeypatch: p
 
     def plan(*arguments: Any) -> Any:
         planned.append("")
-        return plan_layout(*arguments)
+        return plan_target(*arguments)
 
-    monkeypatch.setattr(stages, "plan_layout", plan)
+    monkeypatch.setattr(stages, "plan_target", plan)
     carry_out(source, place_of(tmp_path / "copy", "dcp", OpenWith()), "dcp", times=2)
     assert len(planned) == 1
 
@@ -278,7 +277,7 @@ from dcp.conversion import stages, tasks
 stages.PART_BYTES = tasks.TASK_BYTES = 8 << 20
 from dataclasses import asdict
 from dcp.conversion.wire import decode_result, encode_result
-from dcp.conversion.plan import LayoutOptions
+from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.sinks import observers
 from dcp.conversion.targets.places import place_of
 from dcp.storage.formats.sources import open_source
@@ -294,7 +293,7 @@ observers.append(observe)
 layout = LayoutOptions(to, files=2, shard_bytes=6 << 20)
 place = place_of(target, to, OpenWith(json.loads(options)))
 with stages.StagedConversion(
-    open_source(source), place, stages.StageOptions(layout), attempt=attempt, seconds=1.0
+    open_source(source), place, ConversionOptions(layout), attempt=attempt, seconds=1.0
 ) as it:
     if stage == "prepare":
         prepared, parts = it.prepare()
