@@ -196,7 +196,7 @@ def test_a_conversion_tells_what_torch_load_will_refuse(
     state = {"w": torch.ones(2), "x": np.ones(2), "s": {1}, "t": (torch.ones(1),), "d": torch.float32}
     dcp.save(state, checkpoint_id=str(tmp_path / "c"))
     convert(tmp_path / "c", tmp_path / "file.pt", to="torch")
-    said = [one.getMessage() for one in caplog.records if one.name == "dcp.conversion.plan"]
+    said = [one.getMessage() for one in caplog.records if one.name.startswith("dcp.conversion.")]
     assert len(said) == 1 and "because of 'x';" in said[0]
     convert(tmp_path / "c", tmp_path / "other.pt", to="torch", exclude="x")
     assert torch.load(tmp_path / "other.pt", weights_only=True)["s"] == {1}
