@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dcp.conversion.entries import Entries, TargetDtype, choose_entries
-from dcp.conversion.layout import TargetLayout
+from dcp.conversion.contents.entries import Entries, TargetDtype, choose_entries
+from dcp.conversion.contents.values import SourceValues
+from dcp.conversion.copying.tasks import TASK_BYTES, WINDOW_BYTES
+from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.tasks import TASK_BYTES, WINDOW_BYTES
-from dcp.conversion.values import SourceValues
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.engine.reading.engine import ReadEngine

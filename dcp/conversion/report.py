@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a report is asked for where nothing is converted
-    from dcp.conversion.checks import TargetChecksums
-    from dcp.conversion.layout import TargetLayout
+    from dcp.conversion.copying.checks import TargetChecksums
+    from dcp.conversion.layouts.layout import TargetLayout
     from dcp.storage.engine.reading.requests import ReadStats
 
 __all__ = ["ConversionReport", "report_of"]

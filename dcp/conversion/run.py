@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.conversion.checks import SourceChecks, TargetChecksums
-from dcp.conversion.entries import TargetDtype
-from dcp.conversion.executors import open_executor
-from dcp.conversion.layout import TargetLayout
+from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.copying.checks import SourceChecks, TargetChecksums
+from dcp.conversion.copying.executors import open_executor
+from dcp.conversion.copying.tasks import Task, TaskResult, TaskSettings, close_all, make_tasks, run_task
+from dcp.conversion.layouts.layout import TargetLayout
+from dcp.conversion.layouts.sources import SourceColumns, copy_sources
 from dcp.conversion.plan import (
     ConversionOptions,
     LayoutOptions,
@@ -27,12 +29,10 @@ from dcp.conversion.plan import (
     refuse_itself,
     with_save_id,
 )
-from dcp.conversion.publish import Publisher, publisher_of
+from dcp.conversion.publishing.publish import Publisher, publisher_of
 from dcp.conversion.report import ConversionReport, report_of
-from dcp.conversion.sources import SourceColumns, copy_sources
 from dcp.conversion.targets.job import Chunks
 from dcp.conversion.targets.places import TargetPlace, place_of
-from dcp.conversion.tasks import Task, TaskResult, TaskSettings, close_all, make_tasks, run_task
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.engine import ReadEngine

@@ -18,8 +18,10 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from dcp.conversion.checks import SourceChecks, TargetChecksums
-from dcp.conversion.gather import Gatherer
+from dcp.conversion.copying.checks import SourceChecks, TargetChecksums
+from dcp.conversion.copying.gather import Gatherer
+from dcp.conversion.copying.tasks import Task, TaskResult, carry_out, make_tasks
+from dcp.conversion.layouts.sources import copy_sources
 from dcp.conversion.plan import (
     ConversionOptions,
     Planned,
@@ -29,11 +31,9 @@ from dcp.conversion.plan import (
     refuse_itself,
     source_mark,
 )
+from dcp.conversion.publishing.staged_targets import save_id_of, staged_target
 from dcp.conversion.report import ConversionReport, report_of
-from dcp.conversion.sources import copy_sources
-from dcp.conversion.staged_targets import save_id_of, staged_target
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.tasks import Task, TaskResult, carry_out, make_tasks
 from dcp.conversion.wire import decode_layout, decode_tasks, encode_layout, encode_tasks
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify

@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 import msgpack
 import numpy as np
 
-from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
-from dcp.conversion.sources import SourceColumns, TaskCopies
-from dcp.conversion.tasks import Task, TaskResult
+from dcp.conversion.copying.tasks import Task, TaskResult
+from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.layouts.sources import SourceColumns, TaskCopies
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.storage_selection import choose_reader
-from dcp.conversion.entries import Entries, choose_entries
+from dcp.conversion.contents.entries import Entries, choose_entries
 from dcp.engines import load_engine
 from dcp.loading.targets import GivenState
 from dcp.planners.load.options import LoadOptions

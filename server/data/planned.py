@@ -15,11 +15,11 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.checks import SourceChecks
-from dcp.conversion.layout import TargetLayout
-from dcp.conversion.sources import copy_sources
-from dcp.conversion.tasks import make_tasks
-from dcp.conversion.windows import WindowReader
+from dcp.conversion.copying.checks import SourceChecks
+from dcp.conversion.copying.tasks import make_tasks
+from dcp.conversion.copying.windows import WindowReader
+from dcp.conversion.layouts.layout import TargetLayout
+from dcp.conversion.layouts.sources import copy_sources
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data import bodies

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import dcp
+from dcp.conversion.copying.sinks import observers
 from dcp.conversion.run import convert
-from dcp.conversion.sinks import observers
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError

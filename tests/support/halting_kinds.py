@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from dcp.conversion.sinks import observers
+from dcp.conversion.copying.sinks import observers
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Backoff
 from dcp.server.jobs.worker import Worker

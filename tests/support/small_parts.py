@@ -5,7 +5,8 @@ For processes of their own (`tests.support.small_parts_worker`): to import it ch
 
 from __future__ import annotations
 
-from dcp.conversion import stages, tasks
+from dcp.conversion import stages
+from dcp.conversion.copying import tasks
 from dcp.server.jobs.kinds import KINDS
 
 __all__ = ["KINDS"]

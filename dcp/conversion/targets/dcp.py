@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dcp.conversion.entries import Entries, Value
-from dcp.conversion.layout import CopyBuilder, Hole, Literals, TargetLayout
-from dcp.conversion.layout import Literal as Bytes
+from dcp.conversion.contents.entries import Entries, Value
+from dcp.conversion.layouts.layout import CopyBuilder, Hole, Literals, TargetLayout
+from dcp.conversion.layouts.layout import Literal as Bytes
 from dcp.conversion.targets.job import Chunks, LayoutJob, Planned
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import OptionError

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from dcp.conversion.entries import Entries, Value
-from dcp.conversion.layout import TargetLayout
-from dcp.conversion.sources import payload_crcs
-from dcp.conversion.values import SourceValues
+from dcp.conversion.contents.entries import Entries, Value
+from dcp.conversion.contents.values import SourceValues
+from dcp.conversion.layouts.layout import TargetLayout
+from dcp.conversion.layouts.sources import payload_crcs
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats.plain import encode_plain
 

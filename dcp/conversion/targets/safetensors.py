@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries
-from dcp.conversion.extras import extras_of, metadata_of
-from dcp.conversion.layout import Copies, Literals, TargetLayout
+from dcp.conversion.contents.entries import Entries
+from dcp.conversion.contents.extras import extras_of, metadata_of
+from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries, Value
-from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.contents.entries import Entries, Value
+from dcp.conversion.contents.values import torch_allows
+from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
-from dcp.conversion.values import torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp.conversion.ledger import LEDGER_NAME, LocalLedger
+from dcp.conversion.publishing.ledger import LEDGER_NAME, LocalLedger
 from dcp.conversion.targets.places import is_written_under
 from dcp.manager.cleanup.removal import (
     Removed,

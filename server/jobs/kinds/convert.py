@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 from sqlalchemy import Connection, select
 
-from dcp.conversion.casting import check_castable
+from dcp.conversion.contents.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.formats import TargetFormat, fault_of_target_name

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.conversion.casting import cast, check_castable
+from dcp.conversion.contents.casting import cast, check_castable
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import dcp
-from dcp.conversion.executors import LocalProcesses
+from dcp.conversion.copying.executors import LocalProcesses
+from dcp.conversion.copying.worker import imported_modules
 from dcp.conversion.run import convert
-from dcp.conversion.worker import imported_modules
 from dcp.progress import Progress
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, PlanError
 from tests.support.conversion import folder_of
@@ -117,7 +117,7 @@ def test_workers_import_no_torch() -> None:
         found = pool.submit(imported_modules).result(60)
     finally:
         pool.shutdown()
-    assert "dcp.conversion.worker" in found
+    assert "dcp.conversion.copying.worker" in found
     assert not {"torch", "pytest"} & set(found)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import dcp
-from dcp.conversion.ledger import LEDGER_NAME
+from dcp.conversion.copying.sinks import observers
+from dcp.conversion.publishing.ledger import LEDGER_NAME
 from dcp.conversion.run import convert
-from dcp.conversion.sinks import observers
 from dcp.storage.errors import StorageError
 from dcp.storage.formats.checksums import crc32
 from tests.support.power_cuts import Recording

@@ -27,7 +27,7 @@ _TASK = 8 * _MEBIBYTE
 _REPLACING = """
 import os, signal, sys
 from dcp.conversion.run import convert
-from dcp.conversion.sinks import observers
+from dcp.conversion.copying.sinks import observers
 def observe(op, name):
     if op == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -37,10 +37,10 @@ convert(sys.argv[1], sys.argv[2], to="safetensors", executor="inline", overwrite
 
 _PROGRAM = """
 import json, os, signal, sys
-from dcp.conversion import tasks
+from dcp.conversion.copying import tasks
 tasks.TASK_BYTES = 8 << 20  # several tasks without much to write
 from dcp.conversion.run import convert
-from dcp.conversion.sinks import observers
+from dcp.conversion.copying.sinks import observers
 source, target, to, kill_at = sys.argv[1:5]
 steps = []
 def observe(op, name):

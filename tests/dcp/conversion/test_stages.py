@@ -16,6 +16,7 @@ import torch
 
 import dcp
 from dcp.conversion import stages
+from dcp.conversion.copying.tasks import TaskResult
 from dcp.conversion.plan import ConversionOptions, LayoutOptions, plan_target
 from dcp.conversion.run import convert
 from dcp.conversion.stages import (
@@ -26,7 +27,6 @@ from dcp.conversion.stages import (
     discard_attempt,
 )
 from dcp.conversion.targets.places import TargetPlace, place_of
-from dcp.conversion.tasks import TaskResult
 from dcp.conversion.wire import decode_result, encode_result
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
@@ -54,7 +54,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 8 MiB, so that there are some."""
     monkeypatch.setattr(stages, "PART_BYTES", 8 << 20)
-    monkeypatch.setattr("dcp.conversion.tasks.TASK_BYTES", 8 << 20)
+    monkeypatch.setattr("dcp.conversion.copying.tasks.TASK_BYTES", 8 << 20)
 
 
 def options_of(to: str) -> ConversionOptions:
@@ -273,12 +273,13 @@ def test_what_is_given_up_leaves_nothing(
 
 _PROGRAM = """
 import json, os, signal, sys
-from dcp.conversion import stages, tasks
+from dcp.conversion import stages
+from dcp.conversion.copying import tasks
 stages.PART_BYTES = tasks.TASK_BYTES = 8 << 20
 from dataclasses import asdict
 from dcp.conversion.wire import decode_result, encode_result
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
-from dcp.conversion.sinks import observers
+from dcp.conversion.copying.sinks import observers
 from dcp.conversion.targets.places import place_of
 from dcp.storage.formats.sources import open_source
 from dcp.storage.stores.opening import OpenWith

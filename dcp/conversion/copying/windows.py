@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dcp.conversion.gather import Gatherer
-from dcp.conversion.tasks import Task, TaskResult, _Runner
+from dcp.conversion.copying.gather import Gatherer
+from dcp.conversion.copying.tasks import Task, TaskResult, _Runner
 from dcp.storage.engine.reading.fragments import Fragment
 from dcp.storage.stores.base import Store
 

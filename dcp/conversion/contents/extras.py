@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries, Value
+from dcp.conversion.contents.entries import Entries, Value
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
 from dcp.storage.formats.plain import encode_plain

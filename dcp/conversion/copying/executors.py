@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
-from dcp.conversion.worker import receive, send
+from dcp.conversion.copying.worker import receive, send
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 __all__ = ["DEFAULT_WORKERS", "Inline", "LocalProcesses", "open_executor"]
@@ -31,7 +31,7 @@ _START: Final = (
     # A terminal interrupts all of its processes: what becomes of these is decided by the one that made them.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dcp.conversion.worker import serve; serve()"
+    "from dcp.conversion.copying.worker import serve; serve()"
 )
 
 

@@ -20,10 +20,10 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.checks import TargetChecksums
-from dcp.conversion.layout import TargetLayout
-from dcp.conversion.ledger import Ledger, LocalLedger, StoredLedger
-from dcp.conversion.sinks import announce
+from dcp.conversion.copying.checks import TargetChecksums
+from dcp.conversion.copying.sinks import announce
+from dcp.conversion.layouts.layout import TargetLayout
+from dcp.conversion.publishing.ledger import Ledger, LocalLedger, StoredLedger
 from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.layout import Copies
+from dcp.conversion.layouts.layout import Copies
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.requests import ReadStats

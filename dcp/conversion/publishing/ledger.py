@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgpack
 
-from dcp.conversion.sinks import announce
+from dcp.conversion.copying.sinks import announce
 from dcp.storage.commit_names import DATA_SUFFIX
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp.conversion.layout import Copies, TargetLayout
-from dcp.conversion.pieces import SourceBox
+from dcp.conversion.layouts.layout import Copies, TargetLayout
+from dcp.conversion.layouts.pieces import SourceBox
 from dcp.planners.columns import WantedColumns
 from dcp.planners.load.plan import plan_load
 from dcp.storage.engine.reading.engine import ReadEngine

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp.conversion.casting import CASTABLE, check_castable
+from dcp.conversion.contents.casting import CASTABLE, check_castable
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import (

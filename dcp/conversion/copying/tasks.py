@@ -17,12 +17,12 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from dcp.conversion.casting import cast
-from dcp.conversion.gather import Gatherer, Wanted
-from dcp.conversion.layout import Hole, TargetLayout
-from dcp.conversion.pieces import SourceBox
-from dcp.conversion.sinks import FileSink, Sink, StreamSink
-from dcp.conversion.sources import SourceColumns, TaskCopies, TaskCopy, source_files
+from dcp.conversion.contents.casting import cast
+from dcp.conversion.copying.gather import Gatherer, Wanted
+from dcp.conversion.copying.sinks import FileSink, Sink, StreamSink
+from dcp.conversion.layouts.layout import Hole, TargetLayout
+from dcp.conversion.layouts.pieces import SourceBox
+from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, source_files
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointError, CheckpointFormatError

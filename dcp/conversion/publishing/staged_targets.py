@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dcp.conversion.checks import TargetChecksums
-from dcp.conversion.layout import TargetLayout
-from dcp.conversion.publish import LocalPublisher, final_index
-from dcp.conversion.sinks import ComparingSink, FileSink, Sink, StreamSink, announce
+from dcp.conversion.copying.checks import TargetChecksums
+from dcp.conversion.copying.sinks import ComparingSink, FileSink, Sink, StreamSink, announce
+from dcp.conversion.copying.tasks import Task
+from dcp.conversion.layouts.layout import TargetLayout
+from dcp.conversion.publishing.publish import LocalPublisher, final_index
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.tasks import Task
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError

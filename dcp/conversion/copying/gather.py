@@ -2,8 +2,9 @@
 memory.
 
 Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
-of `Fragment`s, which whoever knows them all combines to those of whole blocks (`dcp.conversion.checks`). So a
-block that two tasks have halves of is verified too, and nobody reads more than it needs.
+of `Fragment`s, which whoever knows them all combines to those of whole blocks
+(`dcp.conversion.copying.checks`). So a block that two tasks have halves of is verified too, and nobody reads
+more than it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.pieces import SourceBox, Transfer, transfer_of
+from dcp.conversion.layouts.pieces import SourceBox, Transfer, transfer_of
 from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks

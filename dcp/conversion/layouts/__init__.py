@@ -1,0 +1,1 @@
+"""A target before a byte moves: files, literal bytes, and the parts of the source that copies are made of."""

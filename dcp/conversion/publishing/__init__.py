@@ -1,0 +1,1 @@
+"""From finished bytes to a target that exists, and the ledger of what of them is done."""
