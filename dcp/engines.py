@@ -14,10 +14,10 @@ from dcp.planners.load import planner as load_planner
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save import planner as save_planner
+from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.columns import ColumnSaveEngine
 from dcp.saving.engine import SaveEngine
-from dcp.saving.rank_state import PlanOptions
 from dcp.storage import reader as reading
 from dcp.storage import writer as writing
 from dcp.storage.errors import CheckpointError

@@ -16,7 +16,7 @@ from dcp.calls.stateful_values import stateful_keys
 from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
-from dcp.saving.rank_state import PlanOptions
+from dcp.planners.save.options import PlanOptions
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.writer import FileSystemWriter
 

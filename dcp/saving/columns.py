@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import astuple, replace
+from operator import attrgetter
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp.planners.columns import WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.wire.codec import (
@@ -25,8 +27,8 @@ from dcp.progress import reporting
 from dcp.ranks.options import of_save
 from dcp.saving.engine import SaveAttempt, SaveEngine, SaveTask
 from dcp.saving.provenance import provenance_of
-from dcp.saving.rank_state import PlanOptions, RankState, encoded_object
-from dcp.storage.engine.reading.assemble import assemble_index
+from dcp.saving.rank_state import RankState, encoded_object
+from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write import WriteOutcome
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
@@ -210,7 +212,7 @@ class ColumnSave(SaveAttempt):
             if ranks.is_coordinator or not self._together:
                 writer.prepare()
             self._local = self._part()
-            self.size_bytes = sum(source.nbytes for source in self._local.sources)
+            self.size_bytes = sum(map(attrgetter("nbytes"), self._local.sources))
         return self._local
 
     def _local_plan(self) -> bytes:

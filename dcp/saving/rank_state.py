@@ -20,7 +20,7 @@ from dcp.saving.objects import encode_object
 from dcp.storage.errors import PlanError
 from dcp.storage.near_names import listed
 
-__all__ = ["EncodedObject", "PlanOptions", "RankState", "warn_of_foreign", "warn_of_keys"]
+__all__ = ["EncodedObject", "RankState", "warn_of_foreign", "warn_of_keys"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,6 @@ class EncodedObject(NamedTuple):
 
     blob: bytes
     plain: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What of a `DefaultSavePlanner` decides on the global plan."""
-
-    dedup_to_lowest_rank: bool = False
-    split_bytes: int | None = None
-    replica_check: ReplicaCheck = "sampled"
-
-    @classmethod
-    def of(cls, planner: DefaultSavePlanner) -> PlanOptions:
-        """The options of ``planner``."""
-        return cls(planner.dedup_save_to_lowest_rank, planner.split_bytes, planner.replica_check)
 
 
 @dataclass(frozen=True, eq=False)

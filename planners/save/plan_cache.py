@@ -33,7 +33,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64
 
-__all__ = ["PlanCache", "RankPart"]
+__all__ = ["PlanCache", "PlannedPart"]
 
 _ID_BYTES = 16
 """Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
@@ -55,8 +55,8 @@ _STRUCTURE = (
 sizes, which only say what is well balanced."""
 
 
-class RankPart(Protocol):
-    """What a rank contributes to a save (`dcp.saving.rank_state.LocalState` is one)."""
+class PlannedPart(Protocol):
+    """What a rank contributes to a save (`dcp.saving.rank_state.RankState` is one)."""
 
     @property
     def columns(self) -> SaveColumns:
@@ -141,7 +141,7 @@ class PlanCache:
 
     def offer(
         self,
-        part: RankPart,
+        part: PlannedPart,
         object_digests: npt.NDArray[np.uint64],
         *,
         check: ReplicaCheck,
@@ -169,7 +169,7 @@ class PlanCache:
             raise PlanError("the coordinator reuses a plan that this rank does not have")
         return self._mine.writes
 
-    def receive(self, part: RankPart, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
+    def receive(self, part: PlannedPart, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
         """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
         self._mine = self._next_mine = None
         structure = self._structure

@@ -72,7 +72,9 @@ def check_volumes(tensors: MergedTensors) -> list[str]:
 
 def check_kinds(tensors: MergedTensors, objects: MergedObjects) -> list[str]:
     """Names that are a tensor on one rank and another value on another."""
-    both = set(tensors.fqns) & set(objects.fqns)
+    both = set(objects.fqns).intersection(tensors.fqns) if objects.fqns else ()
+    if not both:
+        return []
     problems = []
     for row, fqn in enumerate(tensors.fqns):
         if fqn not in both:

@@ -22,7 +22,6 @@ __all__ = [
     "RunFilter",
     "RunPage",
     "RunSort",
-    "ensure_run",
     "ensure_runs",
     "get_run",
     "list_runs",
@@ -87,11 +86,6 @@ class RunPage:
 
     runs: list[Run]
     next_cursor: str | None
-
-
-def ensure_run(connection: Connection, root_id: int, key: str, *, now: float) -> int:
-    """The id of the run, which is made if it is not there."""
-    return ensure_runs(connection, [(root_id, key)], now=now)[root_id, key]
 
 
 def ensure_runs(

@@ -44,7 +44,6 @@ __all__ = [
     "Precondition",
     "Public",
     "Requires",
-    "RootsDep",
     "ServiceDep",
     "Writer",
     "check_visible",
@@ -78,7 +77,6 @@ async def _caller(request: Request) -> Principal:
 
 ServiceDep = Annotated[Service, Depends(_service)]
 Db = Annotated[Database, Depends(_database)]
-RootsDep = Annotated[Roots, Depends(_roots)]
 Caller = Annotated[Principal, Depends(_caller)]
 
 

@@ -30,7 +30,6 @@ __all__ = [
     "Name",
     "NamePath",
     "Plain",
-    "PlainData",
     "Problem",
     "Request",
     "Text",
@@ -161,9 +160,6 @@ def _check_plain(value: Any, depth: int) -> None:
 
 Plain = Annotated[Any, AfterValidator(_plain)]
 """Any JSON that both databases store and give back."""
-
-PlainData = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""A JSON object of such."""
 
 
 def _seconds(text: Any) -> float:

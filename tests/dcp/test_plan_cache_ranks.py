@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp
+from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.ranks.collectives import Ranks
@@ -22,7 +23,7 @@ from dcp.saving import columns as columnar_save
 from dcp.saving.columns import ColumnSaveEngine, cache_of
 from dcp.saving.engine import SaveTask
 from dcp.saving.options import SaveOptions
-from dcp.saving.rank_state import PlanOptions, RankState
+from dcp.saving.rank_state import RankState
 from dcp.storage.errors import ReplicaMismatchError, StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store

@@ -32,7 +32,7 @@ from dcp.storage.tensors import byte_pieces
 from dcp.storage.writer import FileSystemWriter
 
 __all__ = [
-    "Parcel",
+    "PickledState",
     "map_memory",
     "pack",
     "read_file",
@@ -64,7 +64,7 @@ _UNPICKLABLE = (
 
 
 @dataclass
-class Parcel:
+class PickledState:
     """The pickle, and the tensors whose bytes belong at their offsets of a memory of ``size_bytes``."""
 
     data: bytes = b""
@@ -72,29 +72,29 @@ class Parcel:
     size_bytes: int = 0
 
 
-def pack(value: Any, what: str) -> Parcel:
+def pack(value: Any, what: str) -> PickledState:
     """Pack ``value`` for `unpack` in the writer process; ``what`` names it in errors.
 
     Raises WriterProcessError for what cannot be pickled, or not be found by name there.
     """
-    parcel, buffer = Parcel(), io.BytesIO()
+    packed, buffer = PickledState(), io.BytesIO()
     try:
-        _Pickler(buffer, parcel).dump(value)
+        _Pickler(buffer, packed).dump(value)
     except _UNPICKLABLE as error:
         reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise WriterProcessError(
             f"{what} cannot be sent to the writer process: {reason.rstrip('.')}. {_WAY_OUT}."
         ) from error
-    parcel.data = buffer.getvalue()
-    return parcel
+    packed.data = buffer.getvalue()
+    return packed
 
 
-def write_tensors(parcel: Parcel) -> int:
-    """A new memory file with the parcel's tensors; the descriptor is the caller's."""
+def write_tensors(packed: PickledState) -> int:
+    """A new memory file with the state's tensors; the descriptor is the caller's."""
     memory = os.memfd_create("dcp-staged", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(memory, parcel.size_bytes)
-        for offset, tensor in parcel.tensors:
+        os.ftruncate(memory, packed.size_bytes)
+        for offset, tensor in packed.tensors:
             for piece in byte_pieces(tensor):
                 rest = memoryview(piece)
                 while rest:
@@ -126,9 +126,9 @@ def read_file(fd: int) -> BinaryIO:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, parcel: Parcel) -> None:
+    def __init__(self, file: io.BytesIO, packed: PickledState) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._parcel = parcel
+        self._packed = packed
         self._places: dict[tuple[int, int], int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -159,15 +159,15 @@ class _Pickler(pickle.Pickler):
         return _tensor, (self._place(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def _place(self, tensor: torch.Tensor) -> int:
-        """The tensor's offset in the parcel's memory; tensors that are one in memory stay one."""
+        """The tensor's offset in the state's memory; tensors that are one in memory stay one."""
         dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         key = (tensor.data_ptr(), tensor.nbytes) if dense else (-1, id(tensor))
         offset = self._places.get(key)
         if offset is None:
-            parcel = self._parcel
-            offset = self._places[key] = -(-parcel.size_bytes // _ALIGNMENT) * _ALIGNMENT
-            parcel.tensors.append((offset, tensor.detach()))  # which also keeps its id and address from reuse
-            parcel.size_bytes = offset + tensor.nbytes
+            packed = self._packed
+            offset = self._places[key] = -(-packed.size_bytes // _ALIGNMENT) * _ALIGNMENT
+            packed.tensors.append((offset, tensor.detach()))  # which also keeps its id and address from reuse
+            packed.size_bytes = offset + tensor.nbytes
         return offset
 
 
@@ -182,7 +182,7 @@ def _without_store(writer: FileSystemWriter) -> Any:
 
 # -- unpacking -----------------------------------------------------------------------------------------------
 
-_memory: ContextVar[torch.Tensor] = ContextVar("memory of the parcel that is being unpacked")
+_memory: ContextVar[torch.Tensor] = ContextVar("memory of the state that is being unpacked")
 
 
 def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.background.error_codec import plain_error
-from dcp.background.process import pickled_state as parcel
+from dcp.background.process import pickled_state
 from dcp.background.process.child import Child
 from dcp.background.worker import Payload
 from dcp.planners.columns import SaveColumns, SaveObjects
@@ -72,7 +72,7 @@ class Sender:
             body["cwd"] = os.getcwd()  # noqa: PTH109 - travels as text
             seconds = order.seconds | getattr(payload, "seconds", {})
             sent = replace(order, seconds=seconds, options=replace(options, progress=None))
-            body["order"] = parcel.pack(sent, "the save's storage or planner").data
+            body["order"] = pickled_state.pack(sent, "the save's storage or planner").data
         except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
             body["refused"] = plain_error(error)
         else:
@@ -105,15 +105,15 @@ class Sender:
             return
         if not isinstance(staged, dict):
             raise CheckpointError(f"a {type(staged).__name__} is no staged state that can leave the process")
-        packed = parcel.pack(staged, "the state dict")
+        packed = pickled_state.pack(staged, "the state dict")
         if packed.size_bytes:
-            own_fds.append(parcel.write_tensors(packed))
+            own_fds.append(pickled_state.write_tensors(packed))
             fds.append(own_fds[0])
         body["state_bytes"] = packed.size_bytes
         if len(packed.data) <= _INLINE_BYTES:
             body["state"] = packed.data
             return
-        own_fds.append(parcel.write_file(lambda file: file.write(packed.data)))
+        own_fds.append(pickled_state.write_file(lambda file: file.write(packed.data)))
         body["state_fd"] = len(fds)
         fds.append(own_fds[-1])
 
@@ -128,7 +128,7 @@ class Sender:
             body["objects"] = pickle.dumps(objects, pickle.HIGHEST_PROTOCOL)
         else:
             own_fds.append(
-                parcel.write_file(lambda file: pickle.dump(objects, file, pickle.HIGHEST_PROTOCOL))
+                pickled_state.write_file(lambda file: pickle.dump(objects, file, pickle.HIGHEST_PROTOCOL))
             )
             body["objects_fd"] = len(fds)
             fds.append(own_fds[-1])

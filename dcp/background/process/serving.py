@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dcp.background.error_codec import error_to_data
-from dcp.background.process import pickled_state as parcel
+from dcp.background.process import pickled_state
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
 from dcp.engines import save_engine_again
@@ -149,7 +149,7 @@ class WriterLoop:
             if "refused" in body:
                 raise error_from_wire(body["refused"])
             os.chdir(body["cwd"])
-            order: SaveOrder = parcel.unpack(body["order"])
+            order: SaveOrder = pickled_state.unpack(body["order"])
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
             refusal = _Refusal(error)
             order, payload = refusal.order(body), refusal.payload
@@ -343,7 +343,7 @@ class _Memory:
             self._arenas.pop(arena, None)
             self._layouts.pop(arena, None)
         if "arena" in body:
-            self._arenas[body["arena"]["key"]] = parcel.map_memory(fds[0], body["arena"]["size_bytes"])
+            self._arenas[body["arena"]["key"]] = pickled_state.map_memory(fds[0], body["arena"]["size_bytes"])
         if "layout" in body:
             self._lay_out(body["layout"])
         if "columns" in body:
@@ -355,7 +355,7 @@ class _Memory:
         shapes = iter(np.frombuffer(layout["shapes"], np.int64).tolist())
         self._layouts[layout["arena"]] = {
             layout["key"]: [
-                parcel.tensor_view(
+                pickled_state.tensor_view(
                     memory, offset, tuple(next(shapes) for _ in range(ndim)), torch_dtype(code)
                 )
                 for offset, ndim, code in zip(offsets, layout["ndims"], layout["dtype_codes"], strict=True)
@@ -367,10 +367,10 @@ class _Memory:
             raise error_from_wire(body["staging_error"])
         if "state_bytes" in body:
             size_bytes = body["state_bytes"]
-            memory = parcel.map_memory(fds[0], size_bytes) if size_bytes else None
+            memory = pickled_state.map_memory(fds[0], size_bytes) if size_bytes else None
             with _sent(body, "state", fds) as file:
                 packed = file.read()
-            state: dict[str, Any] = parcel.unpack(packed, memory)
+            state: dict[str, Any] = pickled_state.unpack(packed, memory)
             return state
         sources = self._layouts.get(body["source_arena"], {}).get(body["source_layout"])
         if self._columns is None or sources is None:
@@ -386,4 +386,4 @@ class _Memory:
 def _sent(body: dict[str, Any], name: str, fds: list[int]) -> BinaryIO:
     """The bytes called ``name``: of the message, or of the memory file that came with it."""
     place = body.get(f"{name}_fd")
-    return io.BytesIO(body[name]) if place is None else parcel.read_file(fds[place])
+    return io.BytesIO(body[name]) if place is None else pickled_state.read_file(fds[place])

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.payloads import Payloads
 from dcp.storage.engine.reading import scatter
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, join
 from dcp.storage.engine.reading.open_files import OpenFiles
+from dcp.storage.engine.reading.payloads import Payloads
 from dcp.storage.engine.reading.requests import BoxRequest, ReadStats, Region, Runs, Verify
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker

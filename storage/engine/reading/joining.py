@@ -88,11 +88,6 @@ class JoinedRequest:
     direct: list[RequestPiece] = field(default_factory=list)
     copied: list[RequestPiece] = field(default_factory=list)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """How much is not read where it belongs."""
-        return self.end - self.begin - sum(piece.size_bytes for piece in self.direct)
-
 
 def join(
     pieces: Iterable[RequestPiece], profile: ReadProfile, request_bytes: int

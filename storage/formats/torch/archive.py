@@ -42,7 +42,6 @@ _LONGEST_FIELD_BYTES: Final = 64
 
 _WINDOW_BYTES: Final = 256 << 10
 _SAMPLES: Final = 2
-_MAX_HEADER_BYTES: Final = _LOCAL_BYTES + 2 * 0xFFFF
 
 _LEGACY_MAGIC: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickled number which torch's format of before 1.6 begins with."""

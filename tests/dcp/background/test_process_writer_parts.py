@@ -1,4 +1,4 @@
-"""The parts of the process writer by themselves: messages, parcels, the meeting, the verdict."""
+"""The parts of the process writer by themselves: messages, pickled state, the meeting, the verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp
 from dcp.background.error_codec import Ending, error_from_data, error_to_data, verdict
-from dcp.background.process import pickled_state as parcel
+from dcp.background.process import pickled_state
 from dcp.background.process.child import child_environment
 from dcp.background.process.rendezvous import Address, meet, own_store
 from dcp.background.process.wire import Connection, watch_process
@@ -133,10 +133,10 @@ def test_a_peers_end_shows_though_a_fork_holds_its_socket() -> None:
 
 def through(value: Any) -> Any:
     """``value`` as the writer process gets it."""
-    packed = parcel.pack(value, "a value")
-    fd = parcel.write_tensors(packed)
+    packed = pickled_state.pack(value, "a value")
+    fd = pickled_state.write_tensors(packed)
     try:
-        return parcel.unpack(packed.data, parcel.map_memory(fd, packed.size_bytes))
+        return pickled_state.unpack(packed.data, pickled_state.map_memory(fd, packed.size_bytes))
     finally:
         os.close(fd)
 
@@ -158,7 +158,7 @@ def test_tensors_of_any_kind_arrive_as_they_were() -> None:
         "quantized": torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8),
         "nested": [(1, "two", {"three": torch.ones(2)})],
     }
-    assert len(parcel.pack(value, "a value").data) < 4000
+    assert len(pickled_state.pack(value, "a value").data) < 4000
     got = through(value)
     assert got["weight"].requires_grad
     assert got["weight"].data_ptr() == got["tied"].data_ptr()
@@ -207,7 +207,7 @@ def test_sharded_tensors_of_fsdp1_arrive(tmp_path: Path) -> None:
 def test_what_is_not_on_the_host_is_refused() -> None:
     """A tensor on a device is no staged copy."""
     with pytest.raises(WriterProcessError, match=r"the state dict .* not a staged copy"):
-        parcel.pack({"w": torch.empty(3, device="meta")}, "the state dict")
+        pickled_state.pack({"w": torch.empty(3, device="meta")}, "the state dict")
 
 
 def test_a_writer_travels_without_the_store_of_its_last_save(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine import payloads
 from dcp.storage.engine.memory import ScratchBuffers
 from dcp.storage.engine.reading import engine as read
-from dcp.storage.engine.reading import fragments, joining, scatter
+from dcp.storage.engine.reading import fragments, joining, payloads, scatter
 from dcp.storage.engine.reading import worker as read_worker
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Region, Verify
