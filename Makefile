@@ -14,7 +14,7 @@ DEMO_STAMP = .venv/.installed-$(DEMO)
 
 # Tests of several ranks start processes of their own, so few workers; a file stays on one worker, and those that
 # take longest are first (tests/conftest.py).
-WORKERS ?= -n 4 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 
 .PHONY: help demo test test-all check lint types contracts bench format sync-client clean
