@@ -77,7 +77,9 @@ def test_two_writers_overwrite_one_id(tmp_path: Path) -> None:
     lost = [version for version, done in first + second if not done]
     assert len(committed) >= ROUNDS / 2
     assert lost, "the writers never met"
-    finals = [[version for version, done in outcomes if done][-1] for outcomes in (first, second)]
+    # on a busy machine one of them may win every time
+    won = [[version for version, done in outcomes if done] for outcomes in (first, second)]
+    finals = [versions[-1] for versions in won if versions]
     assert last in finals
     assert (stock, files, findings) == (last, CLEAN, 0)
     counts = Counter(seen)
