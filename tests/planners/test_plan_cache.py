@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.planners.columns import RankSets, SaveColumns, SaveObjects, WriteColumns
+from dcp.planners.per_rank import PerRank
 from dcp.planners.save.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.planners.save.planner import item_digests
+from dcp.planners.save.planner import DefaultSavePlanner, item_digests
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
 from dcp.storage.formats.index import starts
@@ -283,6 +284,26 @@ def test_options_and_ranks_are_part_of_the_structure() -> None:
     assert job.save([*parts, parts[0]]).hit
     job.caches[1:] = reversed(job.caches[1:])
     assert not job.save([*parts, parts[0]]).hit
+
+
+def test_names_of_one_rank_are_not_those_of_another() -> None:
+    """`PerRank` values are stored below the number of their rank: a plan for one rank's serves no other, also
+    where nothing else tells them apart."""
+    values = {"rng": PerRank({"cpu": torch.zeros(16, dtype=torch.uint8)}), "w": torch.zeros(3)}
+
+    def part_of(rank: int) -> Part:
+        planner = DefaultSavePlanner()
+        planner.rank = rank
+        planner.set_up_planner(values)
+        columns, sources, _ = planner.create_local_columns(digests=False)
+        return Part.of(columns, sources)
+
+    job = Job.of(1)
+    saves = [job.save([part_of(rank)]) for rank in (0, 0, 1, 1, 0)]
+    assert [saved.hit for saved in saves] == [False, True, False, True, False]
+    assert [set(saved.plan.index.fqns) for saved in saves[1:]] == [
+        {f"rng.rank-{rank}.cpu", "w"} for rank in (0, 1, 1, 0)
+    ]
 
 
 def test_a_rank_without_the_plan_forces_a_new_one() -> None:

@@ -115,3 +115,12 @@ class Gate:
 def data_files(folder: Path) -> list[Path]:
     """The data files of a checkpoint."""
     return sorted(folder.glob("*.distcp"))
+
+
+MODES = ["thread", "sync"]
+
+
+def manager_of(root: Path, **options: Any) -> dcp.CheckpointManager:
+    """A manager with a fast writer."""
+    options.setdefault("writer", plain_writer)
+    return dcp.CheckpointManager(root, retry_pause_seconds=0.01, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 
 # (shape, [(offsets, sizes), ...], dtype name, requires_grad) of one tensor
 Tensor = tuple[tuple[int, ...], Sequence[tuple[tuple[int, ...], tuple[int, ...]]], str, bool]
@@ -179,3 +189,64 @@ def indexes(draw: st.DrawFn) -> CheckpointIndex:
         planner_data=draw(mapping | _plain),
         gap=draw(st.sampled_from([0, 100, 1 << 40])),
     )
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+COLUMNS = (
+    "dtype_codes",
+    "shape_start",
+    "shape_values",
+    "requires_grad",
+    "chunk_start",
+    "chunk_offsets",
+    "chunk_sizes",
+    "record_offsets",
+    "record_lengths",
+    "payload_offsets",
+    "payload_lengths",
+    "crc_start",
+    "crcs",
+)
+
+
+def assert_same(index: CheckpointIndex, expected: CheckpointIndex) -> None:
+    """All that a `.metadata` can hold is equal in both."""
+    index.check()
+    assert (index.fqns, index.objects.fqns) == (expected.fqns, expected.objects.fqns)
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(index, name), getattr(expected, name), err_msg=name)
+    for name in ("offsets", "lengths", "crcs", "plain"):
+        np.testing.assert_array_equal(
+            getattr(index.objects, name), getattr(expected.objects, name), err_msg=name
+        )
+    assert [index.files[f] for f in index.chunk_files] == [expected.files[f] for f in expected.chunk_files]
+    ours = [index.files[f] for f in index.objects.files]
+    assert ours == [expected.files[f] for f in expected.objects.files]
+    assert repr(index.planner_data) == repr(expected.planner_data)
+
+
+def small_metadata(**changes: Any) -> Metadata:
+    """A tensor of two chunks and an object, of stock's classes."""
+    chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(2)]
+    places: dict[MetadataIndex, Any] = {
+        MetadataIndex("t", [row, 0], row): _StorageInfo("__0_0.distcp", 500 * row, 500) for row in range(2)
+    }
+    places[MetadataIndex("o")] = _StorageInfo("__0_0.distcp", 1000, 200)
+    metadata = Metadata(
+        {
+            "t": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2, 3]), chunks),
+            "o": BytesStorageMetadata(),
+        },
+        planner_data={"t": ("t",), "o": ("o",)},
+        storage_data=places,
+        storage_meta=StorageMeta("there", "id"),
+        version="1.0.0",
+    )
+    return dataclasses.replace(metadata, **changes)
+
+
+def decode(metadata: Any, protocol: int = 4) -> CheckpointIndex:
+    """The index of objects pickled as stock pickles them."""
+    return decode_torch_metadata(pickle.dumps(metadata, protocol=protocol))

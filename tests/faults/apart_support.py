@@ -1,0 +1,42 @@
+"""What the tests of ranks that differ share: planners on torch's road, and what an act raises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import dcp
+from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.save.planner import DefaultSavePlanner
+
+STATE = {"w": torch.arange(6.0), "step": 3}
+
+
+class CustomPlanner(DefaultLoadPlanner):
+    """Takes torch's road, by objects."""
+
+    def create_local_plan(self) -> Any:
+        """As its base."""
+        return super().create_local_plan()
+
+
+class CustomSavePlanner(DefaultSavePlanner):
+    """Takes torch's road, by objects."""
+
+    def create_local_plan(self) -> Any:
+        """As its base."""
+        return super().create_local_plan()
+
+
+def outcome(act: Callable[[], Any]) -> tuple[tuple[str, ...], str, Any, float]:
+    """(classes, message, ranks, seconds) of what ``act`` raises."""
+    begun = time.monotonic()
+    try:
+        act()
+    except dcp.CheckpointError as error:
+        names = tuple(cls.__name__ for cls in type(error).__mro__)
+        return names, str(error), error.facts.get("ranks"), time.monotonic() - begun
+    return (), "", None, time.monotonic() - begun

@@ -1,0 +1,199 @@
+"""Ranks that were given other options, or other kinds of objects: found out at once."""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.planners.save.planner import DefaultSavePlanner
+from tests.faults.apart_support import STATE, CustomPlanner, CustomSavePlanner, outcome
+from tests.support.ranks import run_ranks
+
+
+def load_a_part(rank: int, world_size: int, root: Path) -> Any:
+    """Only rank 1 chooses."""
+    dcp.save(STATE, checkpoint_id=root)
+    only = "w" if rank == 1 else None
+    return outcome(lambda: dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, only=only))
+
+
+def test_ranks_that_load_otherwise_fail_at_once(tmp_path: Path) -> None:
+    """``only`` on some ranks takes a step that the others do not."""
+    for names, message, _, seconds in run_ranks(2, load_a_part, tmp_path / "x"):
+        assert "PlanError" in names, message
+        assert "rank 0: only=None; rank 1: only='w'" in message
+        assert seconds < 60
+
+
+LOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "only": ("w", ["step", "w"]),
+    "exclude": (None, "step"),
+    "per_rank": ("exact", "keep"),
+    "unexpected": ("error", "ignore"),
+    "dtype": ("exact", "cast"),
+    "allow_partial_load": (False, True),
+    "weights_only": (True, False),
+    "verify": ("blocks", "none"),
+}
+
+
+SAVE_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "overwrite": (True, False),
+    "torch_compatible": (True, False),
+    "sync_files": (True, False),
+    "single_file_per_rank": (True, False),
+    "replica_check": ("sampled", "off"),
+    "split_bytes": (1 << 20, None),
+    "dedup_save_to_lowest_rank": (False, True),
+}
+
+
+def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
+    """For each option the outcome where rank 1 is given another value; then all ranks agree again."""
+    dcp.save(STATE, checkpoint_id=root / "old")
+    found: dict[str, Any] = {}
+
+    def load(name: str, value: Any) -> None:
+        planner = CustomPlanner() if way == "objects" else None
+        dcp.load(
+            {"w": torch.zeros(6), "step": 0},
+            checkpoint_id=root / "old",
+            planner=planner,
+            timeout_seconds=120,
+            **{name: value},
+        )
+
+    def save(name: str, value: Any) -> None:
+        of_writer = {name: value} if name in signature(dcp.FileSystemWriter).parameters else {}
+        cls = CustomSavePlanner if way == "objects" else DefaultSavePlanner
+        planner = cls(**({} if of_writer else {name: value}))
+        writer = dcp.FileSystemWriter(root / "new" / name, **of_writer)
+        if way == "async":
+            dcp.async_save(STATE, storage_writer=writer, planner=planner).result(120)
+        else:
+            dcp.save(STATE, storage_writer=writer, planner=planner, timeout_seconds=120)
+
+    for name, values in LOAD_OPTIONS.items() if way != "async" else ():
+        found[name] = outcome(lambda: load(name, values[rank]))  # noqa: B023
+    for name, values in SAVE_OPTIONS.items():
+        found[name] = outcome(lambda: save(name, values[rank]))  # noqa: B023
+    save("overwrite", True)
+    load("only", ["w"] if rank == 0 else "w")
+    return found, sorted(path.name for path in (root / "new").iterdir())
+
+
+@pytest.mark.parametrize("way", ["columns", "objects", "async"])
+def test_options_that_differ_by_rank_are_told(tmp_path: Path, way: str) -> None:
+    """Each by its name, with what each rank has, on all ranks, before anything is written; the group serves
+    on, and a list of one pattern is that pattern."""
+    for found, left in run_ranks(2, options_apart, tmp_path, way):
+        values = SAVE_OPTIONS if way == "async" else LOAD_OPTIONS | SAVE_OPTIONS
+        assert found.keys() == values.keys()
+        for name, (names, message, ranks, _) in found.items():
+            assert "PlanError" in names and "RankFailedError" in names, (name, message)
+            for rank, value in enumerate(values[name]):
+                assert f"rank {rank}: {name}={value!r}" in message, message
+            assert ranks == [1]
+        assert left == ["overwrite"]
+
+
+def other_kinds(rank: int, world_size: int, root: Path, what: str) -> Any:
+    """Rank 0 loads into an optimizer, rank 1 into something else at its key."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    dcp.save({"optim": optimizer}, checkpoint_id=root)
+    fresh = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters())
+    others = {
+        "its state dict": fresh.state_dict(),
+        "an empty dict": {},
+        "a module": torch.nn.Linear(3, 2),
+        "state dicts on both": fresh.state_dict(),
+    }
+    state: dict[str, Any] = {"optim": fresh}
+    if what == "state dicts on both":
+        state["optim"] = {**optimizer.state_dict()}
+    if rank == 1:
+        state["optim"] = others[what]
+    planner = CustomPlanner() if root.name == "objects" else None
+    found = outcome(lambda: dcp.load(state, checkpoint_id=root, planner=planner, timeout_seconds=120))
+    ignored = outcome(
+        lambda: dcp.load(state, checkpoint_id=root, planner=planner, unexpected="ignore", timeout_seconds=120)
+    )
+    return found, len(fresh.state), ignored
+
+
+@pytest.mark.parametrize("way", ["columns", "objects"])
+@pytest.mark.parametrize("what", ["its state dict", "an empty dict", "a module", "state dicts on both"])
+def test_another_kind_of_object_on_one_rank_is_told(tmp_path: Path, what: str, way: str) -> None:
+    """It would stay empty there without a word, as the other rank takes what the checkpoint has: the error
+    names the key and the rank."""
+    for (names, message, ranks, _), filled, (ignored, *_) in run_ranks(2, other_kinds, tmp_path / way, what):
+        if what == "state dicts on both":
+            assert "UnexpectedKeyError" in names and "'optim.state" in message and ignored == ()
+            assert "on rank 1 " in message
+        else:
+            kind = {"a module": "an object"}.get(what, "a dict")
+            assert "PlanError" in names, message
+            assert f"'optim' is not of one kind on all ranks: rank 0: an optimizer; rank 1: {kind}" in message
+            assert ranks == [1]
+        assert filled == 0
+
+
+def parts_of_a_pipeline(rank: int, world_size: int, root: Path) -> Any:
+    """Each rank has layers and an optimizer of its own, under one key; rank 1 has a key more."""
+    name = f"layers.{rank}"
+    own: Any = {"state": {name: {"step": torch.ones(2)}}, "param_groups": [{"params": [name]}]}
+    state: dict[str, Any] = {"model": {name: torch.ones(2)}, "optim": own["state"]}
+    if rank == 1:
+        state["head"] = {"w": torch.ones(2)}
+    dcp.save(state, checkpoint_id=root)
+    for tensor in (state["model"][name], own["state"][name]["step"]):
+        tensor.zero_()
+    dcp.load(state, checkpoint_id=root)
+    return state["model"][name].tolist(), own["state"][name]["step"].tolist()
+
+
+def test_parts_of_a_pipeline_differ(tmp_path: Path) -> None:
+    """Keys of one rank alone, and other entries below a key, are no difference of kind."""
+    assert run_ranks(2, parts_of_a_pipeline, tmp_path / "x") == [([1.0, 1.0], [1.0, 1.0])] * 2
+
+
+MANAGER_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "mode": ("thread", "sync"),
+    "every_steps": (10, 20),
+    "every_seconds": (None, 60.0),
+    "save_first": (False, True),
+    "when_busy": ("wait", "skip"),
+    "on_failure": ("warn", "raise"),
+    "retries": (2, 0),
+    "handle_sigterm": (True, False),
+    "agree_every_steps": (1, 2),
+}
+
+
+def managers_apart(rank: int, world_size: int, root: Path) -> Any:
+    """For each option the outcome where rank 1 is given another value."""
+    found = {
+        name: outcome(lambda: dcp.CheckpointManager(root, timeout_seconds=120, **{name: values[rank]}))  # noqa: B023
+        for name, values in MANAGER_OPTIONS.items()
+    }
+    with dcp.CheckpointManager(root, timeout_seconds=120) as manager:
+        manager.save(1, STATE, last=True)
+    return found
+
+
+def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
+    """Their ranks would save other steps, or wait where the others do not; the group serves on."""
+    for found in run_ranks(2, managers_apart, tmp_path / "run"):
+        for name, (names, message, _, _) in found.items():
+            assert "PlanError" in names, (name, message)
+            for rank, given in enumerate(MANAGER_OPTIONS[name]):
+                value = "given" if name == "every_seconds" and given else given
+                assert f"rank {rank}: {name}={value!r}" in message, message

@@ -1,0 +1,125 @@
+"""Ranks that do not come, or end while the group forms: found out within the timeout."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp
+from dcp.ranks.channel import Channel
+from tests.faults.apart_support import STATE, outcome
+from tests.support.ranks import RankDied, RankRaised
+from tests.support.ranks import Ranks as RankPool
+
+
+def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
+    """Ranks 0 and 1 begin, rank 2 never does."""
+    first = how.startswith("first")
+    how = how.removeprefix("first ")
+    manager = None
+    if how in ("thread", "process"):
+        manager = dcp.CheckpointManager(root, mode=how, timeout_seconds=4.0)  # type: ignore[arg-type]
+        manager.save(1, STATE)
+        manager.wait()
+    elif not first:
+        dcp.save(STATE, checkpoint_id=root)
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set(f"ready/{rank}", "1")
+    store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=120))
+
+    def act() -> None:
+        if how == "save":
+            dcp.save(STATE, checkpoint_id=root, timeout_seconds=4.0)
+        elif how == "load":
+            dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, timeout_seconds=4.0)
+        elif how == "manager":
+            dcp.CheckpointManager(root, timeout_seconds=4.0)
+        elif manager is not None and (future := manager.save(2, STATE)) is not None:
+            future.result()
+
+    found = outcome(act) if rank != 2 else None
+    store.set(f"done/{rank}", "1")
+    store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
+    os._exit(0) if found is None else None
+    return found
+
+
+_OTHER_WAITS = [
+    pytest.param(how, marks=pytest.mark.exhaustive)
+    for how in ("first save", "first manager", "load", "thread")
+]
+
+
+@pytest.mark.parametrize("how", ["first load", "save", "manager", "process", *_OTHER_WAITS])
+def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, how: str) -> None:
+    """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
+    nobody else."""
+    pool = RankPool()
+    try:
+        results = pool.run(3, rank_2_stays_away, (tmp_path / "x", how), timeout_seconds=240)
+    finally:
+        pool.close()
+    for result in results[:2]:
+        names, message, _, seconds = result
+        assert "CollectiveTimeoutError" in names, result
+        assert "rank 2 of 3 died or did not answer" in message
+        assert seconds < 5.5, result
+
+
+def rank_0_ends_while_the_group_forms(
+    rank: int, world_size: int, root: Path, port: int, kind: str, when: str
+) -> Any:
+    """Rank 0, which hosts the store, ends where the saves' own group is made."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    dist.barrier()
+    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=5))  # type: ignore[union-attr]
+    if rank == 0:
+
+        def end(*args: Any, **options: Any) -> Any:
+            if when == "late":
+                time.sleep(1.0)
+            os._exit(7)
+
+        Channel.own_gloo = end  # type: ignore[method-assign]
+    return outcome(
+        lambda: dcp.async_save(
+            STATE,
+            checkpoint_id=root,
+            async_checkpointer_type=dcp.AsyncCheckpointerType(kind),
+        ).result(240)
+    )
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str, when: str) -> None:
+    """The survivors get an error of ours that names it, and not torch's about sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    pool = RankPool()
+    try:
+        args = (tmp_path / "x", port, kind, when)
+        results = pool.run(3, rank_0_ends_while_the_group_forms, args, timeout_seconds=240)
+    finally:
+        pool.close()
+    assert isinstance(results[0], RankDied)
+    for result in results[1:]:
+        assert not isinstance(result, RankRaised), result.traceback_text
+        names, message, ranks, _ = result
+        assert "CollectiveTimeoutError" in names, result
+        assert ranks == [0], message
