@@ -9,7 +9,6 @@ of them read the same at the same step.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -111,7 +110,7 @@ class RankAgreement(Agreement):
         self._kept = Votes()
         self._step = 0
         self._closed = False
-        atexit.register(self._abandon)
+        atexit.register(channel.keep_for_ever)
 
     def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
         """See `Agreement`. Raises CheckpointError where ranks are at different steps."""
@@ -170,17 +169,9 @@ class RankAgreement(Agreement):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._abandon)
+        atexit.unregister(self._channel.keep_for_ever)
         deadline = time.monotonic() + (_LEAVE_SECONDS if wait else 0.0)
         while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
             time.sleep(_LEAVE_POLL_SECONDS)
         if self._work is not None and not self._work.is_completed():
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """Leave the group to the end of the process.
-
-        Its destructor would wait for the others to come to the exchange that is under way, while they may be
-        waiting for this process to end.
-        """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._channel.group))
+            self._channel.keep_for_ever()

@@ -104,8 +104,16 @@ class Channel:
 
     def give_up(self, ranks: list[int], what: str) -> None:
         """Note `given_up`, unless it is already. One rank alone is always in step."""
-        if self.world_size > 1:
-            _group_given_up.setdefault(self.group, (ranks, what))
+        if self.world_size > 1 and self.given_up is None:
+            _group_given_up[self.group] = (ranks, what)
+            self.keep_for_ever()
+
+    def keep_for_ever(self) -> None:
+        """Never destroy the group of gloo: its destructor waits for a collective that is under way until that
+        times out, which is half an hour by default, and for others that may be waiting for this process."""
+        if self.device.type == "cpu":
+            shared = isinstance(self.group, dist.ProcessGroup)
+            _keep_for_ever(self.group._get_backend(self.device) if shared else self.group)
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
@@ -230,10 +238,15 @@ def _keep_groups_for_ever() -> None:
     """In a forked child: no process group is destroyed, neither ours nor torch's.
 
     The destructor of a gloo group waits for threads that the child does not have, so that a child which ends
-    by `sys.exit` would never end. A reference that nobody gives back outlives the interpreter's clearing up.
+    by `sys.exit` would never end.
     """
     for group in {*_groups, *dist.distributed_c10d._world.pg_map}:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _keep_for_ever(group)
+
+
+def _keep_for_ever(group: Any) -> None:
+    """A reference that nobody gives back outlives the interpreter's clearing up."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 if dist.is_available():

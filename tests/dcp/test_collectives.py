@@ -1,6 +1,9 @@
+import gc
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +20,6 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
 from tests.support.ranks import RankDied, RankRaised, run_ranks
-from tests.support.ranks import Ranks as RankPool
 
 STEPS = ("reduce_scatter", "reduce_broadcast", "all_gather", "broadcast")
 
@@ -280,16 +282,6 @@ def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
         assert result.seconds < 100
 
 
-def run_and_leave(world_size: int, function: Any) -> list[Any]:
-    """As `run_ranks`, in processes of its own: a gloo group with collectives that never end would keep the
-    next test waiting until they time out."""
-    pool = RankPool()
-    try:
-        return pool.run(world_size, function, (), timeout_seconds=240)
-    finally:
-        pool.close()
-
-
 def out_of_step(rank: int, world_size: int) -> None:
     """Rank 0 takes another kind of step than the others."""
     ranks = Ranks(use_dist=True, timeout_seconds=3)
@@ -298,7 +290,7 @@ def out_of_step(rank: int, world_size: int) -> None:
 
 def test_ranks_that_are_out_of_step_are_not_called_dead() -> None:
     """Where all give a sign of life the error says so, and blames none."""
-    for result in run_and_leave(3, out_of_step):
+    for result in run_ranks(3, out_of_step, failures=True):
         assert isinstance(result, RankRaised), result
         assert "CollectiveTimeoutError" in result.class_names
         assert "all 3 ranks are alive, but not in one step" in result.message
@@ -324,13 +316,68 @@ def two_operations(rank: int, world_size: int) -> None:
 def test_a_group_that_is_out_of_step_says_so_at_once() -> None:
     """After an operation that some ranks left, the next one fails on all ranks without waiting for anybody,
     instead of taking one step's messages for those of another."""
-    for rank, result in enumerate(run_and_leave(3, two_operations)):
+    for rank, result in enumerate(run_ranks(3, two_operations, failures=True)):
         assert isinstance(result, RankRaised), result
         assert "CollectiveTimeoutError" in result.class_names
         assert "second failed in step 'probe': the ranks of the process group are not in" in result.message
         assert "since an earlier first failed" in result.message
         assert ("rank 2 of 3 died or did not answer" in result.message) == (rank < 2)
         assert result.seconds < 100
+
+
+def give_up_and_destroy(rank: int, world_size: int) -> float:
+    """Rank 1 never comes to the step of rank 0, which then destroys its group: the seconds that takes."""
+    if rank == 1:
+        wait_for_others(rank, world_size)
+        return 0.0
+    store = default_store()
+    with pytest.raises(CollectiveTimeoutError):
+        Ranks(use_dist=True, timeout_seconds=1).all_gather("probe", lambda: b"")
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    gc.collect()
+    seconds = time.monotonic() - begun
+    store.set("done/0", "1")
+    return seconds
+
+
+def test_a_group_whose_step_was_given_up_is_destroyed_at_once() -> None:
+    """Not when torch's timeout of the collective that is under way has passed."""
+    assert max(run_ranks(2, give_up_and_destroy)) < 30
+
+
+_LEAVING = """
+import sys
+import torch.distributed as dist
+from dcp.ranks.collectives import Ranks
+from dcp.storage.errors import CollectiveTimeoutError
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+if rank == 1:
+    sys.stdin.read()
+    sys.exit()
+try:
+    Ranks(use_dist=True, timeout_seconds=1).all_gather("probe", lambda: b"")
+except CollectiveTimeoutError:
+    print("gave up")
+"""
+
+
+def test_a_process_that_gave_a_step_up_ends_at_once(tmp_path: Path) -> None:
+    """Nor does the end of the interpreter wait for the collective; the other rank lives on meanwhile."""
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _LEAVING, str(rank), str(tmp_path / "store")]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    ranks = [start(rank) for rank in range(2)]
+    try:
+        output, _ = ranks[0].communicate(timeout=120)
+        assert (output, ranks[0].returncode) == ("gave up\n", 0)
+    finally:
+        ranks[0].kill()
+        ranks[1].communicate()
 
 
 def operation_after_an_interrupt(rank: int, world_size: int) -> list[bytes]:

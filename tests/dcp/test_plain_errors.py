@@ -19,7 +19,7 @@ from dcp.inspection.checkpoints import list_checkpoints
 from dcp.inspection.values.statistics import statistics
 from dcp.inspection.values.tensor_reading import open_tensors
 from dcp.inspection.verification import verify
-from tests.support.ranks import end_ranks, run_ranks
+from tests.support.ranks import run_ranks
 
 MAX_LINES = 12
 MAX_COLUMNS = 400
@@ -219,7 +219,6 @@ def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
 def test_ranks_are_as_brief(places: Path) -> None:
     """An error of one rank, others on each, and a rank that saves alone; the user's own frames on all."""
     results = run_ranks(2, mistakes_of_ranks, places)
-    end_ranks()  # rank 0 has given a save up that it began alone
     for rank, found in enumerate(results):
         for mistake, text in found.items():
             limit = 30 if mistake == "of one rank" else MAX_LINES

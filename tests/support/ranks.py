@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.support.forking import forkserver_context
 
-__all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "end_ranks", "run_ranks"]
+__all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "run_ranks"]
 
 _context = forkserver_context()
 
@@ -168,12 +168,6 @@ class Ranks:
 
 
 _pool = Ranks()
-
-
-def end_ranks() -> None:
-    """For a test that leaves a collective under way: destroying its group waits until that times out, and
-    would do so in whatever test comes next."""
-    _pool.close()
 
 
 def run_ranks(
