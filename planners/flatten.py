@@ -59,7 +59,7 @@ def _kind_of(cls: type) -> int:
     return PER_RANK if issubclass(cls, PerRank) else OTHER
 
 
-class _Kinds(dict[type, int]):
+class _ContainerKinds(dict[type, int]):
     """Kind by class, found once a class: isinstance with an abstract class costs more than all the rest."""
 
     def __missing__(self, cls: type) -> int:
@@ -67,7 +67,7 @@ class _Kinds(dict[type, int]):
         return kind
 
 
-_KINDS = _Kinds()
+_KINDS = _ContainerKinds()
 
 
 def kind_of(cls: type) -> int:
@@ -77,7 +77,7 @@ def kind_of(cls: type) -> int:
 
 def is_closed_list(entries: list[Any]) -> bool:
     """Whether flattening keeps a list as one value."""
-    return _Flattener(0, legacy=False).closed(entries)
+    return _StateFlattener(0, legacy=False).closed(entries)
 
 
 class Flat(NamedTuple):
@@ -92,7 +92,7 @@ class Flat(NamedTuple):
     foreign_keys: dict[str, str]
 
 
-class _Flattener:
+class _StateFlattener:
     def __init__(self, rank: int, *, legacy: bool) -> None:
         self.rank = rank
         self.legacy = legacy
@@ -209,7 +209,7 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     ``rank`` names the entries below `PerRank`. ``legacy`` gives the keys of torch 2.3 and before.
     Raises PlanError when two entries, or two keys of one mapping, have one flat key.
     """
-    flattener = _Flattener(rank, legacy=legacy)
+    flattener = _StateFlattener(rank, legacy=legacy)
     flattener.visit_all("", (), state_dict)
     if flattener.duplicates:
         names = sorted(set(flattener.duplicates))

@@ -66,7 +66,7 @@ class Destinations:
         )
 
 
-class _Row(NamedTuple):
+class _BoxRead(NamedTuple):
     chunk: int
     dest: torch.Tensor
     storage_offsets: tuple[int, ...]
@@ -119,14 +119,14 @@ class ReadRequest:
             *flat,
         )
 
-    def rows(self, numbers: Int64) -> Iterator[_Row]:
+    def rows(self, numbers: Int64) -> Iterator[_BoxRead]:
         """The rows ``numbers``, one by one."""
         tensors = self.destinations.tensors
         boxes = [item_view(column) for column in (self.storage_offsets, self.dest_offsets, self.lengths)]
         columns = (self.chunks, self.dests, self.box_start[:-1], self.box_start[1:])
         for chunk, dest, begin, end in zip(*(c[numbers].tolist() for c in columns), strict=True):
             offsets, dest_offsets, lengths = (tuple(values[begin:end]) for values in boxes)
-            yield _Row(chunk, tensors[dest], offsets, dest_offsets, lengths)
+            yield _BoxRead(chunk, tensors[dest], offsets, dest_offsets, lengths)
 
 
 def classify(
@@ -218,7 +218,7 @@ def _dtype_code(engine: ReadEngine, chunk: int) -> int:
     return int(engine.index.dtype_codes[int(engine.index.chunk_tensors[chunk])])
 
 
-def _target(engine: ReadEngine, row: _Row) -> torch.Tensor:
+def _target(engine: ReadEngine, row: _BoxRead) -> torch.Tensor:
     """The part of the row's tensor that is read into."""
     target = row.dest if row.dest.shape == row.lengths else narrow(row.dest, row.dest_offsets, row.lengths)
     if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:

@@ -19,7 +19,7 @@ from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
 from dcp.storage.tensors import byte_pieces, narrow, whole_memories
 
-__all__ = ["Lane", "WriteRequest", "Written", "collect", "write_lane"]
+__all__ = ["FilePartition", "WriteRequest", "Written", "collect", "write_partition"]
 
 _ALIKE_FROM = 8
 """Tensors of one dtype and shape, one after the other, from which on they are written together."""
@@ -77,7 +77,7 @@ class WriteRequest:
 
 
 @dataclass
-class Lane:
+class FilePartition:
     """One data file with the rows that go into it."""
 
     rows: Int64
@@ -85,22 +85,22 @@ class Lane:
 
 
 class Written(NamedTuple):
-    """A lane's complete file, and where the objects are in it."""
+    """A partition's complete file, and where the objects are in it."""
 
     file: DataFile
     objects: list[tuple[int, int, int]]
 
 
-def write_lane(
-    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, lane: Lane
+def write_partition(
+    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, partition: FilePartition
 ) -> list[tuple[int, int, int]]:
-    """Write a lane's rows and objects, and finish the file; returns (offset, length, CRC-32) by object."""
+    """Write the rows and objects of ``partition``; returns (offset, length, CRC-32) by object."""
     objects: list[tuple[int, int, int]] = []
-    if lane.with_objects:
+    if partition.with_objects:
         distinct = request.distinct_blobs
         stored = dict(zip(distinct, file.blobs(distinct), strict=True))
         objects = [stored[blob] for blob in request.blobs]
-    for alike in request.alike(lane.rows):
+    for alike in request.alike(partition.rows):
         first, rows = int(alike[0]), alike.tolist()
         code, sizes = int(request.dtype_codes[first]), request.of_row(request.sizes, first)
         if len(rows) >= _ALIKE_FROM and request.payload_bytes[first] <= JOINED_BYTES:
@@ -141,12 +141,12 @@ def _write_alike(
 def collect(
     request: WriteRequest,
     written: Sequence[Written],
-    lanes: Sequence[Lane],
+    partitions: Sequence[FilePartition],
 ) -> WriteOutcome:
-    """One outcome in request order from the lanes' files; shared rows get the place of the row they share."""
+    """One outcome in request order; shared rows get the place of the row that they share."""
     rows = len(request.shares)
-    files = [lane.file for lane in written]
-    order = np.concatenate([lane.rows for lane in lanes])
+    files = [part.file for part in written]
+    order = np.concatenate([partition.rows for partition in partitions])
     target = np.where(request.shares < 0, np.arange(rows, dtype=np.int64), request.shares)
     place = np.full(rows, -1, dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -158,8 +158,10 @@ def collect(
 
     counts = column("crc_counts")
     crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
-    lane_number = next((number for number, lane in enumerate(lanes) if lane.with_objects), 0)
-    objects = written[lane_number].objects
+    number_with_objects = next(
+        (number for number, partition in enumerate(partitions) if partition.with_objects), 0
+    )
+    objects = written[number_with_objects].objects
     offsets, lengths, crcs = np.array(objects, dtype=np.int64).reshape(-1, 3).T.copy()
     return WriteOutcome(
         files=[file.name for file in files],
@@ -171,7 +173,7 @@ def collect(
         payload_lengths=column("payload_lengths")[take],
         crc_counts=counts[take],
         crcs=column("crcs").astype(np.uint32)[crc_rows],
-        object_files=np.full(len(objects), lane_number, dtype=np.int64),
+        object_files=np.full(len(objects), number_with_objects, dtype=np.int64),
         object_offsets=offsets,
         object_lengths=lengths,
         object_crcs=crcs,

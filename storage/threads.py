@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
-__all__ = ["CALLER_LEFT", "AnyOf", "WorkerThreads", "clearing_up", "work_off"]
+__all__ = ["CALLER_LEFT", "AnyEvent", "WorkerThreads", "clearing_up", "work_off"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ _LOOK_SECONDS: Final = 0.25
 _CLEARING_SECONDS: Final = 3.0
 
 
-class AnyOf(threading.Event):
+class AnyEvent(threading.Event):
     """Set as soon as one of several is; never itself."""
 
     def __init__(self, *events: threading.Event) -> None:
@@ -90,7 +90,7 @@ class WorkerThreads(ThreadPoolExecutor):
     def __init__(self, count: int, name: str = "dcp") -> None:
         self._left = threading.Event()
         outer = CALLER_LEFT.get()
-        seen = self._left if outer is None else AnyOf(self._left, outer)
+        seen = self._left if outer is None else AnyEvent(self._left, outer)
         super().__init__(count, thread_name_prefix=name, initializer=CALLER_LEFT.set, initargs=(seen,))
 
     def call_off(self) -> None:

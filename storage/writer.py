@@ -26,7 +26,7 @@ from torch.futures import Future
 from dcp.storage import commit, torch_metadata
 from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name, file_bytes
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
-from dcp.storage.file_partitions import Lane, WriteRequest, Written, collect, write_lane
+from dcp.storage.file_partitions import FilePartition, WriteRequest, Written, collect, write_partition
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.item_writer import ItemWriter
 from dcp.storage.stores import OpenStore, open_store
@@ -115,7 +115,6 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self._said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
         self._structure: Mapping[str, Any] = {}
         self.index: CheckpointIndex | None = None
-        self.lanes = 2
         self._begun = False
         self._files_written = 0
         self._previous: commit.Previous | None = None
@@ -323,55 +322,55 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         ``on_bytes`` is called with the payload bytes of each tensor written, from the writing threads.
         """
         own = request.own_rows
-        lanes = self._lanes(own, request.payload_bytes[own], bool(request.blobs))
-        if not lanes:
+        partitions = self._partitions(own, request.payload_bytes[own], bool(request.blobs))
+        if not partitions:
             return _empty_outcome(len(request.shares))
         files: list[DataFile] = []
 
-        def write(number: int, lane: Lane) -> Written:
+        def write(number: int, partition: FilePartition) -> Written:
             # Created only now: with a file for each tensor there may be more than a process can have open.
-            payload_bytes = int(request.payload_bytes[lane.rows].sum())
-            expected = file_bytes(payload_bytes, len(lane.rows), torch_compatible=self.torch_compatible)
-            if lane.with_objects:
+            payload_bytes = int(request.payload_bytes[partition.rows].sum())
+            expected = file_bytes(payload_bytes, len(partition.rows), torch_compatible=self.torch_compatible)
+            if partition.with_objects:
                 expected += sum(map(len, request.distinct_blobs))
             file = self._create(number, expected)
             files.append(file)
-            return Written(file, write_lane(request, on_bytes, file, lane))
+            return Written(file, write_partition(request, on_bytes, file, partition))
 
-        numbers = self._take_numbers(len(lanes))
+        numbers = self._take_numbers(len(partitions))
         try:
-            if len(lanes) == 1:
-                written = [write(numbers[0], lanes[0])]
+            if len(partitions) == 1:
+                written = [write(numbers[0], partitions[0])]
             else:
                 finish_device_work(request.sources)
-                with WorkerThreads(min(len(lanes), max(2, self.thread_count)), "dcp-lane") as pool:
-                    written = list(pool.map(write, numbers, lanes))
+                with WorkerThreads(min(len(partitions), max(2, self.thread_count)), "dcp-write") as pool:
+                    written = list(pool.map(write, numbers, partitions))
         except BaseException:
             for file in files:
                 file.abort()
             raise
         if self.sync_files:
             self.store.sync()
-        return collect(request, written, lanes)
+        return collect(request, written, partitions)
 
-    def _lanes(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[Lane]:
+    def _partitions(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[FilePartition]:
         if not len(rows) and not has_objects:
             return []
         if not self.single_file_per_rank and len(rows):
-            lanes = [Lane(rows[place : place + 1]) for place in range(len(rows))]
+            partitions = [FilePartition(rows[place : place + 1]) for place in range(len(rows))]
             if has_objects:
-                lanes.append(Lane(rows[:0], with_objects=True))
-            return lanes
+                partitions.append(FilePartition(rows[:0], with_objects=True))
+            return partitions
         total = int(payloads.sum())
         count = self.thread_count
         if not self.sync_files and total >= _TWO_FILES_ABOVE_BYTES:
-            count = max(count, self.lanes)
+            count = max(count, 2)
         count = max(1, min(count, len(rows)))
         numbers = np.minimum(count - 1, (np.cumsum(payloads) - payloads) * count // max(total, 1))
-        lanes = [Lane(part) for number in range(count) if len(part := rows[numbers == number])]
-        lanes = lanes or [Lane(rows)]
-        lanes[0].with_objects = has_objects
-        return lanes
+        partitions = [FilePartition(part) for number in range(count) if len(part := rows[numbers == number])]
+        partitions = partitions or [FilePartition(rows)]
+        partitions[0].with_objects = has_objects
+        return partitions
 
 
 def uses_columns(writer: StorageWriter) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from dcp.conversion.copying.checks import SourceChecks, TargetChecksums
-from dcp.conversion.copying.gather import Gatherer
+from dcp.conversion.copying.gather import RangeReader
 from dcp.conversion.copying.tasks import Task, TaskResult, carry_out, make_tasks
 from dcp.conversion.layouts.sources import copy_sources
 from dcp.conversion.plan import (
@@ -170,14 +170,14 @@ class StagedConversion:
         self._engine.resolve(chunks)
         checks = SourceChecks(self._engine)
         result = TaskResult(part.number)
-        gatherer = Gatherer(self._source.store, verify=self._engine.verify != "none")
+        reader = RangeReader(self._source.store, verify=self._engine.verify != "none")
         try:
             for task in tasks:
                 whole = chunks.tolist() if part.is_all else None
-                result.add(self._carry_out(task, gatherer, checks, on_bytes, whole))
+                result.add(self._carry_out(task, reader, checks, on_bytes, whole))
             self._target.note(part.number, [task.name for task in tasks])
         finally:
-            gatherer.close()
+            reader.close()
         return result
 
     def _check_unchanged(self, mark: str) -> None:
@@ -191,7 +191,7 @@ class StagedConversion:
     def _carry_out(
         self,
         task: Task,
-        gatherer: Gatherer,
+        reader: RangeReader,
         checks: SourceChecks,
         on_bytes: Callable[[int], None] | None,
         whole: list[int] | None,
@@ -202,12 +202,12 @@ class StagedConversion:
                 self._finish_checks(checks, whole)
 
         try:
-            return carry_out(task, gatherer, self._target.sink(task), on_bytes=on_bytes, check=check)
+            return carry_out(task, reader, self._target.sink(task), on_bytes=on_bytes, check=check)
         except StorageError:
             # Another attempt at this part has been quicker, and its file is what ours would have been.
             if not self._target.is_written(task):
                 raise
-            return carry_out(task, gatherer, self._target.sink(task), check=check)
+            return carry_out(task, reader, self._target.sink(task), check=check)
 
     def _finish_checks(self, checks: SourceChecks, chunks: Sequence[int]) -> None:
         checks.finish(chunks if self._engine.verify != "none" else ())

@@ -28,7 +28,7 @@ class ModelSize:
     context: int = 96
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal attention and a two-layer perceptron, each on normed input and added to it."""
 
     def __init__(self, size: ModelSize) -> None:
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         self.character = nn.Embedding(VOCABULARY, size.width)
         self.pair = nn.Embedding(VOCABULARY * VOCABULARY, size.width)
         self.position = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(TransformerBlock(size) for _ in range(size.blocks))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         for table in (self.character, self.pair, self.position):

@@ -17,7 +17,7 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import has_checkpoint, open_index
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["BucketPlace", "FolderPlace", "Place", "checkpoint_name", "newest_checkpoint"]
@@ -34,7 +34,7 @@ def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | Non
     """The name of the newest committed checkpoint in ``root`` that verifies, as a job that starts again looks
     for it."""
     opener = OpenWith(storage_options)
-    place = open_root(root, open_store=opener)
+    place = open_parent_folder(root, open_store=opener)
     for name in sorted(place.names(), reverse=True):
         store = place.store(name)
         if not has_checkpoint(store):

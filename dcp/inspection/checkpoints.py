@@ -35,7 +35,7 @@ from dcp.storage.formats.registry import file_suffixes, is_of_files
 from dcp.storage.formats.sources import index_of_file, index_of_folder, locate, open_source
 from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 
@@ -206,7 +206,7 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     own = _summarize(store, files, quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
         return [own]
-    root = open_root(checkpoint_id, open_store=opener)
+    root = open_parent_folder(checkpoint_id, open_store=opener)
     if not root.exists():
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
 

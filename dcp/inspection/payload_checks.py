@@ -124,16 +124,16 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 
 
 @dataclass(slots=True)
-class _Part:
+class _CheckedRange:
     """Bytes of a file that are checked by themselves; ``fqn`` is the first name for them."""
 
     file: int
     offset: int
     size_bytes: int
     fqn: str
-    check: Callable[[_Source, _Part], None]
+    check: Callable[[_Source, _CheckedRange], None]
 
-    def __lt__(self, other: _Part) -> bool:
+    def __lt__(self, other: _CheckedRange) -> bool:
         return (self.file, self.offset) < (other.file, other.offset)
 
 
@@ -168,7 +168,7 @@ class PayloadChecks:
         )
         work_off(spans, threads, self._check_all)
 
-    def _check_all(self, spans: Iterator[list[_Part]]) -> None:
+    def _check_all(self, spans: Iterator[list[_CheckedRange]]) -> None:
         source = _Source(self._store, [*self._index.files], self._listing)
         try:
             for span in spans:
@@ -177,7 +177,7 @@ class PayloadChecks:
         finally:
             source.close()
 
-    def _check(self, source: _Source, span: list[_Part]) -> None:
+    def _check(self, source: _Source, span: list[_CheckedRange]) -> None:
         begin, size_bytes = span[0].offset, span_bytes(span)
         try:
             if size_bytes <= SPAN_BYTES:
@@ -199,7 +199,7 @@ class PayloadChecks:
 
     # -- what there is to read -------------------------------------------------------------------------------
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_CheckedRange]:
         index, objects = self._index, self._index.objects
         present = [file for file, name in enumerate(index.files) if name in self._listing]
         rows = np.stack([index.chunk_files, index.record_offsets, index.record_lengths])
@@ -211,7 +211,7 @@ class PayloadChecks:
         self._total_bytes = int(stored[chunks].sum()) + sum(blob[2] for blob in blobs)
         return heapq.merge(self._tensors(chunks.tolist()), self._objects(blobs))
 
-    def _tensors(self, chunks: Iterable[int]) -> Iterator[_Part]:
+    def _tensors(self, chunks: Iterable[int]) -> Iterator[_CheckedRange]:
         index = self._index
         crcs, crc_start = index.crcs.tolist(), index.crc_start.tolist()
         files, tensors = index.chunk_files.tolist(), index.chunk_tensors.tolist()
@@ -223,10 +223,10 @@ class PayloadChecks:
             end, payload_end = record + record_lengths[chunk], payload + lengths[chunk]
             if is_of_files(index.format):
                 check = partial(self._check_storage, index.record_crcs.get(chunk))
-                yield _Part(file, record, end - record, fqn, check)
+                yield _CheckedRange(file, record, end - record, fqn, check)
                 continue
             if payload == UNKNOWN:
-                yield _Part(file, record, end - record, fqn, partial(self._check_foreign, chunk))
+                yield _CheckedRange(file, record, end - record, fqn, partial(self._check_foreign, chunk))
                 continue
             row, row_end = crc_start[chunk], crc_start[chunk + 1]
             if (
@@ -235,33 +235,35 @@ class PayloadChecks:
                 and row < row_end
             ):
                 check = partial(self._check_record, chunk, crcs[row])
-                yield _Part(file, record, end - record, fqn, check)
+                yield _CheckedRange(file, record, end - record, fqn, check)
                 continue
             if payload > record:
-                yield _Part(file, record, payload - record, fqn, partial(self._check_frame, chunk))
+                yield _CheckedRange(file, record, payload - record, fqn, partial(self._check_frame, chunk))
             for begin in range(payload, payload_end, BLOCK_BYTES):
                 crc = crcs[row] if row < row_end else UNKNOWN
                 length = min(BLOCK_BYTES, payload_end - begin)
-                yield _Part(file, begin, length, fqn, partial(self._check_block, crc))
+                yield _CheckedRange(file, begin, length, fqn, partial(self._check_block, crc))
                 row += 1
             if end > payload_end:
-                yield _Part(file, payload_end, end - payload_end, fqn, partial(self._check_frame, chunk))
+                yield _CheckedRange(
+                    file, payload_end, end - payload_end, fqn, partial(self._check_frame, chunk)
+                )
 
-    def _objects(self, blobs: Mapping[tuple[int, int, int], int]) -> Iterator[_Part]:
+    def _objects(self, blobs: Mapping[tuple[int, int, int], int]) -> Iterator[_CheckedRange]:
         objects = self._index.objects
         for (file, offset, length), row in sorted(blobs.items()):
             check = partial(self._check_object, int(objects.crcs[row]))
-            yield _Part(file, offset, length, objects.fqns[row], check)
+            yield _CheckedRange(file, offset, length, objects.fqns[row], check)
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _check_block(self, expected: int, source: _Source, part: _Part) -> None:
+    def _check_block(self, expected: int, source: _Source, part: _CheckedRange) -> None:
         got = crc32(source.take(part.offset, part.size_bytes))
         self._count(part.size_bytes, checked=expected != UNKNOWN)
         if expected not in (UNKNOWN, got):
             self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
-    def _check_record(self, chunk: int, expected: int, source: _Source, part: _Part) -> None:
+    def _check_record(self, chunk: int, expected: int, source: _Source, part: _CheckedRange) -> None:
         """All of a record of ours whose payload is one block."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
@@ -273,7 +275,7 @@ class PayloadChecks:
         if data[:head] != record.prefix or data[head + length :] != record.suffix(expected):
             self._frame_differs(chunk, expected, source, part)
 
-    def _check_frame(self, chunk: int, source: _Source, part: _Part) -> None:
+    def _check_frame(self, chunk: int, source: _Source, part: _CheckedRange) -> None:
         """Compare what surrounds a payload of ours, which stock torch goes by, with what we write there."""
         index = self._index
         record, whole = self._record(chunk), 0
@@ -291,7 +293,7 @@ class PayloadChecks:
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])
         return begin_record(dtype_code, index.box(chunk)[1], length, offset)
 
-    def _frame_differs(self, chunk: int, whole: int, source: _Source, part: _Part) -> None:
+    def _frame_differs(self, chunk: int, whole: int, source: _Source, part: _CheckedRange) -> None:
         index = self._index
         sizes, dtype_code = index.box(chunk)[1], int(index.dtype_codes[index.chunk_tensors[chunk]])
         offset = int(index.record_offsets[chunk])
@@ -310,7 +312,7 @@ class PayloadChecks:
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
         self._found("record", message, part, offset, int(index.record_lengths[chunk]))
 
-    def _check_storage(self, expected: int | None, source: _Source, part: _Part) -> None:
+    def _check_storage(self, expected: int | None, source: _Source, part: _CheckedRange) -> None:
         """A storage of a torch.save file, whole, whatever views of it there are; or a safetensors tensor."""
         got = 0
         for data in source.steps(part.offset, part.size_bytes):
@@ -319,7 +321,7 @@ class PayloadChecks:
         if expected not in (None, got):
             self._found_mismatch(part, part.offset, part.size_bytes, int(expected or 0), got)
 
-    def _check_foreign(self, chunk: int, source: _Source, part: _Part) -> None:
+    def _check_foreign(self, chunk: int, source: _Source, part: _CheckedRange) -> None:
         index = self._index
         stored = self._locate(chunk, source, part)
         if stored is None:
@@ -338,7 +340,7 @@ class PayloadChecks:
                 part, stored.payload_offset, stored.payload_bytes, int(stored.crc32 or 0), got
             )
 
-    def _check_object(self, expected: int, source: _Source, part: _Part) -> None:
+    def _check_object(self, expected: int, source: _Source, part: _CheckedRange) -> None:
         if expected == UNKNOWN:
             self._check_blob(source, part)
             return
@@ -347,7 +349,7 @@ class PayloadChecks:
         if got != expected:
             self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
 
-    def _check_blob(self, source: _Source, part: _Part) -> None:
+    def _check_blob(self, source: _Source, part: _CheckedRange) -> None:
         """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
         offset, length = part.offset, part.size_bytes
         head = source.read(offset, min(length, len(LOCAL_SIGNATURE)))
@@ -374,7 +376,7 @@ class PayloadChecks:
             self._found("record", f"the object cannot be read: {error}", part, offset, length)
         self._count(length, checked=checked)
 
-    def _locate(self, chunk: int, source: _Source, part: _Part) -> StoredTensor | None:
+    def _locate(self, chunk: int, source: _Source, part: _CheckedRange) -> StoredTensor | None:
         index = self._index
         offset, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         try:
@@ -399,7 +401,9 @@ class PayloadChecks:
             if self._progress is not None:
                 self._progress(self._done_bytes, max(self._total_bytes, self._done_bytes))
 
-    def _found(self, kind: str, message: str, part: _Part, offset: int, length: int | None = None) -> None:
+    def _found(
+        self, kind: str, message: str, part: _CheckedRange, offset: int, length: int | None = None
+    ) -> None:
         file = self._index.files[part.file]
         with self._lock:
             self._report.findings.append(
@@ -408,13 +412,13 @@ class PayloadChecks:
                 )
             )
 
-    def _found_mismatch(self, part: _Part, offset: int, length: int, expected: int, got: int) -> None:
+    def _found_mismatch(self, part: _CheckedRange, offset: int, length: int, expected: int, got: int) -> None:
         message = (
             f"{length} bytes differ from what was committed (CRC-32 {got:08x}, should be {expected:08x})"
         )
         self._found("checksum", message, part, offset, length)
 
-    def _found_unreadable(self, error: CheckpointError, part: _Part) -> None:
+    def _found_unreadable(self, error: CheckpointError, part: _CheckedRange) -> None:
         message = f"{part.size_bytes} bytes cannot be read: {error}"
         self._found("unreadable", message, part, part.offset, part.size_bytes)
 

@@ -15,7 +15,7 @@ from dcp.inspection.checkpoints import CheckpointSummary, list_checkpoints, name
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.sources import locate
-from dcp.storage.stores.folders import Found, Root, open_root
+from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["list_below", "list_runs"]
@@ -49,7 +49,7 @@ def list_runs(
     opener = OpenWith(storage_options)
     if locate(checkpoint_id, open_store=opener).file is not None:
         return []
-    root = open_root(checkpoint_id, open_store=opener)
+    root = open_parent_folder(checkpoint_id, open_store=opener)
     return [
         _summary(name, run, committed) for name, run, committed in _below(root, opener, "", 1) if committed
     ]
@@ -81,21 +81,25 @@ def list_below(
     found = list_checkpoints(checkpoint_id, quick=quick, storage_options=storage_options)
     if locate(checkpoint_id, open_store=opener).file is not None:
         return found
-    for name, run, _ in _below(open_root(checkpoint_id, open_store=opener), opener, "", 1):
+    for name, run, _ in _below(open_parent_folder(checkpoint_id, open_store=opener), opener, "", 1):
         in_it = list_checkpoints(run.url, quick=quick, storage_options=storage_options)
         found += [replace(row, name=f"{name}/{row.name}") for row in in_it if row.url != run.url]
     return found
 
 
 def _below(
-    root: Root, opener: OpenWith, prefix: str, depth: int, looked: Mapping[str, Found] | None = None
-) -> Iterator[tuple[str, Root, dict[str, Found]]]:
+    root: ParentFolder,
+    opener: OpenWith,
+    prefix: str,
+    depth: int,
+    looked: Mapping[str, SmallFiles] | None = None,
+) -> Iterator[tuple[str, ParentFolder, dict[str, SmallFiles]]]:
     """The folders below that are no checkpoints, each with the committed ones directly in it."""
     looked = root.look() if looked is None else looked
     for name in root.names():
         if name.startswith(".") or _is_committed(looked.get(name, {})):
             continue
-        run = open_root(f"{root.url.rstrip('/')}/{name}", open_store=opener)
+        run = open_parent_folder(f"{root.url.rstrip('/')}/{name}", open_store=opener)
         try:
             in_run = run.look()
         except CheckpointError:
@@ -105,11 +109,11 @@ def _below(
             yield from _below(run, opener, f"{prefix}{name}/", depth + 1, in_run)
 
 
-def _is_committed(files: Found) -> bool:
+def _is_committed(files: SmallFiles) -> bool:
     return any(map(is_commit_object, files))
 
 
-def _summary(name: str, run: Root, committed: Mapping[str, Found]) -> CheckpointSummary:
+def _summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFiles]) -> CheckpointSummary:
     times = {
         folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
         for folder, files in committed.items()

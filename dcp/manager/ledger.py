@@ -7,10 +7,10 @@ import threading
 from dcp.background.future import SaveFuture
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Ledger"]
+__all__ = ["SaveLedger"]
 
 
-class Ledger:
+class SaveLedger:
     """Filled by the threads that carry out saves, asked by the training thread.
 
     ``keep_failures``: the last failure is kept until it is raised; else they are only counted.

@@ -18,17 +18,17 @@ from dcp.background.session import own_channel
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
-from dcp.manager import exit_hooks as endings
+from dcp.manager import exit_hooks
 from dcp.manager.catalog.registration import CatalogRegistration, registrar_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.events import EventCallback, Events
-from dcp.manager.ledger import Ledger
+from dcp.manager.ledger import SaveLedger
 from dcp.manager.restore import Restored, restore
-from dcp.manager.saves import Mode, SaveSettings, check_group, saves_of
-from dcp.manager.saving import Saver, WhenBusy
+from dcp.manager.save_executor import Mode, SaveSettings, check_group, save_executor
 from dcp.manager.schedule import Schedule
 from dcp.manager.step_coordinator import StepCoordinator
+from dcp.manager.step_saver import StepSaver, WhenBusy
 from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _AFTER_ERROR_SECONDS = 60.0
 """How long a save under way may take when training has ended with an exception: other ranks may be dead."""
 
-_UPKEEP_SECONDS = 5.0
+_POST_COMMIT_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
 
 
@@ -162,7 +162,7 @@ class CheckpointManager:
         self._mode = mode
         self._progress = progress
         self._timeout_seconds = timeout_seconds
-        self._ledger = Ledger(keep_failures=on_failure == "raise")
+        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
         self._closed = False
         alone = works_alone(process_group, no_dist=no_dist, operation="save")
         self._no_dist = alone
@@ -191,7 +191,7 @@ class CheckpointManager:
             save_first=save_first,
             now_seconds=time.monotonic(),
         )
-        self._turns = StepCoordinator(
+        self._coordinator = StepCoordinator(
             schedule,
             channel,
             handle_sigterm=handle_sigterm,
@@ -199,12 +199,12 @@ class CheckpointManager:
             every_steps=agree_every_steps,
             timeout_seconds=timeout_seconds,
         )
-        self._upkeep = (
+        self._post_commit = (
             PostCommitWorker(self._folders, keep, verify_saved, self._events, on_damage=self._ledger.damaged)
             if self.rank == 0
             else None
         )
-        self._saves = saves_of(
+        self._executor = save_executor(
             mode,
             SaveSettings(
                 process_group,
@@ -219,10 +219,16 @@ class CheckpointManager:
                 ),
             ),
         )
-        self._saver = Saver(
-            self._turns, self._saves, self._ledger, self._events, self._upkeep, when_busy, timeout_seconds
+        self._saver = StepSaver(
+            self._coordinator,
+            self._executor,
+            self._ledger,
+            self._events,
+            self._post_commit,
+            when_busy,
+            timeout_seconds,
         )
-        endings.remember(self)
+        exit_hooks.remember(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -247,7 +253,7 @@ class CheckpointManager:
         self._check_open()
         step = whole_step(step)
         self._saver.begin_step(step, last=last)
-        return self._turns.reason(step, last=last) is not None
+        return self._coordinator.reason(step, last=last) is not None
 
     @plain_errors
     def save(
@@ -295,11 +301,11 @@ class CheckpointManager:
             state_dict
         )  # here, because in the background it would fail each save, and only be told
         self._saver.begin_step(step, last=last, force=force)
-        reason = self._turns.reason(step, last=last)
+        reason = self._coordinator.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
             reason = "force"
         if reason is None:
-            if self._turns.is_repeated(step) and not last:
+            if self._coordinator.is_repeated(step) and not last:
                 logger.warning(
                     "%s: save() was called again for step %d, which is saved or was restored already: "
                     "nothing is done. Pass force=True to save it anew",
@@ -331,17 +337,17 @@ class CheckpointManager:
             CheckpointError: The manager is closed, or the ranks exchange nothing.
         """
         self._check_open()
-        self._turns.request_stop()
+        self._coordinator.request_stop()
 
     @property
     def stop_requested(self) -> bool:
         """Whether the ranks have agreed to stop: `save` saves that step, and the loop is to end after it."""
-        return self._turns.stopping
+        return self._coordinator.stopping
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
         that is being taken, and holds off the next one."""
-        return self._saves.lock()
+        return self._executor.lock()
 
     # -- restoring -------------------------------------------------------------------------------------------
 
@@ -383,7 +389,7 @@ class CheckpointManager:
             list_steps=self._newest_first,
             checkpoint_id=self.checkpoint_id,
             step=step,
-            on_damage=None if self._upkeep is None else self._upkeep.doubt,
+            on_damage=None if self._post_commit is None else self._post_commit.doubt,
             timeout_seconds=self._timeout_seconds,
             process_group=self._process_group,
             no_dist=self._no_dist,
@@ -392,7 +398,7 @@ class CheckpointManager:
         )
         if restored is None:
             return None
-        self._turns.restored(restored.step)
+        self._coordinator.restored(restored.step)
         for skipped, reason in restored.skipped:
             self._events.emit("skipped_damaged", skipped, error=reason)
         report = restored.report
@@ -403,7 +409,7 @@ class CheckpointManager:
         """Raise PlanError where other ranks save, on them too: they would wait in the background, elsewhere
         than this rank would."""
         try:
-            self._turns.meet()
+            self._coordinator.meet()
         except PlanError as error:
             if error.saving:
                 self._saver.refuse(self._writer_of(int(error.step or 0)), error)
@@ -453,7 +459,7 @@ class CheckpointManager:
         return (step for step in self._folders.newest_first() if step not in going)
 
     def _going(self) -> set[int]:
-        return set() if self._upkeep is None else set(self._upkeep.deleting())
+        return set() if self._post_commit is None else set(self._post_commit.deleting())
 
     @plain_errors
     def delete(self, step: int) -> None:
@@ -470,13 +476,13 @@ class CheckpointManager:
             OptionError: ``step`` is no whole number from 0.
         """
         self._check_open()
-        if self._upkeep is None:
+        if self._post_commit is None:
             return
         step = whole_step(step)
         self._require(step)
         if self._folders.notes(step).pinned:
             raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
-        self._upkeep.delete(step)
+        self._post_commit.delete(step)
 
     @plain_errors
     def pin(self, step: int) -> None:
@@ -543,9 +549,9 @@ class CheckpointManager:
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
         done = self._ledger.wait(timeout_seconds)
-        if done and self._upkeep is not None:
+        if done and self._post_commit is not None:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - begun)
-            done = self._upkeep.wait(None if left is None else max(0.0, left))
+            done = self._post_commit.wait(None if left is None else max(0.0, left))
         if done:
             self._ledger.raise_failure(damage=True)
         return done
@@ -573,16 +579,16 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        endings.forget(self)
-        self._turns.stop_listening()
+        exit_hooks.forget(self)
+        self._coordinator.stop_listening()
         deadline = time.monotonic() + timeout_seconds
-        self._saves.close(timeout_seconds)
+        self._executor.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))
-        if self._upkeep is not None:
-            self._upkeep.close(max(_UPKEEP_SECONDS, deadline - time.monotonic()))
+        if self._post_commit is not None:
+            self._post_commit.close(max(_POST_COMMIT_SECONDS, deadline - time.monotonic()))
         if self._registrar is not None:
             self._registrar.close()
-        self._turns.close(together=together)
+        self._coordinator.close(together=together)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -602,8 +608,8 @@ class CheckpointManager:
     def leave_to_parent(self) -> None:
         """See `dcp.manager.exit_hooks`."""
         self._closed = True
-        self._ledger = Ledger(keep_failures=False)
-        self._upkeep = None
+        self._ledger = SaveLedger(keep_failures=False)
+        self._post_commit = None
 
     def __repr__(self) -> str:
         where = f"{self._folders.root.url!r}, mode={self._mode!r}"

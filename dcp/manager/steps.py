@@ -26,7 +26,7 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version, check_name
-from dcp.storage.stores.folders import Found, Root, open_root
+from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
 
 __all__ = ["Commit", "StepFacts", "StepFolders", "read_commit", "whole_step"]
@@ -127,12 +127,14 @@ class StepFolders:
 
     def __init__(
         self,
-        root: Root | str | os.PathLike[str],
+        root: ParentFolder | str | os.PathLike[str],
         name_format: str | Callable[[int], str] = "step-{step:08d}",
         *,
         open_store: OpenStore = open_store,
     ) -> None:
-        self.root = root if isinstance(root, Root) else open_root(root, open_store=open_store)
+        self.root = (
+            root if isinstance(root, ParentFolder) else open_parent_folder(root, open_store=open_store)
+        )
         self._name_format = name_format
         self._facts: _Cache[StepFacts] = _Cache()
         self._notes: _Cache[Notes] = _Cache()
@@ -175,7 +177,7 @@ class StepFolders:
 
     # -- which there are -------------------------------------------------------------------------------------
 
-    def folders(self) -> dict[int, Found]:
+    def folders(self) -> dict[int, SmallFiles]:
         """All step folders by step, ascending, with the commit objects and notes that are in them.
 
         Uncommitted and half-deleted ones too. One listing, and no more on object stores; elsewhere a request
@@ -211,13 +213,13 @@ class StepFolders:
     def pinned(self) -> list[int]:
         """The pinned ones of `all_steps`."""
 
-        def is_pinned(step: int, files: Found) -> bool:
+        def is_pinned(step: int, files: SmallFiles) -> bool:
             return self._counts(step, files) and self._notes_of(step, files).pinned
 
         return [step for step, pinned in self._of_each(is_pinned, self.folders()) if pinned]
 
     def _of_each(
-        self, look: Callable[[int, Found], _Value], folders: Mapping[int, Found]
+        self, look: Callable[[int, SmallFiles], _Value], folders: Mapping[int, SmallFiles]
     ) -> list[tuple[int, _Value]]:
         """What ``look`` finds out about each folder, several at a time where requests take long."""
         if self.root.at_once == 1 or len(folders) < 2:
@@ -226,7 +228,7 @@ class StepFolders:
             found = pool.map(look, folders.keys(), folders.values())
             return list(zip(folders, found, strict=True))
 
-    def _counts(self, step: int, files: Found) -> bool:
+    def _counts(self, step: int, files: SmallFiles) -> bool:
         if not any(map(is_commit_object, files)):
             return False
         notes = self._notes_of(step, files)
@@ -262,7 +264,7 @@ class StepFolders:
         among ``pending`` (being verified, or being saved again); else "good", verified or not.
         """
 
-        def look(step: int, files: Found) -> StepState | None:
+        def look(step: int, files: SmallFiles) -> StepState | None:
             return self._state(step, files, step in pending) if self._counts(step, files) else None
 
         return [state for _, state in self._of_each(look, self.folders()) if state is not None]
@@ -277,7 +279,7 @@ class StepFolders:
         self._facts.forget(step)
         self._notes.forget(step)
 
-    def _state(self, step: int, files: Found, pending: bool) -> StepState | None:
+    def _state(self, step: int, files: SmallFiles, pending: bool) -> StepState | None:
         notes = self._notes_of(step, files)
         try:
             facts = self._facts_of(step, files)
@@ -298,7 +300,7 @@ class StepFolders:
             notes.pinned,
         )
 
-    def _is_unverified(self, step: int, files: Found) -> bool:
+    def _is_unverified(self, step: int, files: SmallFiles) -> bool:
         if not self._counts(step, files):
             return False
         try:
@@ -307,11 +309,11 @@ class StepFolders:
         except CheckpointError:
             return True
 
-    def _facts_of(self, step: int, files: Found) -> StepFacts:
+    def _facts_of(self, step: int, files: SmallFiles) -> StepFacts:
         objects = {name: info for name, info in files.items() if is_commit_object(name)}
         return self._facts.get(step, objects, lambda: self._read_facts(step, objects))
 
-    def _read_facts(self, step: int, objects: Found) -> StepFacts:
+    def _read_facts(self, step: int, objects: SmallFiles) -> StepFacts:
         """Of what is committed as ``objects``: by no request but those that read them, if it is ours."""
         store = self.store(step)
         index = open_index(store)
@@ -338,7 +340,7 @@ class StepFolders:
             durable=index.provenance.get("durable") is not False,
         )
 
-    def _notes_of(self, step: int, files: Found) -> Notes:
+    def _notes_of(self, step: int, files: SmallFiles) -> Notes:
         if NOTES_NAME not in files:
             return Notes()
         return self._notes.get(step, {NOTES_NAME: files[NOTES_NAME]}, lambda: self._read_notes(step))
@@ -357,10 +359,10 @@ class _Cache(Generic[_Value]):
     """What was read of small files, by step, for as long as their sizes and times stay what they were."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Found, _Value]] = {}
+        self._entries: dict[int, tuple[SmallFiles, _Value]] = {}
         self._guard = threading.Lock()
 
-    def get(self, step: int, files: Found, read: Callable[[], _Value]) -> _Value:
+    def get(self, step: int, files: SmallFiles, read: Callable[[], _Value]) -> _Value:
         with self._guard:
             entry = self._entries.get(step)
         if entry is not None and entry[0] == files:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as TorchBlockingAsyncStager
 
-from dcp.staging.machine import Machine, Memory, Slot
+from dcp.staging.copier import Memory, Slot, StateCopier
 from dcp.staging.tree import StateTree
 
 __all__ = ["BlockingAsyncStager"]
@@ -24,7 +24,7 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         super().__init__(cache_staged_state_dict, type_check)
-        self._machine = Machine("sampled", None)
+        self._copier = StateCopier("sampled", None)
         self._slot: Slot | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
         tree = StateTree(state_dict, type_check=self.type_check)
         memory = Memory.for_sources(tree.sources, shared=False, pinned=kept)
         slot, self._slot = Slot.of(self._slot, memory), None
-        staged = self._machine.stage(slot, tree).run()
+        staged = self._copier.stage(slot, tree).run()
         if kept:
             self._slot, self.state_dict_cache = slot, staged
         else:
@@ -45,7 +45,7 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
 
     def close(self) -> None:
         """Let go of threads and kept memory; idempotent. Copies that were given out stay valid."""
-        self._machine.close()
+        self._copier.close()
         self.state_dict_cache = None
         if self._slot is not None:
             self._slot.close()

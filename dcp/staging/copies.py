@@ -17,7 +17,7 @@ from dcp.staging.memory.arena import PAGES_BYTES, HostArena
 from dcp.storage.formats.index import Int64
 from dcp.storage.tensors import as_copied
 
-__all__ = ["Copies", "DeviceWork", "HostCopier", "default_threads", "resolved"]
+__all__ = ["DeviceWork", "HostCopier", "HostCopies", "default_threads", "resolved"]
 
 _MEMMOVE_FROM_BYTES = 128 << 10
 """From here on one memmove a tensor costs less than torch's loop, and does not wake torch's own threads."""
@@ -46,7 +46,7 @@ def default_threads() -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class HostCopies:
     """What to copy: ``targets`` are contiguous host tensors of the shapes and dtypes of ``sources``, which
     are strided, of any device.
 
@@ -80,7 +80,7 @@ class HostCopier:
         self.threads = threads if threads is not None else default_threads()
         self._helpers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="dcp-copy")
 
-    def copy(self, copies: Copies, rows: Int64) -> None:
+    def copy(self, copies: HostCopies, rows: Int64) -> None:
         """Copy the sources of these numbers; returns when they are there."""
         shares = _shares(copies, rows, self.threads * _SHARES_PER_THREAD)
         self._run([partial(_carry_out, copies, share) for share in shares])
@@ -127,7 +127,7 @@ def _next(left: deque[Callable[[], None]]) -> Callable[[], None] | None:
         return None
 
 
-def _shares(copies: Copies, rows: Int64, most: int) -> list[_Share]:
+def _shares(copies: HostCopies, rows: Int64, most: int) -> list[_Share]:
     """At most so many parts of about equal bytes; a large tensor may be cut."""
     sizes = copies.sizes_bytes[rows]
     total = int(sizes.sum())
@@ -155,14 +155,14 @@ def _shares(copies: Copies, rows: Int64, most: int) -> list[_Share]:
     return shares
 
 
-def _carry_out(copies: Copies, share: _Share) -> None:
+def _carry_out(copies: HostCopies, share: _Share) -> None:
     for target, source, size_bytes in share.memory:
         _memmove(target, source, size_bytes)
     _copy_tensors(copies, share.tensors, share.bytes_each, non_blocking=False)
 
 
 def _copy_tensors(
-    copies: Copies, rows: Sequence[int], bytes_each: Sequence[int], *, non_blocking: bool
+    copies: HostCopies, rows: Sequence[int], bytes_each: Sequence[int], *, non_blocking: bool
 ) -> None:
     targets = [copies.targets[row] for row in rows]
     sources = [copies.sources[row] for row in rows]
@@ -189,7 +189,7 @@ class DeviceWork:
             self._ready[device] = event
 
     def begin(
-        self, copies: Copies, rows: Sequence[int], streams: dict[torch.device, torch.Stream]
+        self, copies: HostCopies, rows: Sequence[int], streams: dict[torch.device, torch.Stream]
     ) -> Callable[[], None]:
         """Queue the copies of ``rows``; the result waits until they are on the host, while kernels of other
         streams run on.

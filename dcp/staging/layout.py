@@ -14,7 +14,7 @@ from dcp.planners.columns import SaveColumns
 from dcp.staging.memory.arena import HostArena
 from dcp.storage.formats.index import Int64
 
-__all__ = ["ALIGNMENT_BYTES", "ArenaLayout", "Structure", "pointers_of", "ties_of"]
+__all__ = ["ALIGNMENT_BYTES", "ArenaLayout", "SourceStructure", "pointers_of", "ties_of"]
 
 ALIGNMENT_BYTES = 64
 
@@ -22,7 +22,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
+class SourceStructure:
     """What must be equal of two lists of sources so that one can be staged in the place of the other.
 
     ``keys`` determine all shapes and dtypes. ``first`` is, by source, the number of the first one that is the
@@ -33,12 +33,12 @@ class Structure:
     first: Int64
 
     @classmethod
-    def of(cls, sources: Sequence[torch.Tensor], first: Int64) -> Structure:
+    def of(cls, sources: Sequence[torch.Tensor], first: Int64) -> SourceStructure:
         """The structure of any tensors."""
         return cls(([source.shape for source in sources], [source.dtype for source in sources]), first)
 
     @classmethod
-    def of_columns(cls, columns: SaveColumns, first: Int64) -> Structure:
+    def of_columns(cls, columns: SaveColumns, first: Int64) -> SourceStructure:
         """The same from the columns of a save: the boxes of a source tile it, so they give its shape without
         a look at each tensor."""
         keys = (
@@ -51,7 +51,7 @@ class Structure:
         )
         return cls(keys, first)
 
-    def same_as(self, other: Structure) -> bool:
+    def same_as(self, other: SourceStructure) -> bool:
         """Whether both need the same views."""
         return (
             len(self.keys) == len(other.keys)
@@ -75,7 +75,7 @@ class ArenaLayout:
     """
 
     number: int
-    structure: Structure
+    structure: SourceStructure
     generation: int
     offsets: Int64
     sizes_bytes: Int64
@@ -84,7 +84,9 @@ class ArenaLayout:
     copied: Int64
 
     @classmethod
-    def make(cls, structure: Structure, sources: Sequence[torch.Tensor], arena: HostArena) -> ArenaLayout:
+    def make(
+        cls, structure: SourceStructure, sources: Sequence[torch.Tensor], arena: HostArena
+    ) -> ArenaLayout:
         """Reserve what the sources need and view it."""
         count = len(sources)
         sizes = np.fromiter((source.nbytes for source in sources), np.int64, count)
@@ -98,7 +100,7 @@ class ArenaLayout:
         copied = np.flatnonzero(own & (sizes > 0))
         return cls(next(_numbers), structure, arena.generation, offsets, sizes, itemsizes, views, copied)
 
-    def fits(self, structure: Structure, arena: HostArena) -> bool:
+    def fits(self, structure: SourceStructure, arena: HostArena) -> bool:
         """Whether the views can take what ``structure`` describes."""
         return self.generation == arena.generation and self.structure.same_as(structure)
 

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultSt
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from dcp.saving.rank_state import RankState
+from dcp.staging.copier import DictStaging, Memory, Slot, Staging, StateCopier
 from dcp.staging.gate import Gate
 from dcp.staging.guarding.guard import changed_error
 from dcp.staging.guarding.samples import Guard
-from dcp.staging.layout import Structure
-from dcp.staging.machine import DictStaging, Machine, Memory, Slot, Staging
+from dcp.staging.layout import SourceStructure
 from dcp.staging.memory.arena import HostArena
 from dcp.staging.memory.pool import SlotPool
 from dcp.staging.tree import StateTree
@@ -83,7 +83,7 @@ class DefaultStager(TorchDefaultStager):
         # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
         self._config = config if config is not None else StagingOptions()
         self._process = process
-        self._machine = Machine(guard, threads)
+        self._copier = StateCopier(guard, threads)
         self._gate = Gate()
         self._pool = SlotPool(arenas)
         self._arenas = arenas
@@ -122,8 +122,8 @@ class DefaultStager(TorchDefaultStager):
             give_back()
             raise
         try:
-            structure_of = partial(Structure.of_columns, local.columns)
-            staging = self._machine.begin(slot, local.sources, structure_of)
+            structure_of = partial(SourceStructure.of_columns, local.columns)
+            staging = self._copier.begin(slot, local.sources, structure_of)
             layout = staging.layout
             staged = StagedState(
                 replace(local, sources=layout.views),
@@ -174,7 +174,7 @@ class DefaultStager(TorchDefaultStager):
         self._gate.begin_copying(_TIMEOUT_SECONDS)
         try:
             tree = StateTree(state_dict)
-            staging = self._machine.stage(self._next_slot(tree), tree)
+            staging = self._copier.stage(self._next_slot(tree), tree)
             if self._asynchronous:
                 self._staged = self._behind().submit(self._finish_dict, staging)
                 return self._staged
@@ -218,7 +218,7 @@ class DefaultStager(TorchDefaultStager):
         if self._background is not None:
             self._background.shutdown()
             self._background = None
-        self._machine.close()
+        self._copier.close()
         self._pool.close()
         while self._turns:
             self._turns.pop().close()

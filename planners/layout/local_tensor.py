@@ -85,13 +85,13 @@ def _kind_of(cls: type) -> int:
     return _WRAPPER if hasattr(cls, "__tensor_flatten__") else PLAIN
 
 
-class _Kinds(dict[type, int]):
+class _TensorKinds(dict[type, int]):
     def __missing__(self, cls: type) -> int:
         kind = self[cls] = _kind_of(cls)
         return kind
 
 
-KINDS: Final = _Kinds()
+KINDS: Final = _TensorKinds()
 """Kind by class, found once a class."""
 
 

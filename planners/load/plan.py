@@ -36,7 +36,7 @@ class LoadFindings:
     boxes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class _Pieces(NamedTuple):
+class _Intersections(NamedTuple):
     """Intersections: wanted box, chunk, and the shared region ``[low, high)`` in the global tensor."""
 
     boxes: Int64
@@ -185,7 +185,7 @@ def _intersect(
     rows: Int64,
     usable: npt.NDArray[np.bool_],
     problems: LoadProblems,
-) -> list[_Pieces]:
+) -> list[_Intersections]:
     box_tensors = wanted.item_tensors
     boxes = np.flatnonzero(usable[box_tensors])
     ndims = wanted.ndims[box_tensors[boxes]]
@@ -209,7 +209,9 @@ def _intersect(
     return parts
 
 
-def _intersect_ndim(index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64) -> _Pieces:
+def _intersect_ndim(
+    index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64
+) -> _Intersections:
     ndim = low.shape[1]
     wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
     counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
@@ -235,10 +237,12 @@ def _intersect_ndim(index: CheckpointIndex, boxes: Int64, tensors: Int64, low: I
             common_low[met],
             common_high[met],
         )
-    return _Pieces(pair_box, chunks, common_low, common_high)
+    return _Intersections(pair_box, chunks, common_low, common_high)
 
 
-def _cover(pieces: _Pieces, boxes: Int64, low: Int64, high: Int64) -> tuple[_Pieces, list[tuple[int, int]]]:
+def _cover(
+    pieces: _Intersections, boxes: Int64, low: Int64, high: Int64
+) -> tuple[_Intersections, list[tuple[int, int]]]:
     """(pieces without overlaps, (box position, elements there) of boxes that are not filled).
 
     Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
@@ -248,19 +252,19 @@ def _cover(pieces: _Pieces, boxes: Int64, low: Int64, high: Int64) -> tuple[_Pie
     earlier, later = overlapping_pairs(found)
     if len(earlier):
         rows, parts = cut_overlaps(found, earlier, later)
-        pieces = _Pieces(parts.groups, pieces.chunks[rows], parts.low, parts.high)
+        pieces = _Intersections(parts.groups, pieces.chunks[rows], parts.low, parts.high)
     volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
     filled = np.zeros(len(boxes), np.int64)
     np.add.at(filled, pieces.boxes, volumes)
     demanded = np.prod(high - low, axis=1, dtype=np.int64)
     gaps = [(place, int(filled[place])) for place in np.flatnonzero(filled != demanded).tolist()]
-    return _Pieces(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
+    return _Intersections(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
 
 
 def _columns(
     index: CheckpointIndex,
     wanted: WantedColumns,
-    parts: Sequence[_Pieces],
+    parts: Sequence[_Intersections],
     objects: Int64,
     object_fqns: list[str],
     findings: LoadFindings,

@@ -140,7 +140,7 @@ def _dedup(items: Items, chosen: Int64, tensors: MergedTensors) -> Boxes:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pieces:
+class _WrittenChunks:
     """What is written, one row a chunk of the index: the item whose memory has it, and the box."""
 
     items: Int64
@@ -152,7 +152,7 @@ class _Pieces:
 
 def _deal(
     items: Items, boxes: Boxes, nbytes: Int64, world_size: int, *, lowest_rank: bool, split_bytes: int | None
-) -> tuple[_Pieces, list[int]]:
+) -> tuple[_WrittenChunks, list[int]]:
     """Who writes each box, and the bytes by rank that this makes."""
     owners = boxes.first.copy()
     if lowest_rank:
@@ -232,7 +232,9 @@ def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> list[in
     return common
 
 
-def _pieces(items: Items, owners: Int64, split: Mapping[int, Sequence[tuple[int, WritePart]]]) -> _Pieces:
+def _pieces(
+    items: Items, owners: Int64, split: Mapping[int, Sequence[tuple[int, WritePart]]]
+) -> _WrittenChunks:
     counts = np.ones(len(owners), np.int64)
     for box, parts in split.items():
         counts[box] = len(parts)
@@ -250,11 +252,11 @@ def _pieces(items: Items, owners: Int64, split: Mapping[int, Sequence[tuple[int,
             offsets[place] += part.begin
             local_offsets[place] += part.begin
             sizes[place] = part.end - part.begin
-    return _Pieces(piece_items, start, offsets, sizes, local_offsets)
+    return _WrittenChunks(piece_items, start, offsets, sizes, local_offsets)
 
 
 def _writes(
-    items: Items, pieces: _Pieces, objects: MergedObjects, owners: Int64, world_size: int
+    items: Items, pieces: _WrittenChunks, objects: MergedObjects, owners: Int64, world_size: int
 ) -> list[WriteColumns]:
     ranks, rows = items.ranks[pieces.items], items.rows[pieces.items]
     width = int(rows.max(initial=0)) + 1
@@ -331,7 +333,7 @@ def _index(
     tensors: MergedTensors,
     objects: MergedObjects,
     items: Items,
-    pieces: _Pieces,
+    pieces: _WrittenChunks,
     planner_data: dict[str, Path] | None,
     notes: Sequence[Note],
 ) -> CheckpointIndex:

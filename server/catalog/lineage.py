@@ -16,7 +16,7 @@ from dcp.server.database.tables import checkpoints, lineage, roots
 
 __all__ = ["Ancestry", "Edge", "Node", "add_lineage", "lineage_of"]
 
-Kind = Literal["converted_from", "resumed_from"]
+LineageKind = Literal["converted_from", "resumed_from"]
 
 MAX_NODES: Final = 500
 
@@ -58,7 +58,7 @@ def add_lineage(
     connection: Connection,
     child_id: int,
     parent_id: int,
-    kind: Kind,
+    kind: LineageKind,
     *,
     job_id: int | None = None,
     now: float | None = None,

@@ -34,7 +34,7 @@ class MeasureMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        watched = _Answer(send, self.instruments, scope)
+        watched = _MeasuredAnswer(send, self.instruments, scope)
         self.instruments.requests_in_progress.inc()
         try:
             await self.app(scope, receive, watched.send)
@@ -53,7 +53,7 @@ class MeasureMiddleware:
         return self._templates.setdefault(endpoint, "(none)")
 
 
-class _Answer:
+class _MeasuredAnswer:
     def __init__(self, send: Send, instruments: Instruments, scope: Scope) -> None:
         self._send = send
         self._instruments = instruments

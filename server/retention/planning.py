@@ -50,7 +50,7 @@ class RunPlan:
         return [one for one in self.decisions if not one.reasons]
 
 
-class _Row(NamedTuple):
+class _CheckpointRow(NamedTuple):
     id: int
     key: str
     step: int | None
@@ -86,7 +86,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
     unjudged: dict[str, None] = {}
     named = _names(connection, run_id)
     measured = _metrics(connection, run_id, keep)
-    by_format: defaultdict[str, list[_Row]] = defaultdict(list)
+    by_format: defaultdict[str, list[_CheckpointRow]] = defaultdict(list)
     for row in rows:
         if row.step is None:
             found[row.id] = ("no step",)
@@ -101,7 +101,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
 
 
 def _plan_group(
-    rows: Iterable[_Row],
+    rows: Iterable[_CheckpointRow],
     keep: Retention,
     now: float,
     named: dict[int, list[str]],
@@ -111,7 +111,7 @@ def _plan_group(
 
     Of several with one step the newest good one counts; the others share its fate, if nothing else.
     """
-    by_step: defaultdict[int, list[_Row]] = defaultdict(list)
+    by_step: defaultdict[int, list[_CheckpointRow]] = defaultdict(list)
     for row in rows:
         by_step[row.step or 0].append(row)
     states = []
@@ -141,17 +141,17 @@ def _plan_group(
     return found, planned.unjudged.values()
 
 
-def _is_good(row: _Row) -> bool:
+def _is_good(row: _CheckpointRow) -> bool:
     return row.state == "committed" and row.verification != "damaged"
 
 
-def _rows(connection: Connection, run_id: int) -> list[_Row]:
+def _rows(connection: Connection, run_id: int) -> list[_CheckpointRow]:
     query = (
-        select(*(checkpoints.c[name] for name in _Row._fields))
+        select(*(checkpoints.c[name] for name in _CheckpointRow._fields))
         .where(checkpoints.c.run_id == run_id, checkpoints.c.state.in_(("committed", "unreadable")))
         .order_by(checkpoints.c.step, checkpoints.c.id)
     )
-    return [_Row._make(row) for row in connection.execute(query)]
+    return [_CheckpointRow._make(row) for row in connection.execute(query)]
 
 
 def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:

@@ -33,7 +33,7 @@ from dcp.storage.formats.registry import file_names
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["Candidate", "Found", "Left", "PassedOver", "classify", "is_in", "walk"]
+__all__ = ["Candidate", "Left", "PassedOver", "WalkResult", "classify", "is_in", "walk"]
 
 MAX_DEPTH: Final = 24
 
@@ -77,10 +77,10 @@ class PassedOver:
     hides: bool = False
 
 
-Found: TypeAlias = Candidate | Left | PassedOver
+WalkResult: TypeAlias = Candidate | Left | PassedOver
 
 
-def walk(root: Root, below: str = "") -> Iterator[Found]:
+def walk(root: Root, below: str = "") -> Iterator[WalkResult]:
     """Everything below ``below`` (a folder's key, or ""); each folder that may hold checkpoints is left once.
 
     Raises the store's errors: CheckpointNotFoundError if a local root is not there (its disk may be away, and
@@ -92,7 +92,7 @@ def walk(root: Root, below: str = "") -> Iterator[Found]:
     path = root.url_of(below)
     if not os.path.isdir(path):  # noqa: PTH112 - beside os.scandir and os.stat, which take strings
         raise CheckpointNotFoundError(f"{path}: the root's folder is not there", path=path)
-    yield from _Local(root.url_of("")).walk(path, below, below.count("/"))
+    yield from _FolderWalk(root.url_of("")).walk(path, below, below.count("/"))
 
 
 def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
@@ -115,13 +115,13 @@ def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
 # -- local folders -------------------------------------------------------------------------------------------
 
 
-class _Local:
+class _FolderWalk:
     """One walk over the root at ``base``."""
 
     def __init__(self, base: str) -> None:
         self._links = Links(base, _is_found_anyway)
 
-    def walk(self, path: str, key: str, depth: int, *, linked: bool = False) -> Iterator[Found]:
+    def walk(self, path: str, key: str, depth: int, *, linked: bool = False) -> Iterator[WalkResult]:
         """The folder ``path`` and all below it, under its ``key``.
 
         ``linked``: it is behind a link, and not found where it is. Such ones are found once, so that there
@@ -149,7 +149,7 @@ class _Local:
             yield from self._walk_into(inner, prefix + name, depth, linked=linked or is_link)
         yield Left(key)
 
-    def _walk_into(self, path: str, key: str, depth: int, *, linked: bool) -> Iterator[Found]:
+    def _walk_into(self, path: str, key: str, depth: int, *, linked: bool) -> Iterator[WalkResult]:
         if len(key) > MAX_KEY_CHARACTERS:
             yield PassedOver(key, _TOO_LONG)
         elif depth >= MAX_DEPTH:
@@ -291,7 +291,7 @@ def _fault_of(name: str) -> str | None:
 # -- object stores -------------------------------------------------------------------------------------------
 
 
-def _walk_listing(root: Root, below: str) -> Iterator[Found]:
+def _walk_listing(root: Root, below: str) -> Iterator[WalkResult]:
     """By one listing, in an order in which all that is below a folder comes together."""
     runs: list[str] = []
     for folder in root.walk(below):

@@ -31,7 +31,7 @@ __all__ = [
 Basis = Literal["checksums", "structure"]
 """checksums: values too, by the CRC-32s that both indexes have. structure: names, shapes and dtypes alone."""
 
-Kind = Literal["tensor", "object"]
+EntryKind = Literal["tensor", "object"]
 _Difference = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
 
@@ -56,7 +56,7 @@ class TensorAnswer(Answer):
     """A tensor, or a value that is none (then without dtype and shape)."""
 
     fqn: str
-    kind: Kind
+    kind: EntryKind
     dtype: str | None
     shape: list[int] | None
     bytes: int

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, Union
 from pydantic import Field, create_model
 
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger import Job, JobEvent, JobProgress, Task
+from dcp.server.jobs.ledger import Job, JobEvent, JobProgress, JobTask
 from dcp.server.jobs.ledger.states import JobState, Json, TaskState
 from dcp.server.schemas.common import Answer, Request, optional_rfc3339, rfc3339
 
@@ -166,7 +166,7 @@ class TaskAnswer(Answer):
     error: JobErrorAnswer | None
 
     @classmethod
-    def of(cls, task: Task) -> Self:
+    def of(cls, task: JobTask) -> Self:
         """A row of the ledger."""
         return cls(
             number=task.number,

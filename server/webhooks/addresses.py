@@ -21,7 +21,7 @@ __all__ = [
     "Allowed",
     "RefusedUrlError",
     "Resolve",
-    "Target",
+    "WebhookUrl",
     "parse_url",
     "permitted_addresses",
     "resolve_host",
@@ -84,7 +84,7 @@ class RefusedUrlError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WebhookUrl:
     """A URL, taken apart: ``host`` in lower case and without brackets, ``path`` with the query."""
 
     scheme: str
@@ -137,7 +137,7 @@ class Allowed:
         return bool(self.networks or self.hosts)
 
 
-def parse_url(url: str, allowed: Allowed) -> Target:
+def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
     """Take a URL apart, and refuse what can be refused without asking for addresses: `RefusedUrlError`."""
     if len(url) > MAX_URL_LENGTH:
         raise RefusedUrlError(f"the URL has more than {MAX_URL_LENGTH} characters")
@@ -153,7 +153,7 @@ def parse_url(url: str, allowed: Allowed) -> Target:
     if port not in _HTTP_PORTS and (not 1024 <= port <= 65535 or port in _REFUSED_PORTS):
         raise RefusedUrlError(f"port {port} is not one of HTTP: 80, 443, or from 1024 on")
     path = match["path"] or "/"
-    target = Target(scheme, host, port, path if path.startswith("/") else f"/{path}")
+    target = WebhookUrl(scheme, host, port, path if path.startswith("/") else f"/{path}")
     address = target.address
     if address is not None:
         _check(target, address, allowed)
@@ -165,7 +165,7 @@ def parse_url(url: str, allowed: Allowed) -> Target:
     return target
 
 
-def permitted_addresses(target: Target, allowed: Allowed, resolve: Resolve) -> tuple[str, ...]:
+def permitted_addresses(target: WebhookUrl, allowed: Allowed, resolve: Resolve) -> tuple[str, ...]:
     """The addresses to connect to, judged; one that is not permitted refuses all of them.
 
     Raises `RefusedUrlError`, or OSError where the name is not resolved.
@@ -193,7 +193,7 @@ _NEEDS_TLS: Final = (
 )
 
 
-def _check(target: Target, address: Address, allowed: Allowed) -> None:
+def _check(target: WebhookUrl, address: Address, allowed: Allowed) -> None:
     if allowed.covers(target.host, address):
         return
     if not _is_public(address):

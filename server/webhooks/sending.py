@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dcp.server.webhooks.addresses import Target
+from dcp.server.webhooks.addresses import WebhookUrl
 
 __all__ = ["ReceiverAnswer", "SendError", "post"]
 
@@ -32,7 +32,7 @@ class ReceiverAnswer:
 
 
 def post(
-    target: Target,
+    target: WebhookUrl,
     addresses: Sequence[str],
     headers: Mapping[str, str],
     body: bytes,
@@ -68,7 +68,7 @@ def post(
 class _Pinned(http.client.HTTPConnection):
     """Over a socket that is connected to an address already; certificates are compared with the name."""
 
-    def __init__(self, target: Target, connected: socket.socket, context: ssl.SSLContext) -> None:
+    def __init__(self, target: WebhookUrl, connected: socket.socket, context: ssl.SSLContext) -> None:
         super().__init__(target.host, target.port)
         self.raw = connected
         self._tls = context if target.scheme == "https" else None
@@ -88,7 +88,7 @@ class _Pinned(http.client.HTTPConnection):
         self.raw.close()
 
 
-def _connected(target: Target, addresses: Sequence[str], give_up: float) -> socket.socket:
+def _connected(target: WebhookUrl, addresses: Sequence[str], give_up: float) -> socket.socket:
     problem: OSError | None = None
     for number, address in enumerate(addresses):
         # Those that remain get as much time each: one that swallows packets must not hide the others.

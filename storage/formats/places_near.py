@@ -14,7 +14,7 @@ from dcp.storage.formats.open import has_checkpoint
 from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore
-from dcp.storage.stores.folders import Root, open_root
+from dcp.storage.stores.folders import ParentFolder, open_parent_folder
 from dcp.storage.stores.posix_files import broken_link
 
 __all__ = ["near_places_told"]
@@ -48,7 +48,7 @@ def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStor
 
 def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
     """``message`` and what there is to add; "" where that is nothing."""
-    root = open_root(checkpoint_id, open_store=open_store)
+    root = open_parent_folder(checkpoint_id, open_store=open_store)
     path = root.local_path
     if path is not None and broken_link(path):
         return ""  # which the message says
@@ -64,7 +64,7 @@ def _told(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenS
     return f"{message}\nFiles in it: {_some(files)}." if files else ""
 
 
-def _below(root: Root, names: Sequence[str]) -> str:
+def _below(root: ParentFolder, names: Sequence[str]) -> str:
     looked_at = _REQUESTS if root.lists_tree else _LOOKED_AT
     found = [name for name in names[:looked_at] if has_checkpoint(root.store(name))]
     if not found:
@@ -88,7 +88,7 @@ def _beside_missing(path: Path) -> str:
 
 def _beside_prefix(url: str, open_store: OpenStore) -> str:
     parent, _, name = url.rpartition("/")
-    names = open_root(parent, open_store=open_store).names() if _FOLDER.match(parent) else []
+    names = open_parent_folder(parent, open_store=open_store).names() if _FOLDER.match(parent) else []
     close = close_to(name, names) or sorted(names, key=_by_number, reverse=True)
     return f"{parent} has {_some(close)}." if close else ""
 

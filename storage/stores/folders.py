@@ -1,7 +1,7 @@
 """The places below a root: the folders of a training run's checkpoints, found without opening each of them.
 
-A `Store` is one flat folder. A `Root` is what has many of them directly below it, and answers which there are
-and which of them are committed with as few requests as its store allows.
+A `Store` is one flat folder. A `ParentFolder` is what has many of them directly below it, and answers which
+there are and which of them are committed with as few requests as its store allows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dcp.storage.stores import OpenStore
 from dcp.storage.stores import open_store as open_plainly
 from dcp.storage.stores.base import FileInfo, Store, check_name, is_name
 
-__all__ = ["Found", "Root", "open_root"]
+__all__ = ["ParentFolder", "SmallFiles", "open_parent_folder"]
 
-Found = dict[str, FileInfo]
+SmallFiles = dict[str, FileInfo]
 """Small files of one folder by name; what else is in the folder was not looked at."""
 
 _REQUESTS_AT_ONCE: Final = 16
 
 
-class Root:
+class ParentFolder:
     """A place with stores directly below it. Errors are those of `Store`.
 
     ``place`` is the store of the root itself, which lists folders; ``open_store`` makes those below. Where
@@ -80,7 +80,7 @@ class Root:
             return dict.fromkeys(self.names())
         return {name: sorted(files.values(), key=lambda info: info.name) for name, files in self._walk()}
 
-    def look(self, also: Collection[str] = ()) -> dict[str, Found]:
+    def look(self, also: Collection[str] = ()) -> dict[str, SmallFiles]:
         """Every folder with the commit objects in it, and with those of the files ``also`` that are there.
 
         Costs one listing and a request for each file asked for, where that listing does not tell them; no
@@ -90,11 +90,11 @@ class Root:
             return {name: self.look_into(name, also) for name in self.names()}
         return {name: _wanted(files.values(), also) for name, files in self._walk()}
 
-    def committed(self, also: Collection[str] = ()) -> dict[str, Found]:
+    def committed(self, also: Collection[str] = ()) -> dict[str, SmallFiles]:
         """The folders that have a commit object; else as `look`."""
         return {name: files for name, files in self.look(also).items() if any(map(is_commit_object, files))}
 
-    def look_into(self, name: str, also: Collection[str] = ()) -> Found:
+    def look_into(self, name: str, also: Collection[str] = ()) -> SmallFiles:
         """One folder, as `look`; empty if it is not there."""
         store = self.store(name)
         if self.lists_tree:
@@ -105,8 +105,8 @@ class Root:
             found |= _wanted(store.list(), ())
         return found
 
-    def _walk(self) -> list[tuple[str, Found]]:
-        folders: dict[str, Found] = {}
+    def _walk(self) -> list[tuple[str, SmallFiles]]:
+        folders: dict[str, SmallFiles] = {}
         for name, info in self.place.walk():
             if is_name(name) and is_name(info.name):
                 folders.setdefault(name, {})[info.name] = info
@@ -116,11 +116,11 @@ class Root:
         return f"{type(self).__name__}({self.url!r})"
 
 
-def _wanted(files: Collection[FileInfo], also: Collection[str]) -> Found:
+def _wanted(files: Collection[FileInfo], also: Collection[str]) -> SmallFiles:
     return {info.name: info for info in files if is_commit_object(info.name) or info.name in also}
 
 
-def open_root(root: str | os.PathLike[str], *, open_store: OpenStore = open_plainly) -> Root:
+def open_parent_folder(root: str | os.PathLike[str], *, open_store: OpenStore = open_plainly) -> ParentFolder:
     """The root at a path or URL: whatever `dcp.storage.stores.open_store` opens and lists folders of. Nothing
     is touched yet.
 
@@ -131,7 +131,7 @@ def open_root(root: str | os.PathLike[str], *, open_store: OpenStore = open_plai
     for opener in (open_store, open_plainly):
         place = opener(root)
         if place.capabilities.lists_folders:
-            return Root(place, open_store)
+            return ParentFolder(place, open_store)
     raise StorageError(
         f"{place.url}: the checkpoints below a {type(place).__name__} cannot be listed",
         path=place.url,

@@ -15,7 +15,7 @@ import torch
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.staging.copies import Copies, HostCopier
+from dcp.staging.copies import HostCopier, HostCopies
 from dcp.staging.stager import DefaultStager
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.formats.index import Int64
@@ -64,7 +64,7 @@ class DeadlyCopier(HostCopier):
         super().__init__(1)
         self.before, self.after = before, after
 
-    def copy(self, copies: Copies, rows: Int64) -> None:
+    def copy(self, copies: HostCopies, rows: Int64) -> None:
         """Copy, if it comes to that."""
         if self.before is not None:
             self.before()

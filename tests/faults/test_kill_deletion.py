@@ -15,7 +15,7 @@ from dcp.manager.cleanup.deletion import Deleter
 from dcp.manager.steps import StepFolders
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.stores import PosixStore
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from tests.support.crashes import in_lab, kill_at_each_step
 from tests.support.versions import (
     ABSENT,
@@ -79,7 +79,7 @@ class Crash:
 
 def delete(root: Path, observe: Callable[[str, str], None]) -> None:
     """Delete the step in the background, as a manager does."""
-    folders = StepFolders(open_root(root, open_store=partial(PosixStore, observe=observe)))
+    folders = StepFolders(open_parent_folder(root, open_store=partial(PosixStore, observe=observe)))
     deleter = Deleter(folders)
     deleter.delete(STEP)
     deleter.close()

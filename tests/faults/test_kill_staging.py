@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dcp
 from dcp.background.process.writer import ProcessWriter
-from dcp.manager.saves import _BackgroundSaves
+from dcp.manager.save_executor import _BackgroundExecutor
 from tests.faults.test_kill_async_thread import (
     NEXT,
     NOBODY,
@@ -29,8 +29,8 @@ LATE_SECONDS = 10.0
 
 def writer_of(manager: dcp.CheckpointManager) -> int:
     """The id of a manager's writer process."""
-    saves = manager._saves
-    assert isinstance(saves, _BackgroundSaves)
+    saves = manager._executor
+    assert isinstance(saves, _BackgroundExecutor)
     worker = saves._session._worker
     assert isinstance(worker, ProcessWriter)
     return worker.pid

@@ -33,7 +33,7 @@ state = {f"w{i}": torch.full((3, 1 << 20), float(i)) for i in range(8)}
 _ACTS: Final = {
     "load": _STATE + "dcp.load(state, checkpoint_id=url, storage_options=options, no_dist=True)",
     "save": _STATE + "dcp.save(state, checkpoint_id=url + '/more', storage_options=options, no_dist=True)",
-    "save in lanes": _STATE + "writer = dcp.FsspecWriter(url + '/more', thread_count=3, **options)\n"
+    "save in partitions": _STATE + "writer = dcp.FsspecWriter(url + '/more', thread_count=3, **options)\n"
     "dcp.save(state, storage_writer=writer, no_dist=True)",
     "verify": _STATE + "from dcp.inspection.verification import verify\nverify(url, storage_options=options)",
     "list": _STATE + "from dcp.inspection.checkpoints import list_checkpoints\n"
@@ -69,7 +69,7 @@ _rare = pytest.mark.exhaustive
         ("load", "GetObject", HANG, 3),  # as many as it has threads beside the main one, which then waits
         pytest.param("load", "GetObject", STALLED, 3, marks=_rare),
         pytest.param("save", "UploadPart", HANG, 2, marks=_rare),
-        pytest.param("save in lanes", "UploadPart", HANG, 3, marks=_rare),
+        pytest.param("save in partitions", "UploadPart", HANG, 3, marks=_rare),
         pytest.param("verify", "GetObject", HANG, 2, marks=_rare),
         pytest.param("list", "GetObject", HANG, 2, marks=_rare),
         pytest.param("convert", "GetObject", HANG, 2, marks=_rare),

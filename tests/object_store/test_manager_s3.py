@@ -19,11 +19,11 @@ from dcp.demo.s3_server import S3Server
 from dcp.manager import steps
 from dcp.manager.cleanup.post_commit import problem_of
 from dcp.manager.notes import Deleting
-from dcp.manager.saves import Mode
+from dcp.manager.save_executor import Mode
 from dcp.manager.steps import StepFolders, read_commit
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 from tests.dcp.manager.manager_support import Recorder, state_at
 from tests.support.fault_proxy import FaultProxy
@@ -334,7 +334,7 @@ def test_a_root_of_objects(s3_proxy: FaultProxy, s3_root: str) -> None:
     with raw_s3(s3_proxy.server) as raw:
         raw.write_many([(f"{s3_root}/{name}", name.encode()) for name in [*names, *odd]])
         raw.write(f"{s3_root}-other/step-1/{MANIFEST_NAME}", b"")
-    root = open_root(f"{s3_root}/", open_store=OpenWith(s3_proxy.storage_options))
+    root = open_parent_folder(f"{s3_root}/", open_store=OpenWith(s3_proxy.storage_options))
     assert root.lists_tree
     assert s3_proxy.log == []
     found = root.look(("a",))
@@ -360,7 +360,7 @@ def test_a_root_in_any_file_system_of_fsspec(tmp_path: Path) -> None:
     """By the same class: here fsspec's own memory, which has folders of its own."""
     place = f"memory://{tmp_path.name}/run"
     opener = OpenWith(through_fsspec=True)
-    root = open_root(place, open_store=opener)
+    root = open_parent_folder(place, open_store=opener)
     assert root.lists_tree
     for step in (1, 2):
         dcp.save({"n": step}, storage_writer=dcp.FsspecWriter(f"{place}/step-{step:08d}"), no_dist=True)

@@ -21,7 +21,7 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CorruptCheckpointError, ReplicaMismatchError
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups
 from tests.support.ranks import RankRaised, run_ranks
@@ -282,7 +282,7 @@ def test_strange_objects_do_no_harm(place: Place) -> None:
         objects = step.raw.list(f"{step.url}/")
         assert {name: objects.get(name) for name in strange} == strange
         assert len(objects) == len(strange) + 3
-    root = open_root(f"{place.url}/run", open_store=OpenWith(place.storage_options))
+    root = open_parent_folder(f"{place.url}/run", open_store=OpenWith(place.storage_options))
     assert root.names() == ["step-00000001"]
     assert set(root.look()["step-00000001"]) == {MANIFEST_NAME, METADATA_NAME}
 

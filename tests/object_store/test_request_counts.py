@@ -10,7 +10,7 @@ import torch
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 from tests.dcp.cli_support import run
 from tests.support.fault_proxy import FaultProxy
@@ -75,7 +75,7 @@ def steps(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_listing_steps_opens_none(s3_proxy: FaultProxy, steps: str) -> None:
     """Which of 1,000 steps are committed is known from a listing, a thousand objects a request."""
-    root = open_root(steps, open_store=OpenWith(s3_proxy.storage_options))
+    root = open_parent_folder(steps, open_store=OpenWith(s3_proxy.storage_options))
     assert len(root.committed()) == _STEPS
     assert s3_proxy.counts() == {"ListObjectsV2": 2}  # 1,002 objects
     s3_proxy.log.clear()

@@ -48,7 +48,7 @@ _FAREWELL_SECONDS = 5.0
 
 
 @dataclass
-class _Save:
+class _ReceivedSave:
     body: dict[str, Any]
     fds: list[int]
     abort: threading.Event = field(default_factory=threading.Event)
@@ -69,7 +69,7 @@ class WriterLoop:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._saves: dict[int, _Save] = {}
+        self._saves: dict[int, _ReceivedSave] = {}
         self._alone = False
         self._meeting = _Meeting()
         self._memory = _Memory()
@@ -104,7 +104,7 @@ class WriterLoop:
         body = message.body
         kind = body["kind"]
         if kind == "save":
-            save = _Save(body, message.fds)
+            save = _ReceivedSave(body, message.fds)
             if body["go"]:
                 save.go.set()
             self._saves[save.serial] = save
@@ -123,7 +123,7 @@ class WriterLoop:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, save: _Save) -> None:
+    def _carry_out(self, save: _ReceivedSave) -> None:
         save.go.wait()
         reply: dict[str, Any] = {"kind": "done", "serial": save.serial}
         try:
@@ -140,7 +140,7 @@ class WriterLoop:
         except OSError:
             logger.debug("nobody is left to hear how save %d ended", save.serial)
 
-    def _run(self, save: _Save) -> dict[str, Any]:
+    def _run(self, save: _ReceivedSave) -> dict[str, Any]:
         body = save.body
         payload: Callable[[], RankState | dict[str, Any]]
         try:
@@ -169,7 +169,7 @@ class WriterLoop:
             "metadata": None if ours else pickle.dumps(metadata),
         }
 
-    def _progress(self, save: _Save) -> bool | ProgressCallback | None:
+    def _progress(self, save: _ReceivedSave) -> bool | ProgressCallback | None:
         if save.body["progress"] != "report":
             return bool(save.body["progress"])
 

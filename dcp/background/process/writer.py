@@ -38,7 +38,7 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class _Save:
+class _SentSave:
     order: SaveOrder
     payload: Payload
     future: SaveFuture
@@ -70,7 +70,7 @@ class ProcessWriter(BackgroundWriter):
         self._nice = nice
         self._changed = threading.Condition()
         self._sending = threading.RLock()
-        self._saves: deque[_Save] = deque()
+        self._saves: deque[_SentSave] = deque()
         self._child: Child | None = None
         self._sender: Sender | None = None
         self._generation = 0
@@ -95,7 +95,7 @@ class ProcessWriter(BackgroundWriter):
         future: SaveFuture,
     ) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
-        save = _Save(order, payload, future)
+        save = _SentSave(order, payload, future)
         with self._changed:
             if self._closing:
                 raise CheckpointError("this writer is closed")
@@ -138,7 +138,7 @@ class ProcessWriter(BackgroundWriter):
         self._child = Child(hello, nice=self._nice, on_message=self._on_message, on_end=self._on_end)
         self._sender = Sender(self._child)
 
-    def _abort(self, save: _Save) -> None:
+    def _abort(self, save: _SentSave) -> None:
         if save.child is not None:  # else the order to save will say so
             save.child.send({"kind": "abort", "serial": save.order.serial})
 
@@ -202,7 +202,7 @@ class ProcessWriter(BackgroundWriter):
             if self._child is not None:
                 self._child.close(_CLOSE_SECONDS)
 
-    def _next(self) -> _Save | None:
+    def _next(self) -> _SentSave | None:
         with self._changed:
             self._changed.wait_for(lambda: self._saves or self._closing)
             return self._saves[0] if self._saves else None
@@ -238,7 +238,7 @@ class ProcessWriter(BackgroundWriter):
         if self._closing and not self._saves:
             raise CollectiveTimeoutError("the session was closed before they had met")
 
-    def _ending_of(self, save: _Save) -> Ending:
+    def _ending_of(self, save: _SentSave) -> Ending:
         """How the save ended here: by its writer's word or end, or because another rank gave it up.
 
         Its writer may go on for a while then, because its own waits for a lost rank end soon.
@@ -262,13 +262,13 @@ class ProcessWriter(BackgroundWriter):
             if given_up_at and time.monotonic() - given_up_at > grace_seconds and save.child is not None:
                 save.child.kill("did not react when other ranks had given the save up, and was killed")
 
-    def _has_ended(self, save: _Save) -> bool:
+    def _has_ended(self, save: _SentSave) -> bool:
         return save.ending is not None or (save.child is not None and bool(save.child.end))
 
-    def _gave_up_key(self, save: _Save) -> str:
+    def _gave_up_key(self, save: _SentSave) -> str:
         return f"gave_up/{self._generation}/{save.order.serial}"
 
-    def _others_gave_up(self, save: _Save) -> bool:
+    def _others_gave_up(self, save: _SentSave) -> bool:
         if self._store is None or self._lost:
             return False
         try:
@@ -276,7 +276,7 @@ class ProcessWriter(BackgroundWriter):
         except RuntimeError:  # its host is gone; the writers have a store of their own
             return False
 
-    def _verdict(self, save: _Save, ending: Ending) -> Verdict:
+    def _verdict(self, save: _SentSave, ending: Ending) -> Verdict:
         """What all ranks make of it; what this rank knows where they cannot agree any more."""
         together = save.order.options.use_collectives
         if self._store is None:
@@ -300,7 +300,7 @@ class ProcessWriter(BackgroundWriter):
         endings = {rank: Ending.decode(part) for rank, part in enumerate(parts)}
         return verdict(endings, self._rank, together=together)
 
-    def _finish(self, save: _Save, found: Verdict) -> None:
+    def _finish(self, save: _SentSave, found: Verdict) -> None:
         restart = found.restart and not self._lost and not self._closing
         for note in found.notes:
             logger.warning("%s", note)

@@ -37,7 +37,7 @@ _WHAT: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Leftover:
     url: str
     kind: str
     files: tuple[str, ...]
@@ -92,12 +92,12 @@ def command(
         _print(root, rows, yes=yes, uploads=uploads)
 
 
-def _row(left: Leftovers, *, removed: bool) -> _Row:
+def _row(left: Leftovers, *, removed: bool) -> _Leftover:
     names = tuple(info.name for info in left.files)
-    return _Row(left.url, left.kind, names, left.size_bytes, left.uploads, left.problem, removed)
+    return _Leftover(left.url, left.kind, names, left.size_bytes, left.uploads, left.problem, removed)
 
 
-def _print(root: str, rows: list[_Row], *, yes: bool, uploads: bool) -> None:
+def _print(root: str, rows: list[_Leftover], *, yes: bool, uploads: bool) -> None:
     for row in rows:
         if row.problem is not None:
             print_error(f"{row.url} is left alone: {row.problem}")

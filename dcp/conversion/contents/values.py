@@ -19,7 +19,7 @@ from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
-from dcp.storage.formats.torch.pickle_writer import SizeValue, StoredTensor
+from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
@@ -39,7 +39,7 @@ _TORCH_KNOWS = frozenset(
         SizeValue,
         Dtype,
         DevicePickle,
-        StoredTensor,
+        PickledTensor,
     }
 )
 
@@ -53,7 +53,7 @@ class SourceValues:
         self._blobs: dict[tuple[int, int, int], bytes] = {}
 
     def value(self, row: int) -> Any:
-        """The value of a row: what is harmless, with `StoredTensor` for tensors in it.
+        """The value of a row: what is harmless, with `PickledTensor` for tensors in it.
 
         UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
         """
@@ -96,7 +96,7 @@ class SourceValues:
 
     @staticmethod
     def _decode(blob: bytes, fqn: str) -> Any:
-        """The value of torch.save bytes; tensors in it are `StoredTensor`."""
+        """The value of torch.save bytes; tensors in it are `PickledTensor`."""
         if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
             raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
         try:
@@ -126,8 +126,8 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _stored(facts: TensorPickle, opened: ObjectBlob) -> StoredTensor:
-    return StoredTensor(
+def _stored(facts: TensorPickle, opened: ObjectBlob) -> PickledTensor:
+    return PickledTensor(
         facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
     )
 

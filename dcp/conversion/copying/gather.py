@@ -29,7 +29,7 @@ from dcp.storage.geometry.strides import c_strides
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import work_off
 
-__all__ = ["SCRATCH_BYTES", "Gatherer", "Wanted"]
+__all__ = ["SCRATCH_BYTES", "RangeReader", "Wanted"]
 
 SCRATCH_BYTES: Final = 8 << 20
 NO_CHUNK: Final = -1
@@ -76,7 +76,7 @@ class _Read(NamedTuple):
     """Where in the range the first element is."""
 
 
-class Gatherer:
+class RangeReader:
     """Reads from the files of one source. ``files`` maps numbers to (name, size in bytes)."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:

@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 
 from dcp.conversion.contents.casting import cast
-from dcp.conversion.copying.gather import Gatherer, Wanted
+from dcp.conversion.copying.gather import RangeReader, Wanted
 from dcp.conversion.copying.sinks import FileSink, Sink, StreamSink
 from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.pieces import SourceBox
@@ -160,7 +160,7 @@ def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes
 
 # -- running them --------------------------------------------------------------------------------------------
 
-_idle: dict[TaskSettings, list[Gatherer]] = {}
+_idle: dict[TaskSettings, list[RangeReader]] = {}
 """What this process has open for the job at hand, and no task is using."""
 
 _lock = threading.Lock()
@@ -168,11 +168,11 @@ _lock = threading.Lock()
 
 def run_task(settings: TaskSettings, task: Task) -> bytes:
     """Carry ``task`` out; the encoded `TaskResult`. The range is on storage when it returns."""
-    with _gatherer(settings) as gatherer:
-        return _run_task(settings, task, gatherer).encode()
+    with _range_reader(settings) as reader:
+        return _run_task(settings, task, reader).encode()
 
 
-def _run_task(settings: TaskSettings, task: Task, gatherer: Gatherer) -> TaskResult:
+def _run_task(settings: TaskSettings, task: Task, reader: RangeReader) -> TaskResult:
     sink: Sink
     if settings.is_local:
         sink = FileSink(settings.target_folder, task.name)
@@ -180,28 +180,28 @@ def _run_task(settings: TaskSettings, task: Task, gatherer: Gatherer) -> TaskRes
         sink = StreamSink(
             settings.open_target(settings.target_folder), task.name, task.file_bytes, replace=settings.replace
         )
-    return carry_out(task, gatherer, sink)
+    return carry_out(task, reader, sink)
 
 
 def carry_out(
     task: Task,
-    gatherer: Gatherer,
+    reader: RangeReader,
     sink: Sink,
     *,
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[TaskResult], None] | None = None,
 ) -> TaskResult:
-    """Read with ``gatherer`` what ``task`` needs, and write it to ``sink``, which it ends.
+    """Read with ``reader`` what ``task`` needs, and write it to ``sink``, which it ends.
 
     ``on_bytes`` hears of each window. ``check`` is called with the result while the sink can still be
     aborted, and raises what is wrong with it.
     """
     result = TaskResult(task.number)
     with sink:
-        gatherer.begin(task.source_files)
-        _Runner(task, gatherer, result).run(sink, on_bytes)
-        result.bytes_read, result.sources = gatherer.bytes_read, gatherer.sources
-        result.targets += gatherer.targets
+        reader.begin(task.source_files)
+        _Runner(task, reader, result).run(sink, on_bytes)
+        result.bytes_read, result.sources = reader.bytes_read, reader.sources
+        result.targets += reader.targets
         result.bytes_written = task.end - task.begin
         if check is not None:
             check(result)
@@ -211,38 +211,38 @@ def carry_out(
 def close_all() -> None:
     """Close what tasks have left open in this process."""
     with _lock:
-        left = [gatherer for gatherers in _idle.values() for gatherer in gatherers]
+        left = [reader for readers in _idle.values() for reader in readers]
         _idle.clear()
-    for gatherer in left:
-        gatherer.close()
+    for reader in left:
+        reader.close()
 
 
 @contextmanager
-def _gatherer(settings: TaskSettings) -> Iterator[Gatherer]:
+def _range_reader(settings: TaskSettings) -> Iterator[RangeReader]:
     """One of the job, for this task alone: other threads may be at others."""
     with _lock:
         known = settings in _idle
         free = _idle.setdefault(settings, [])
-        gatherer = free.pop() if free else None
+        reader = free.pop() if free else None
     if not known and len(_idle) > 1:  # a worker of a cluster goes from job to job
         close_all()
-    if gatherer is None:
-        gatherer = Gatherer(settings.open_source(settings.source_url), verify=settings.verify)
+    if reader is None:
+        reader = RangeReader(settings.open_source(settings.source_url), verify=settings.verify)
     try:
-        yield gatherer
+        yield reader
     except BaseException:
-        gatherer.close()
+        reader.close()
         raise
     with _lock:
-        _idle.setdefault(settings, []).append(gatherer)
+        _idle.setdefault(settings, []).append(reader)
 
 
 class _Runner:
     """Assembles window by window."""
 
-    def __init__(self, task: Task, gatherer: Gatherer, result: TaskResult) -> None:
+    def __init__(self, task: Task, reader: RangeReader, result: TaskResult) -> None:
         self._task = task
-        self._gatherer = gatherer
+        self._reader = reader
         self._result = result
         self._literal = 0
         self._holes = sorted(task.holes, key=lambda hole: hole.offset)
@@ -269,7 +269,7 @@ class _Runner:
         for offset, data in self._literals(begin, end):
             first, last = max(begin, offset), min(end, offset + len(data))
             buffer[first - begin : last - begin] = data[first - offset : last - offset]
-        self._gatherer.read(wanted)
+        self._reader.read(wanted)
         for action in later:
             action()
         if self._holes:
@@ -333,7 +333,7 @@ class _Runner:
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
         """Checksums into what is written front to back: the copies of its holes stand before them."""
-        for number, found in enumerate((self._result.targets, self._gatherer.targets)):
+        for number, found in enumerate((self._result.targets, self._reader.targets)):
             for fragment in found[self._indexed[number] :]:
                 self._fragments.setdefault(fragment.owner, []).append(fragment)
             self._indexed[number] = len(found)

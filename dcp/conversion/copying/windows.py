@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp.conversion.copying.gather import Gatherer
+from dcp.conversion.copying.gather import RangeReader
 from dcp.conversion.copying.tasks import Task, TaskResult, _Runner
 from dcp.storage.engine.reading.fragments import Fragment
 from dcp.storage.stores.base import Store
@@ -16,17 +16,17 @@ class WindowReader:
     def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
         self.position = task.begin
         self._end = task.end
-        self._gatherer = Gatherer(store, verify=verify)
-        self._gatherer.begin(task.source_files)
+        self._reader = RangeReader(store, verify=verify)
+        self._reader.begin(task.source_files)
         self._has_holes = bool(task.holes)
         self._result = TaskResult(task.number)
-        self._runner = _Runner(task, self._gatherer, self._result)
+        self._runner = _Runner(task, self._reader, self._result)
 
     def __enter__(self) -> WindowReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._gatherer.close()
+        self._reader.close()
 
     def fill(self, buffer: memoryview) -> None:
         """The next ``len(buffer)`` bytes; ValueError behind the end."""
@@ -36,10 +36,10 @@ class WindowReader:
         self._runner._assemble(buffer, self.position, end)
         self.position = end
         if not self._has_holes:  # then nobody asks for the checksums of what was made
-            self._gatherer.targets.clear()
+            self._reader.targets.clear()
             self._result.targets.clear()
 
     def take_sources(self) -> list[Fragment]:
         """Checksums of what was read since the last call; nobody else needs them."""
-        found, self._gatherer.sources = self._gatherer.sources, []
+        found, self._reader.sources = self._reader.sources, []
         return found

@@ -30,7 +30,7 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.posix import NO_LOCKS
 from dcp.storage.stores.posix_files import storage_error
 
-__all__ = ["LEDGER_NAME", "Ledger", "LocalLedger", "StoredLedger"]
+__all__ = ["LEDGER_NAME", "ConversionLedger", "LocalLedger", "StoredLedger"]
 
 LEDGER_NAME: Final = "ledger"
 
@@ -65,7 +65,7 @@ def _unpacked(data: bytes) -> Any:
         return None
 
 
-class Ledger(ABC):
+class ConversionLedger(ABC):
     """Entries of one conversion. ``save_id`` is that of its first run; ``done`` are its tasks' results."""
 
     save_id: str = ""
@@ -110,7 +110,7 @@ class Ledger(ABC):
         return _framed(msgpack.packb({"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id}))
 
 
-class LocalLedger(Ledger):
+class LocalLedger(ConversionLedger):
     """A file in the folder where the output is built, locked while a process is at it.
 
     ``save_id`` is for whoever needs `output` and does not `open` it, beside the one who has.
@@ -213,7 +213,7 @@ class LocalLedger(Ledger):
             view = view[os.write(self._descriptor, view) :]
 
 
-class StoredLedger(Ledger):
+class StoredLedger(ConversionLedger):
     """A small object beside the output, replaced with each file that is done."""
 
     def __init__(self, store: Store, name: str) -> None:

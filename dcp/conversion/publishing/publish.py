@@ -23,7 +23,7 @@ import numpy as np
 from dcp.conversion.copying.checks import TargetChecksums
 from dcp.conversion.copying.sinks import announce
 from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.publishing.ledger import Ledger, LocalLedger, StoredLedger
+from dcp.conversion.publishing.ledger import ConversionLedger, LocalLedger, StoredLedger
 from dcp.conversion.targets.places import TargetPlace
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
@@ -50,7 +50,7 @@ _AT_FDCWD: Final = -100
 class Publisher(ABC):
     """What happens to a target before and after its bytes are written."""
 
-    ledger: Ledger
+    ledger: ConversionLedger
 
     def __init__(self, place: TargetPlace, *, overwrite: bool) -> None:
         self._place = place

@@ -109,10 +109,10 @@ class StagedTarget(ABC):
 
 def staged_target(place: TargetPlace, attempt: str) -> StagedTarget:
     """The target at ``place``."""
-    return (_Objects if place.path is None else _Local)(place, attempt)
+    return (_Objects if place.path is None else _LocalTarget)(place, attempt)
 
 
-class _Local(StagedTarget):
+class _LocalTarget(StagedTarget):
     """Built aside in a folder of this attempt alone, and renamed."""
 
     def __init__(self, place: TargetPlace, attempt: str) -> None:

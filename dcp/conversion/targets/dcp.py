@@ -95,7 +95,7 @@ def dcp_layout(
         raise OptionError(f"chunks must be 'keep' or 'split', not {chunks!r}")
     placed = _place(entries, files, chunks)
     count = max((chunk.file for chunk in placed), default=0) + 1
-    writer = _Writer(count)
+    writer = _RecordLayout(count)
     blobs = writer.add_blobs(values)
     places = writer.add_chunks(entries, placed)
     names = [data_file_name(0, number, save_id) for number in range(count)]
@@ -176,7 +176,7 @@ class _Place(NamedTuple):
     payload_offset: int
 
 
-class _Writer:
+class _RecordLayout:
     """Appends records to files that are only counted."""
 
     def __init__(self, files: int) -> None:

@@ -24,7 +24,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
-from dcp.storage.formats.torch.pickle_writer import SizeValue, StoredTensor, TensorRef, encode_torch_pickle
+from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue, TensorRef, encode_torch_pickle
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.formats.torch.zip_writer import ALIGNMENT_BYTES, ZipLayout
 from dcp.storage.near_names import listed
@@ -115,11 +115,11 @@ def torch_layout(
 
 
 def _add_storages(
-    archive: ZipLayout, entries: Entries, storages: Sequence[str | StoredTensor], crcs: Mapping[int, int]
+    archive: ZipLayout, entries: Entries, storages: Sequence[str | PickledTensor], crcs: Mapping[int, int]
 ) -> tuple[Copies, dict[str, int]]:
     """What is copied into ``archive``, and the copy of each tensor by its name."""
-    contents = {n: storage.data for n, storage in enumerate(storages) if isinstance(storage, StoredTensor)}
-    numbers = [int(storage) for storage in storages if not isinstance(storage, StoredTensor)]
+    contents = {n: storage.data for n, storage in enumerate(storages) if isinstance(storage, PickledTensor)}
+    numbers = [int(storage) for storage in storages if not isinstance(storage, PickledTensor)]
     places = np.delete(np.arange(len(storages)), list(contents))
     facts = [(entry.tensor, entry.dtype_code) for entry in entries.tensors]
     rows, codes = np.array(facts, np.int64).reshape(-1, 2)[numbers].T
@@ -157,19 +157,19 @@ def _refs(entries: Entries) -> dict[str, Any]:
     return dict(zip(names, starmap(TensorRef, facts), strict=True))
 
 
-def _storage(tensor: TensorRef | StoredTensor) -> str | StoredTensor:
-    return tensor if isinstance(tensor, StoredTensor) else tensor.key
+def _storage(tensor: TensorRef | PickledTensor) -> str | PickledTensor:
+    return tensor if isinstance(tensor, PickledTensor) else tensor.key
 
 
-def _tensors_in(nested: Any) -> list[TensorRef | StoredTensor]:
+def _tensors_in(nested: Any) -> list[TensorRef | PickledTensor]:
     """Those of a nested state dict in the order in which they are pickled."""
-    found: list[TensorRef | StoredTensor] = []
+    found: list[TensorRef | PickledTensor] = []
     _find(nested, found)
     return found
 
 
-def _find(value: Any, found: list[TensorRef | StoredTensor]) -> None:
-    if isinstance(value, TensorRef | StoredTensor):
+def _find(value: Any, found: list[TensorRef | PickledTensor]) -> None:
+    if isinstance(value, TensorRef | PickledTensor):
         found.append(value)
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:

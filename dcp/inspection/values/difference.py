@@ -39,7 +39,7 @@ __all__ = [
 Progress = Callable[[int, int], None]
 """Called with (bytes compared so far, bytes to compare in all), of both sides."""
 
-Kind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
+DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
 _SLAB_BYTES: Final = 64 << 20
 """What is read at a time of a tensor that both sides cut differently: the more, the fewer blocks twice."""
@@ -65,7 +65,7 @@ class TensorDifference:
     """
 
     fqn: str
-    kind: Kind
+    kind: DifferenceKind
     before: TensorFacts | None
     after: TensorFacts | None
     values: ValueDifference | None = None
@@ -162,7 +162,7 @@ def diff_readers(
     progress: Progress | None = None,
 ) -> Difference:
     """`diff` of two open checkpoints."""
-    names = _Names(a, b, only, exclude, rename)
+    names = _NamePairs(a, b, only, exclude, rename)
     tensors = names.match(a.index.fqns, b.index.fqns)
     objects = names.match(object_names(a.index), object_names(b.index))
     names.check_some(len(tensors) + len(objects))
@@ -186,7 +186,7 @@ def diff_readers(
             del found[pair.fqn]
             equal.append(pair.fqn)
         else:
-            kind: Kind = "dtype" if known.kind == "dtype" else "changed"
+            kind: DifferenceKind = "dtype" if known.kind == "dtype" else "changed"
             found[pair.fqn] = TensorDifference(pair.fqn, kind, known.before, known.after, value)
     changed_objects = compare_objects(a, b, objects, values=values)
     order = {second or first: place for place, (first, second) in enumerate(tensors)}
@@ -201,7 +201,7 @@ def diff_readers(
     )
 
 
-class _Names:
+class _NamePairs:
     """Which entries of both sides belong together."""
 
     def __init__(
@@ -244,7 +244,7 @@ def _by_index(a: TensorReader, b: TensorReader, pair: _Pair) -> TensorDifference
     before = _facts(a.index, pair.a) if pair.a >= 0 else None
     after = _facts(b.index, pair.b) if pair.b >= 0 else None
 
-    def difference(kind: Kind) -> TensorDifference:
+    def difference(kind: DifferenceKind) -> TensorDifference:
         return TensorDifference(pair.fqn, kind, before, after)
 
     if before is None or after is None:

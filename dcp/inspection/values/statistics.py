@@ -16,7 +16,7 @@ from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.values.elements import is_opaque
-from dcp.inspection.values.summaries import MIN_BINS, Collector, Histogram, Statistics, Summary
+from dcp.inspection.values.summaries import MIN_BINS, Collector, ElementStatistics, Histogram, Summary
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.storage.errors import OptionError, PlanError
@@ -24,9 +24,9 @@ from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = [
     "CheckpointStatistics",
+    "ElementStatistics",
     "Histogram",
     "Progress",
-    "Statistics",
     "TensorStatistics",
     "statistics",
     "statistics_of",
@@ -43,7 +43,7 @@ class TensorStatistics:
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    statistics: Statistics | None
+    statistics: ElementStatistics | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CheckpointStatistics:
 
     url: str
     tensors: tuple[TensorStatistics, ...]
-    total: Statistics
+    total: ElementStatistics
     bytes_read: int
 
 
@@ -108,7 +108,7 @@ def statistics_of(
     firsts = _first_of_ties(index, rows)
     times = Counter(firsts)
     total = Summary()
-    found: dict[int, Statistics] = {}
+    found: dict[int, ElementStatistics] = {}
     for row, summary in _summaries(
         reader, [row for row in times if not is_opaque(index.dtype(row))], progress
     ):

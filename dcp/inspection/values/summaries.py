@@ -23,7 +23,7 @@ import numpy.typing as npt
 from dcp.inspection.values.elements import Array, decode, is_integral, stored_dtype
 from dcp.storage.formats.dtypes import Dtype
 
-__all__ = ["MIN_BINS", "Collector", "Histogram", "Statistics", "Summary"]
+__all__ = ["MIN_BINS", "Collector", "ElementStatistics", "Histogram", "Summary"]
 
 MIN_BINS: Final = 3
 
@@ -53,7 +53,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class ElementStatistics:
     """Of ``count`` elements; those of complex tensors stand for their magnitudes.
 
     ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and the histogram are of the finite elements, and None
@@ -183,10 +183,10 @@ class Summary:
 
     # -- results ---------------------------------------------------------------------------------------------
 
-    def result(self, bins: int) -> Statistics:
+    def result(self, bins: int) -> ElementStatistics:
         """All of it, with a histogram of at most ``bins`` bins."""
         known = self.finite > 0
-        return Statistics(
+        return ElementStatistics(
             self.count,
             self.nans,
             self.infs,

@@ -38,7 +38,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.open import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.posix import PosixStore
 
 __all__ = ["OLD_SECONDS", "Leftovers", "find_leftovers", "leftovers_of", "remove_leftovers"]
@@ -48,7 +48,7 @@ OLD_SECONDS: Final = 86_400.0
 
 _LOCK_TIMEOUT_SECONDS: Final = 60.0
 
-Kind = Literal["abandoned", "removal", "strays", "conversion", "uploads"]
+LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "uploads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Leftovers:
     """
 
     url: str
-    kind: Kind
+    kind: LeftoverKind
     files: tuple[FileInfo, ...] = ()
     uploads: tuple[str, ...] = ()
     problem: str | None = None
@@ -94,7 +94,7 @@ def find_leftovers(
             left = Leftovers(store.url, "strays", problem=str(error))
         if left is not None:
             found.append((store, left))
-    place = open_root(root, open_store=open_store)
+    place = open_parent_folder(root, open_store=open_store)
     if place.local_path is not None:
         for folder in ("", *place.names()):
             found += _conversions(place.local_path / folder, now_seconds - older_than_seconds)
@@ -123,7 +123,7 @@ def _remove_conversion(left: Leftovers) -> Removed:
 
 
 def _folders(root: str | os.PathLike[str], open_store: OpenStore) -> Iterator[Store]:
-    place = open_root(root, open_store=open_store)
+    place = open_parent_folder(root, open_store=open_store)
     if not place.exists():
         raise CheckpointNotFoundError(f"{place.url}: no such folder", path=place.url)
     yield open_store(root)

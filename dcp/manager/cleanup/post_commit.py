@@ -125,7 +125,7 @@ class PostCommitWorker:
     def _wake(self) -> None:
         with self._changed:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, name="dcp-upkeep", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="dcp-post-commit", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -281,7 +281,7 @@ class PostCommitWorker:
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
                     self._verify(step)
         except CheckpointError as error:
-            logger.warning("%s: upkeep goes on without it: %s", self._folders.root.url, error)
+            logger.warning("%s: post-commit work goes on without it: %s", self._folders.root.url, error)
 
     def _verify(self, step: int) -> CorruptCheckpointError | None:
         """Verify, note and tell; returns what is wrong with the checkpoint."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from dcp.staging.copier import Memory, Slot
 from dcp.staging.errors import StagingTimeoutError
-from dcp.staging.machine import Memory, Slot
 from dcp.storage.errors import OptionError, StagingError
 
 __all__ = ["SlotPool"]

@@ -98,7 +98,7 @@ class LimitMiddleware:
         return TooLargeError(f"bodies have {self._max_body_bytes} bytes at most")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(send)
+        answer = _TimedAnswer(send)
         task = asyncio.create_task(_run(self.app, scope, receive, answer))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -140,7 +140,7 @@ class _Replayed:
         return await self._receive()
 
 
-class _Answer:
+class _TimedAnswer:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = asyncio.Event()

@@ -26,8 +26,8 @@ from dcp.server.jobs.ledger.states import (
     JobFailure,
     JobProgress,
     JobSpec,
+    JobTask,
     StaleFenceError,
-    Task,
     TaskSpec,
 )
 from dcp.server.jobs.ledger.transitions import (
@@ -55,8 +55,8 @@ __all__ = [
     "JobFilter",
     "JobProgress",
     "JobSpec",
+    "JobTask",
     "StaleFenceError",
-    "Task",
     "TaskSpec",
     "claim",
     "complete_discard",

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, null, select, update
 
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.jobs.ledger.rows import NO_LEASE, by_priority, emit, finish, held_job, held_task, lock_job
-from dcp.server.jobs.ledger.states import Backoff, Held, Job, JobFailure, StaleFenceError, Task
+from dcp.server.jobs.ledger.states import Backoff, Held, Job, JobFailure, JobTask, StaleFenceError
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
 
@@ -33,7 +33,7 @@ def fail(
 
 
 def _fail_task(
-    connection: Connection, job: Job, task: Task, error: JobFailure, now: float, backoff: Backoff
+    connection: Connection, job: Job, task: JobTask, error: JobFailure, now: float, backoff: Backoff
 ) -> None:
     attempt = task.attempt + 1
     values: dict[str, Any] = {"error": error.document(), "done_bytes": 0, **NO_LEASE}

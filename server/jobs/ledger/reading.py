@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, and_, null, or_, select
 from dcp.server.database.documents import read_document
 from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
 from dcp.server.jobs.ledger.rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
-from dcp.server.jobs.ledger.states import Job, JobEvent, JobState, Json, Task
+from dcp.server.jobs.ledger.states import Job, JobEvent, JobState, JobTask, Json
 from dcp.server.problems import NotFoundError
 from dcp.server.security.principal import SYSTEM
 
@@ -96,7 +96,7 @@ def list_jobs(
 
 def list_tasks(
     connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
-) -> list[Task]:
+) -> list[JobTask]:
     """Tasks of a job by number, behind ``after_number``: how far they are, not what they do."""
     unread = ("payload", "result")
     columns: list[ColumnElement[Any]] = [

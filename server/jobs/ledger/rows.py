@@ -22,9 +22,9 @@ from dcp.server.jobs.ledger.states import (
     JobFailure,
     JobProgress,
     JobState,
+    JobTask,
     Json,
     StaleFenceError,
-    Task,
 )
 from dcp.server.problems import NotFoundError
 
@@ -91,9 +91,9 @@ def job_of_row(row: Row[Any]) -> Job:
     )
 
 
-def task_of_row(row: Row[Any]) -> Task:
+def task_of_row(row: Row[Any]) -> JobTask:
     """A row of ``tasks``."""
-    return Task(
+    return JobTask(
         id=row.id,
         job_id=row.job_id,
         number=row.number,
@@ -134,7 +134,7 @@ def held_job(connection: Connection, held: Held) -> Job:
     return job
 
 
-def held_task(connection: Connection, held: Held) -> tuple[Job, Task]:
+def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
     """The locked job and the task, if the claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)

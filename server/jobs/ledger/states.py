@@ -19,10 +19,10 @@ __all__ = [
     "JobProgress",
     "JobSpec",
     "JobState",
+    "JobTask",
     "Json",
     "Phase",
     "StaleFenceError",
-    "Task",
     "TaskSpec",
     "TaskState",
 ]
@@ -153,7 +153,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class JobTask:
     """One task of a job, in the order of ``number``."""
 
     id: int
@@ -195,7 +195,7 @@ class Claim:
 
     phase: Phase
     job: Job
-    task: Task | None
+    task: JobTask | None
     fence: int
 
     @property

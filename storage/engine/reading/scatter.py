@@ -172,10 +172,10 @@ def _put_permuted(
 def carry_out(request: JoinedRequest, worker: ReadWorker) -> None:
     """Read, check, and hand out."""
     engine = worker.engine
-    passage = StreamingRead(request, worker)
-    if passage.follows:
-        engine.handle(request.file).receive(passage, request.begin)
+    streaming = StreamingRead(request, worker)
+    if streaming.follows:
+        engine.handle(request.file).receive(streaming, request.begin)
     else:
-        passage.read_whole(engine.handle(request.file))
+        streaming.read_whole(engine.handle(request.file))
     worker.stats.bytes_read += request.end - request.begin
-    passage.check()
+    streaming.check()

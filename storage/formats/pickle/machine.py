@@ -19,9 +19,9 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.pickle.values import BuiltDict, Constructor, Find, Ignored, Instance, Limits
 
-__all__ = ["DOUBLE", "INT32", "UINT16", "UINT32", "UINT64", "Handler", "Machine"]
+__all__ = ["DOUBLE", "INT32", "UINT16", "UINT32", "UINT64", "Handler", "PickleMachine"]
 
-Handler: TypeAlias = "Callable[[Machine], Any]"
+Handler: TypeAlias = "Callable[[PickleMachine], Any]"
 
 UINT16 = struct.Struct("<H")
 INT32 = struct.Struct("<i")
@@ -39,7 +39,7 @@ class Stop(Exception):
     """STOP was reached; control flow only."""
 
 
-class Machine:
+class PickleMachine:
     """One pickle being decoded; each method that is named after an opcode does what that opcode does."""
 
     __slots__ = (

@@ -84,10 +84,10 @@ def decode_torch_pickle(
     """
     per_byte = min(_CONTAINERS_PER_BYTE, max_containers / max(1, len(data)))
     limits = Limits(data_bytes=limit_bytes, containers_per_byte=per_byte)
-    return decode_pickle(data, find=_Names().find, persistent_load=load_storage, limits=limits)
+    return decode_pickle(data, find=_Globals().find, persistent_load=load_storage, limits=limits)
 
 
-class _Names:
+class _Globals:
     """What the globals of one pickle stand for."""
 
     def __init__(self) -> None:

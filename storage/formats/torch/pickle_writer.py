@@ -19,7 +19,7 @@ from dcp.storage.formats.torch.pickle_reader import DevicePickle
 from dcp.storage.formats.torch.python_values import harmless_pickle
 from dcp.storage.geometry.strides import c_strides
 
-__all__ = ["MAX_DEPTH", "SizeValue", "StoredTensor", "TensorRef", "encode_torch_pickle"]
+__all__ = ["MAX_DEPTH", "PickledTensor", "SizeValue", "TensorRef", "encode_torch_pickle"]
 
 MAX_DEPTH: Final = 256
 """Nesting above this is refused: torch's own pickler stops at Python's recursion limit."""
@@ -52,7 +52,7 @@ class TensorRef(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class PickledTensor:
     """A C-ordered tensor with its bytes, which are a storage of its own; compared by identity."""
 
     dtype_code: int
@@ -70,14 +70,14 @@ def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> by
     """The pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
     None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
     devices as `Dtype` and `DevicePickle`, and what is harmless (`python_values`). ``keys`` names the
-    storages of every `StoredTensor` in it, and anew those of `TensorRef`s that it has. PlanError
+    storages of every `PickledTensor` in it, and anew those of `TensorRef`s that it has. PlanError
     for anything else."""
-    writer = _Writer(keys or {})
+    writer = _PickleWriter(keys or {})
     writer.write(value, 0)
     return b"\x80\x02" + b"".join(writer.parts) + b"."
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self, keys: Mapping[Any, str]) -> None:
         self.parts: list[bytes] = []
         self._keys = keys
@@ -88,7 +88,7 @@ class _Writer:
             self.parts.append(atom(value))
         elif type(value) is TensorRef:
             self.parts += _tensor(value, self._keys.get(value.key, value.key))
-        elif type(value) is StoredTensor:
+        elif type(value) is PickledTensor:
             key = self._keys[value]
             self.parts += _tensor(value.ref(key), key)
         elif type(value) is dtypes.Dtype:

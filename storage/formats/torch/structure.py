@@ -92,10 +92,10 @@ def flatten_torch(root: Any, pickle_bytes: int) -> FlatFile:
     Raises CheckpointFormatError for a pickle that contains itself or is nested beyond MAX_NESTING levels, and
     UnsupportedFormatError where two entries get one name. Work is linear in ``pickle_bytes``.
     """
-    return _Flattener(pickle_bytes).run(root)
+    return _FileFlattener(pickle_bytes).run(root)
 
 
-class _Flattener:
+class _FileFlattener:
     def __init__(self, pickle_bytes: int) -> None:
         self.result = FlatFile()
         self._facts: dict[int, _Facts | None] = {}

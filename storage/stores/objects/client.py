@@ -24,9 +24,9 @@ __all__ = [
     "Absent",
     "Condition",
     "Failure",
+    "ListingPage",
     "ObjectClient",
     "ObjectInfo",
-    "Page",
     "PartsClient",
     "RequestError",
     "StreamClient",
@@ -119,7 +119,7 @@ class ObjectInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ListingPage:
     """A part of a listing: objects, common prefixes (with their ``/``), and where the next part begins."""
 
     objects: list[ObjectInfo]
@@ -193,7 +193,7 @@ class ObjectClient(ABC):
         """Store a whole object under ``condition`` (else `Failure.CONDITION`); returns its entity tag."""
 
     @abstractmethod
-    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> Page:
+    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> ListingPage:
         """One page of the objects whose keys begin with ``prefix``, in order.
 
         ``shallow``: only objects without a further ``/``, and of those with one the prefixes up to it.

@@ -25,8 +25,8 @@ from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,
     Failure,
+    ListingPage,
     ObjectInfo,
-    Page,
     RequestError,
     StreamClient,
 )
@@ -193,7 +193,7 @@ class FsspecClient(StreamClient):
         with suppress(RequestError):
             self.delete([key])
 
-    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> Page:
+    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> ListingPage:
         """`ls`, or `find` for what lies deeper; all in one page."""
         folder = prefix.rstrip("/")
         with self._attempt():
@@ -204,10 +204,10 @@ class FsspecClient(StreamClient):
                 else:
                     entries = list(self._fs.find(folder, maxdepth=2, detail=True).values())
             except FileNotFoundError:
-                return Page([], [], None)
+                return ListingPage([], [], None)
         files = [_info(_key(entry), entry) for entry in entries if entry["type"] == "file"]
         folders = [f"{_key(entry)}/" for entry in entries if entry["type"] == "directory"]
-        return Page(
+        return ListingPage(
             sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
             sorted(folder for folder in folders if folder.startswith(prefix)) if shallow else [],
             None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from dcp.storage.stores.base import FileInfo, is_name
-from dcp.storage.stores.objects.client import ObjectInfo, Page
+from dcp.storage.stores.objects.client import ListingPage, ObjectInfo
 
 __all__ = ["deep_files", "file_info", "files_of", "folder_tree", "folders_of", "key_tree", "name_of"]
 
@@ -21,7 +21,7 @@ def name_of(key: str, prefix: str) -> str | None:
     return name if is_name(name) else None
 
 
-def files_of(pages: Iterable[Page], prefix: str) -> list[FileInfo]:
+def files_of(pages: Iterable[ListingPage], prefix: str) -> list[FileInfo]:
     """The files directly below ``prefix``, sorted."""
     found = []
     for page in pages:
@@ -31,7 +31,7 @@ def files_of(pages: Iterable[Page], prefix: str) -> list[FileInfo]:
     return sorted(found, key=lambda info: info.name)
 
 
-def deep_files(pages: Iterable[Page], prefix: str) -> Iterator[tuple[str, FileInfo]]:
+def deep_files(pages: Iterable[ListingPage], prefix: str) -> Iterator[tuple[str, FileInfo]]:
     """The files of all folders directly below ``prefix``: (folder, file)."""
     for page in pages:
         for info in page.objects:
@@ -40,7 +40,7 @@ def deep_files(pages: Iterable[Page], prefix: str) -> Iterator[tuple[str, FileIn
                 yield folder, file_info(name, info)
 
 
-def key_tree(pages: Iterable[Page], prefix: str) -> Iterator[tuple[str, FileInfo]]:
+def key_tree(pages: Iterable[ListingPage], prefix: str) -> Iterator[tuple[str, FileInfo]]:
     """All files below ``prefix``, however deep: (folder relative to it, "" is itself; file)."""
     for page in pages:
         for info in page.objects:
@@ -50,7 +50,7 @@ def key_tree(pages: Iterable[Page], prefix: str) -> Iterator[tuple[str, FileInfo
 
 
 def folder_tree(
-    list_folder: Callable[[str], Page], prefix: str, folder: str = ""
+    list_folder: Callable[[str], ListingPage], prefix: str, folder: str = ""
 ) -> Iterator[tuple[str, FileInfo]]:
     """As `key_tree`, by one listing of each folder, given its prefix."""
     page = list_folder(prefix)
@@ -63,7 +63,7 @@ def folder_tree(
             yield from folder_tree(list_folder, deeper, f"{folder}/{name}".removeprefix("/"))
 
 
-def folders_of(pages: Iterable[Page], prefix: str) -> list[str]:
+def folders_of(pages: Iterable[ListingPage], prefix: str) -> list[str]:
     """Names of the folders directly below ``prefix``, sorted."""
     found = set()
     for page in pages:

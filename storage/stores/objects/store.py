@@ -37,9 +37,9 @@ from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,
     Failure,
+    ListingPage,
     ObjectClient,
     ObjectInfo,
-    Page,
     PartsClient,
     RequestError,
     StreamClient,
@@ -352,7 +352,7 @@ class FsspecStore(Store):
     def _file_key(self, name: str) -> str:
         return self._key(check_name(name))
 
-    def _pages(self, *, shallow: bool) -> Iterator[Page]:
+    def _pages(self, *, shallow: bool) -> Iterator[ListingPage]:
         prefix, client = self._key(""), self._client
         after: str | None = None
         while True:
@@ -362,7 +362,7 @@ class FsspecStore(Store):
                 return
             after = page.next
 
-    def _page(self, client: ObjectClient, prefix: str, *, shallow: bool, after: str | None) -> Page:
+    def _page(self, client: ObjectClient, prefix: str, *, shallow: bool, after: str | None) -> ListingPage:
         return self._run("list", prefix, partial(client.list_page, prefix, shallow=shallow, after=after))
 
     def _handle(self, name: str, info: ObjectInfo) -> ObjectReadHandle:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp
 from dcp.background.future import SaveFuture
 from dcp.background.process.writer import ProcessWriter
-from dcp.manager.saves import _BackgroundSaves
+from dcp.manager.save_executor import _BackgroundExecutor
 from tests.support.processes import open_files
 from tests.support.ranks import run_ranks
 from tests.support.values import local_parts
@@ -176,8 +176,8 @@ class Saving:
         """This process, and the one that writes for it."""
         if self.manager is None or self.road != "process":
             return [os.getpid()]
-        saves = self.manager._saves
-        assert isinstance(saves, _BackgroundSaves)
+        saves = self.manager._executor
+        assert isinstance(saves, _BackgroundExecutor)
         worker = saves._session._worker
         assert isinstance(worker, ProcessWriter)
         return [os.getpid(), worker.pid]

@@ -13,7 +13,7 @@ import torch
 
 import dcp
 from dcp.background.session import AsyncSession
-from dcp.staging.copies import Copies, HostCopier
+from dcp.staging.copies import HostCopier, HostCopies
 from dcp.staging.guarding.samples import Guard
 from dcp.staging.stager import DefaultStager
 from dcp.storage.formats.index import Int64
@@ -75,7 +75,7 @@ class Meddler:
     def stager(self, guard: Guard, *, process: bool) -> DefaultStager:
         """One that can be meddled with."""
         stager = DefaultStager(guard=guard, process=process)
-        stager._machine.copier = _MeddledCopier(self)
+        stager._copier.host = _MeddledCopier(self)
         return stager
 
 
@@ -84,7 +84,7 @@ class _MeddledCopier(HostCopier):
         super().__init__(1)
         self.meddler = meddler
 
-    def copy(self, copies: Copies, rows: Int64) -> None:
+    def copy(self, copies: HostCopies, rows: Int64) -> None:
         self.meddler.copies_begin()
         super().copy(copies, rows)
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcp
-from dcp.staging.copies import Copies, HostCopier
+from dcp.staging.copies import HostCopier, HostCopies
 from dcp.staging.stager import DefaultStager
 from dcp.state_dict import get_state_dict, set_state_dict
 from dcp.storage.formats.index import Int64
@@ -148,7 +148,7 @@ def gated_store(path: Any, gate: Path) -> Store:
 class SlowCopier(HostCopier):
     """Takes long enough that training comes to its next step meanwhile."""
 
-    def copy(self, copies: Copies, rows: Int64) -> None:
+    def copy(self, copies: HostCopies, rows: Int64) -> None:
         """Late."""
         time.sleep(0.02)
         super().copy(copies, rows)
@@ -238,7 +238,7 @@ def run_and_resume(
     gates = root / f"gates-{rank}"
     gates.mkdir()
     stager = DefaultStager(process=mode == "process")
-    stager._machine.copier = SlowCopier()
+    stager._copier.host = SlowCopier()
     saver = Saver(root / "ckpt", gates, plan, mode=mode, stager=stager)
     with saver.manager as manager:
         saved = Trainer(rank, world_size, seed=1)

@@ -20,7 +20,7 @@ from dcp.manager.steps import StepFolders
 from dcp.storage.errors import StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from tests.support.versions import save_version, stock_save_version, version_state
 
 __all__ = ["KINDS", "Gate", "Run", "deleting_threads", "pin", "stock_over_ours"]
@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.stores: dict[str, FaultInjectingStore] = {}
-        self.root = open_root(root, open_store=self.open)
+        self.root = open_parent_folder(root, open_store=self.open)
         self.folders = StepFolders(self.root, "{step}")
         self.events: list[DeletionEvent] = []
         options = {"pause_seconds": 0.001, "on_event": self.events.append, **options}

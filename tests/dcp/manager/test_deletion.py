@@ -17,7 +17,7 @@ from dcp.manager.steps import StepFolders
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.stores import MemoryStore, open_store
 from dcp.storage.stores.faults import Fault, Operation
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from tests.dcp.manager.deletion_support import KINDS, Run, pin, stock_over_ours
 from tests.support.versions import (
     ABSENT,
@@ -175,7 +175,7 @@ def test_a_save_that_commits_after_the_cut_keeps_its_files(run: Run) -> None:
 
 def test_checkpoints_in_memory() -> None:
     """Any kind of root."""
-    root = open_root("memory://deletion")
+    root = open_parent_folder("memory://deletion")
     folders = StepFolders(root)
     url = folders.checkpoint_id(1)
     dcp.save(version_state(1), checkpoint_id=url, no_dist=True)

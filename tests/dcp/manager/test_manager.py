@@ -109,8 +109,8 @@ def test_a_step_that_only_another_host_cannot_read_is_not_noted_as_damaged(tmp_p
     with manager_of(tmp_path, on_event=seen, verify_saved="off") as manager:
         manager.save(1, state_at(1))
         assert manager.wait(240)
-        assert manager._upkeep is not None
-        manager._upkeep.doubt(1, dcp.CorruptCheckpointError("no such file, as rank 5 sees it"))
+        assert manager._post_commit is not None
+        manager._post_commit.doubt(1, dcp.CorruptCheckpointError("no such file, as rank 5 sees it"))
         assert manager.wait(240)
         noted = manager._folders.notes(1).verified
         assert noted is not None

@@ -302,8 +302,8 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
     with manager_of(root, on_failure="raise", every_steps=100, writer=writer_with(truncate)) as manager:
         manager.save(1, state_at(1, rank), force=True)
         assert manager._ledger.wait(240)
-        if manager._upkeep is not None:
-            assert manager._upkeep.wait(240)  # the others wait for rank 0 at their third step
+        if manager._post_commit is not None:
+            assert manager._post_commit.wait(240)  # the others wait for rank 0 at their third step
         try:
             for step in range(2, 10):
                 manager.save(step, state_at(step, rank))

@@ -23,7 +23,7 @@ from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import FaultInjectingStore
-from dcp.storage.stores.folders import open_root
+from dcp.storage.stores.folders import open_parent_folder
 from tests.support.versions import stock_save_version
 
 ROOT = Path(__file__).parents[3]
@@ -133,7 +133,7 @@ def test_no_manifest_is_opened_for_the_list(tmp_path: Path) -> None:
         stores.append(FaultInjectingStore(PosixStore(url)))
         return stores[-1]
 
-    folders = StepFolders(open_root(tmp_path, open_store=watched))
+    folders = StepFolders(open_parent_folder(tmp_path, open_store=watched))
     for step in (1, 2):
         save(folders, step)
     folders.update_notes(2, lambda notes: replace(notes, pinned=True))
@@ -203,7 +203,7 @@ def test_facts_are_read_once_and_again_after_a_change(tmp_path: Path) -> None:
         stores.append(FaultInjectingStore(PosixStore(url)))
         return stores[-1]
 
-    folders = StepFolders(open_root(tmp_path, open_store=watched))
+    folders = StepFolders(open_parent_folder(tmp_path, open_store=watched))
     first = save(folders, 1, metrics={"loss": 1.0})
     grow_old(folders.checkpoint_id(1))
     assert folders.facts(1).save_id == first

@@ -17,8 +17,8 @@ import torch
 
 import dcp
 from dcp.background.process.writer import ProcessWriter
-from dcp.manager.saves import _BackgroundSaves
-from dcp.staging.copies import Copies, HostCopier
+from dcp.manager.save_executor import _BackgroundExecutor
+from dcp.staging.copies import HostCopier, HostCopies
 from dcp.staging.stager import DefaultStager
 from dcp.storage.formats.index import Int64
 from tests.dcp.manager.manager_support import (
@@ -91,7 +91,7 @@ class GatedCopier(HostCopier):
         self.may = threading.Event()
         self.has_copied = False
 
-    def copy(self, copies: Copies, rows: Int64) -> None:
+    def copy(self, copies: HostCopies, rows: Int64) -> None:
         """Wait, then copy."""
         assert self.may.wait(TIMEOUT_SECONDS)
         super().copy(copies, rows)
@@ -101,7 +101,7 @@ class GatedCopier(HostCopier):
 def test_locks_hold_off_only_the_managers_own_copies(tmp_path: Path) -> None:
     """One's copy under way does not keep the other's lock, and one's lock not the other's copies."""
     stager = DefaultStager()
-    copier = stager._machine.copier = GatedCopier()
+    copier = stager._copier.host = GatedCopier()
     with manager_of(tmp_path / "a", stager=stager) as one, manager_of(tmp_path / "b") as other:
         copied = one.save(1, state_at(1), overlap=True)
         assert copied is not None
@@ -223,8 +223,8 @@ def test_one_root_with_two_names(tmp_path: Path) -> None:
 
 def pid_of(manager: dcp.CheckpointManager) -> int:
     """A manager's writer process."""
-    saves = manager._saves
-    assert isinstance(saves, _BackgroundSaves)
+    saves = manager._executor
+    assert isinstance(saves, _BackgroundExecutor)
     worker = saves._session._worker
     assert isinstance(worker, ProcessWriter)
     return worker.pid

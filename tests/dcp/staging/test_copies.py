@@ -102,7 +102,7 @@ def test_an_error_of_one_thread_is_raised_after_all_have_ended() -> None:
     state = {"large": torch.ones(40 * MIB, dtype=torch.uint8), "small": torch.ones(3)}
     local = collect(state)
     stager = DefaultStager(threads=2)
-    stager._machine.copier.close()
+    stager._copier.host.close()
     staged_error = stager.stage_local(local).done.exception(240)
     assert isinstance(staged_error, RuntimeError)
     with stager.lock(1.0):

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp.staging import DefaultStager, check_staged, sample_state
+from dcp.staging.copier import Slot, Staging, StateCopier
 from dcp.staging.copies import resolved
 from dcp.staging.guarding.samples import Guard, Samples
 from dcp.staging.guarding.windows import Windows, read_windows
-from dcp.staging.layout import Structure, pointers_of
-from dcp.staging.machine import Machine, Slot, Staging
+from dcp.staging.layout import SourceStructure, pointers_of
 from dcp.staging.memory.arena import HostArena
 from dcp.storage.errors import StagingError
 from tests.dcp.staging.sources import TensorSpec, bits, make_tensors, tensor_specs
@@ -22,7 +22,9 @@ FAST = settings(max_examples=40, deadline=None)
 
 def begun(tensors: list[torch.Tensor], guard: Guard = "sampled") -> Staging:
     """A staging that has looked at its sources and copied nothing yet."""
-    return Machine(guard, 1).begin(Slot(HostArena()), tensors, lambda first: Structure.of(tensors, first))
+    return StateCopier(guard, 1).begin(
+        Slot(HostArena()), tensors, lambda first: SourceStructure.of(tensors, first)
+    )
 
 
 def patterns(tensor: torch.Tensor) -> torch.Tensor:

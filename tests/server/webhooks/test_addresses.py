@@ -8,7 +8,7 @@ from dcp.server.settings import Settings
 from dcp.server.webhooks.addresses import (
     Allowed,
     RefusedUrlError,
-    Target,
+    WebhookUrl,
     parse_url,
     permitted_addresses,
     resolve_host,
@@ -202,7 +202,7 @@ def test_ports_of_other_protocols_are_refused(port: int) -> None:
 
 def test_urls_are_taken_apart() -> None:
     """Host in lower case and without its last dot, the port of the scheme, path and query as they are."""
-    assert parse_url("https://Hooks.Example.com/a/%2e?b=c@d", NOTHING) == Target(
+    assert parse_url("https://Hooks.Example.com/a/%2e?b=c@d", NOTHING) == WebhookUrl(
         "https", "hooks.example.com", 443, "/a/%2e?b=c@d"
     )
     assert parse_url("HTTPS://example.com.", NOTHING).path == "/"

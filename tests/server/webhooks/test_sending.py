@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp.server.webhooks.addresses import Target
+from dcp.server.webhooks.addresses import WebhookUrl
 from dcp.server.webhooks.sending import ReceiverAnswer, SendError, post
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
@@ -18,7 +18,7 @@ HANG_SECONDS = 60.0
 
 
 def send(
-    target: Target,
+    target: WebhookUrl,
     *addresses: str,
     body: bytes = b"{}",
     timeout_seconds: float = 30.0,
@@ -31,7 +31,7 @@ def send(
 def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
     """Nobody resolves the name: hooks.example.com is reached at the address given, and proves to be it."""
     with Receiver(tls=True) as receiver:
-        target = Target("https", "hooks.example.com", receiver.port, "/a?b=c")
+        target = WebhookUrl("https", "hooks.example.com", receiver.port, "/a?b=c")
         assert send(target, "127.0.0.1", body=b'{"x":1}') == ReceiverAnswer(204, None)
         request = receiver.requests[0]
         assert (request.method, request.path, request.body) == ("POST", "/a?b=c", b'{"x":1}')
@@ -43,10 +43,10 @@ def test_certificates_of_others_and_of_nobody_are_refused() -> None:
     """A certificate for another name, and one that nobody trusted has signed; nothing is sent."""
     with Receiver(tls=True) as receiver:
         with pytest.raises(SendError, match="certificate"):
-            send(Target("https", "other.example.com", receiver.port, "/"), "127.0.0.1")
+            send(WebhookUrl("https", "other.example.com", receiver.port, "/"), "127.0.0.1")
         with pytest.raises(SendError, match="certificate"):
             send(
-                Target("https", "hooks.example.com", receiver.port, "/"),
+                WebhookUrl("https", "hooks.example.com", receiver.port, "/"),
                 "127.0.0.1",
                 context=ssl.create_default_context(),
             )
@@ -60,7 +60,7 @@ def test_redirects_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("all_proxy", f"http://127.0.0.1:{proxy.port}")
         for status in (301, 302, 303, 307, 308):
             with Receiver(answers=[(status, {"Location": inner.url})]) as receiver:
-                target = Target("http", "127.0.0.1", receiver.port, "/")
+                target = WebhookUrl("http", "127.0.0.1", receiver.port, "/")
                 assert send(target, "127.0.0.1").status == status
         assert inner.requests == proxy.requests == []
 
@@ -68,7 +68,7 @@ def test_redirects_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
     """A host with two addresses, one of which is dead, is reached; with none it is an error that says so."""
     with Receiver() as receiver:
-        target = Target("http", "hooks.example.com", receiver.port, "/")
+        target = WebhookUrl("http", "hooks.example.com", receiver.port, "/")
         assert send(target, "127.0.0.2", "127.0.0.1").status == 204
         with pytest.raises(SendError, match="refused"):
             send(target, "127.0.0.3", "127.0.0.2")
@@ -81,7 +81,7 @@ def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
 def test_retry_after_is_read_as_seconds_within_bounds(value: str, seconds: float | None) -> None:
     """A receiver may ask for a day at most."""
     with Receiver(answers=[(503, {"Retry-After": value})]) as receiver:
-        answer = send(Target("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
+        answer = send(WebhookUrl("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
     assert answer == ReceiverAnswer(503, seconds)
 
 
@@ -106,7 +106,7 @@ def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], sc
     with raw_server(act) as port:
         began = time.monotonic()
         with pytest.raises(SendError):
-            send(Target(scheme, "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=0.4)
+            send(WebhookUrl(scheme, "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=0.4)
         assert time.monotonic() - began < HANG_SECONDS / 6  # of the 20 seconds that the server would go on
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
         connection.sendall(answer)
 
     with raw_server(act) as port, pytest.raises(SendError):
-        send(Target("http", "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=HANG_SECONDS)
+        send(WebhookUrl("http", "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=HANG_SECONDS)
 
 
 def test_bodies_are_not_read() -> None:
@@ -142,5 +142,5 @@ def test_bodies_are_not_read() -> None:
         drip(connection, b"x" * 65536, 0.01)
 
     with raw_server(act) as port:
-        answer = send(Target("http", "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=HANG_SECONDS)
+        answer = send(WebhookUrl("http", "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=HANG_SECONDS)
     assert answer.status == 200

@@ -11,10 +11,10 @@ from dcp.storage.errors import CheckpointFormatError, CheckpointNotFoundError, S
 from dcp.storage.stores import MemoryStore, PosixStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import FaultInjectingStore
-from dcp.storage.stores.folders import Root, open_root
+from dcp.storage.stores.folders import ParentFolder, open_parent_folder
 
 
-def put(root: Root, folder: str, *names: str) -> None:
+def put(root: ParentFolder, folder: str, *names: str) -> None:
     """Small files in a folder of the root."""
     store = root.store(folder)
     store.make_root()
@@ -23,7 +23,7 @@ def put(root: Root, folder: str, *names: str) -> None:
 
 
 @pytest.fixture(params=["posix", "file url", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> ParentFolder:
     """A root of each kind, not made yet."""
     place = tmp_path / "run 1"
     urls: dict[str, str | Path] = {
@@ -31,10 +31,10 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
         "file url": place.as_uri(),
         "memory": f"memory://{uuid.uuid4().hex}/run 1",
     }
-    return open_root(urls[request.param])
+    return open_parent_folder(urls[request.param])
 
 
-def test_names_are_the_folders_directly_below(root: Root) -> None:
+def test_names_are_the_folders_directly_below(root: ParentFolder) -> None:
     """Sorted; files of the root and folders further down are none; a root that is not there has none."""
     assert root.names() == []
     root.make()
@@ -51,7 +51,7 @@ def test_names_are_the_folders_directly_below(root: Root) -> None:
     assert root.store("b").url == f"{root.url}/b"
 
 
-def test_committed_folders_and_what_is_in_them(root: Root) -> None:
+def test_committed_folders_and_what_is_in_them(root: ParentFolder) -> None:
     """A manifest, `.metadata` or a rank's part commits; data alone does not; asked for files are reported."""
     put(root, "both", "manifest.msgpack", ".metadata", "notes", "__0_0.0a.distcp")
     put(root, "manifest", "manifest.msgpack")
@@ -79,7 +79,7 @@ def test_looking_costs_few_requests_and_reads_nothing(tmp_path: Path) -> None:
         stores.append(FaultInjectingStore(PosixStore(url)))
         return stores[-1]
 
-    root = open_root(tmp_path, open_store=watched)
+    root = open_parent_folder(tmp_path, open_store=watched)
     put(root, "step-1", "manifest.msgpack", *(f"__{rank}_0.0a.distcp" for rank in range(40)))
     stores.clear()
     assert list(root.committed(("notes",))) == ["step-1"]
@@ -96,11 +96,11 @@ def test_folders_that_no_checkpoint_can_be(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "dangling").symlink_to("nothing")
-    assert open_root(tmp_path).names() == ["elsewhere", "good", "link"]
+    assert open_parent_folder(tmp_path).names() == ["elsewhere", "good", "link"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", ".lock"])
-def test_a_folder_is_one_plain_name(root: Root, name: str) -> None:
+def test_a_folder_is_one_plain_name(root: ParentFolder, name: str) -> None:
     """Nothing reaches outside of the root."""
     with pytest.raises(CheckpointFormatError):
         root.store(name)
@@ -110,20 +110,20 @@ def test_places_that_cannot_be_roots(tmp_path: Path) -> None:
     """An unknown scheme, and a file in the place of the root, are errors when they are listed; a URL that
     lost a slash is one at once."""
     with pytest.raises(StorageError, match="gopher://"):
-        open_root("gopher://host/run").names()
+        open_parent_folder("gopher://host/run").names()
     for mangled in (Path("s3://bucket/run"), tmp_path / "s3://bucket/run", "gs:/bucket"):
         with pytest.raises(StorageError, match="a URL that lost a slash"):
-            open_root(mangled)
+            open_parent_folder(mangled)
     with pytest.raises(StorageError, match="chained"):
-        open_root("simplecache::s3://bucket/run")
+        open_parent_folder("simplecache::s3://bucket/run")
     (tmp_path / "file").write_bytes(b"")
-    assert not open_root(tmp_path / "file").exists()
+    assert not open_parent_folder(tmp_path / "file").exists()
     with pytest.raises(StorageError) as caught:
-        open_root(tmp_path / "file").names()
+        open_parent_folder(tmp_path / "file").names()
     assert caught.value.path == str(tmp_path / "file")
 
 
-def test_list_checkpoints_of_any_root(root: Root) -> None:
+def test_list_checkpoints_of_any_root(root: ParentFolder) -> None:
     """The inspection lists what is below a root of each kind, and says where there is no such folder."""
     url = root.url
     if not root.exists():
@@ -140,7 +140,7 @@ def test_list_checkpoints_of_any_root(root: Root) -> None:
 
 def test_memory_folders_without_files_are_not_listed() -> None:
     """Looking at a name in memory does not make a folder of it."""
-    root = open_root("memory://looked-at")
+    root = open_parent_folder("memory://looked-at")
     assert root.store("x").list() == []
     assert isinstance(root.store("x"), MemoryStore)
     assert root.names() == []

@@ -10,7 +10,7 @@ from dcp.storage.formats.torch.python_values import value_text
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference, TensorFacts
     from dcp.inspection.values.statistics import CheckpointStatistics
-    from dcp.inspection.values.summaries import Statistics
+    from dcp.inspection.values.summaries import ElementStatistics
 
 __all__ = ["difference_document", "statistics_document"]
 
@@ -26,7 +26,7 @@ def _number(value: float | int | None) -> float | int | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _statistics(found: Statistics | None, *, histogram: bool) -> dict[str, Any] | None:
+def _statistics(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
     if found is None:
         return None
     numbers = ("min", "max", "mean", "std", "norm")

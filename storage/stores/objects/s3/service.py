@@ -24,8 +24,8 @@ from dcp.storage.stores.objects.client import (
     CALLED_OFF,
     Condition,
     Failure,
+    ListingPage,
     ObjectInfo,
-    Page,
     PartsClient,
     RequestError,
     Upload,
@@ -172,7 +172,7 @@ class S3Client(PartsClient):
                 raise RequestError(Failure.PASSING, "the object changed while it was read") from error
             return b"", info
 
-    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> Page:
+    def list_page(self, prefix: str, *, shallow: bool, after: str | None) -> ListingPage:
         """ListObjectsV2."""
         arguments: dict[str, Any] = {"Prefix": prefix}
         if shallow:
@@ -180,7 +180,7 @@ class S3Client(PartsClient):
         if after is not None:
             arguments["ContinuationToken"] = after
         answer = self._request("list_objects_v2", **arguments)
-        return Page(
+        return ListingPage(
             [_listed(entry) for entry in answer.get("Contents") or ()],
             [str(entry["Prefix"]) for entry in answer.get("CommonPrefixes") or ()],
             str(answer["NextContinuationToken"]) if answer.get("IsTruncated") else None,

@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.staging.copies import Copies, DeviceWork, HostCopier
+from dcp.staging.copies import DeviceWork, HostCopier, HostCopies
 from dcp.staging.guarding.guard import changed_error
 from dcp.staging.guarding.samples import Guard, Samples, plain_host
-from dcp.staging.layout import ArenaLayout, Structure, pointers_of, ties_of
+from dcp.staging.layout import ArenaLayout, SourceStructure, pointers_of, ties_of
 from dcp.staging.memory.arena import ArenaKind, HostArena
 from dcp.staging.tree import StateTree
 from dcp.storage.formats.index import Int64
 
-__all__ = ["DictStaging", "Machine", "Memory", "Slot", "Staging"]
+__all__ = ["DictStaging", "Memory", "Slot", "Staging", "StateCopier"]
 
 
 class Memory(NamedTuple):
@@ -42,7 +42,7 @@ class Slot:
     arena: HostArena
     layout: ArenaLayout | None = None
 
-    def laid_out(self, structure: Structure, sources: Sequence[torch.Tensor]) -> ArenaLayout:
+    def laid_out(self, structure: SourceStructure, sources: Sequence[torch.Tensor]) -> ArenaLayout:
         """Views for ``sources``: the last ones where they fit, as they do for saves of one training state."""
         if self.layout is None or not self.layout.fits(structure, self.arena):
             self.layout = None  # its views would keep the old mapping
@@ -64,17 +64,17 @@ class Slot:
         self.arena.close()
 
 
-class Machine:
+class StateCopier:
     """Copies with the threads and streams of one stager."""
 
     def __init__(self, guard: Guard, threads: int | None) -> None:
         self.guard: Guard = guard
-        self.copier = HostCopier(threads)
+        self.host = HostCopier(threads)
         self.streams: dict[torch.device, torch.Stream] = {}
         self._serial = 0
 
     def begin(
-        self, slot: Slot, sources: Sequence[torch.Tensor], structure_of: Callable[[Int64], Structure]
+        self, slot: Slot, sources: Sequence[torch.Tensor], structure_of: Callable[[Int64], SourceStructure]
     ) -> Staging:
         """Look at the sources and make room; `Staging.run` copies, in this or in another thread.
 
@@ -98,11 +98,11 @@ class Machine:
 
     def stage(self, slot: Slot, tree: StateTree) -> DictStaging:
         """Begin to stage a whole state dict, as torch's protocol has it."""
-        return DictStaging(tree, self.begin(slot, tree.sources, partial(Structure.of, tree.sources)))
+        return DictStaging(tree, self.begin(slot, tree.sources, partial(SourceStructure.of, tree.sources)))
 
     def close(self) -> None:
         """End the threads."""
-        self.copier.close()
+        self.host.close()
         self.streams.clear()
 
 
@@ -111,7 +111,7 @@ class Staging:
 
     def __init__(
         self,
-        machine: Machine,
+        copier: StateCopier,
         arena: HostArena,
         layout: ArenaLayout,
         sources: list[torch.Tensor],
@@ -120,10 +120,10 @@ class Staging:
         samples: Samples,
     ) -> None:
         self.layout = layout
-        self._machine = machine
+        self._copier = copier
         self._arena = arena
         self._samples = samples
-        self._copies = Copies(
+        self._copies = HostCopies(
             targets=layout.views,
             sources=sources,
             sizes_bytes=layout.sizes_bytes,
@@ -142,11 +142,11 @@ class Staging:
     def run(self) -> list[int]:
         """Copy; returns the numbers of the sources whose copies are not what they were at the beginning."""
         if self._arena.is_new:
-            self._machine.copier.populate(self._arena)
+            self._copier.host.populate(self._arena)
         # begun first: the host's tensors are copied while the device's are on their way
-        arrive = self._devices.begin(self._copies, self._elsewhere, self._machine.streams)
+        arrive = self._devices.begin(self._copies, self._elsewhere, self._copier.streams)
         try:
-            self._machine.copier.copy(self._copies, self._here)
+            self._copier.host.copy(self._copies, self._here)
         finally:
             arrive()
         views = self.layout.views

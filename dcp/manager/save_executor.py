@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.staging import AsyncStager
 
-__all__ = ["Mode", "SaveSettings", "Saves", "check_group", "saves_of"]
+__all__ = ["Mode", "SaveExecutor", "SaveSettings", "check_group", "save_executor"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SaveSettings:
         return replace(self.options, user_metadata=dict(user_metadata))
 
 
-class Saves(ABC):
+class SaveExecutor(ABC):
     """Begins one save after the other. ``ends_at_once``: a save has ended when `begin` returns."""
 
     ends_at_once = False
@@ -74,7 +74,7 @@ class Saves(ABC):
         """Let the saves under way end; call off those that have not after ``timeout_seconds``."""
 
 
-class _BackgroundSaves(Saves):
+class _BackgroundExecutor(SaveExecutor):
     """In a thread or a process of this manager's own."""
 
     def __init__(self, settings: SaveSettings, kind: AsyncCheckpointerType) -> None:
@@ -111,7 +111,7 @@ class _BackgroundSaves(Saves):
         self._session.close(timeout_seconds)
 
 
-class _SyncSaves(Saves):
+class _SyncExecutor(SaveExecutor):
     """In the training loop itself."""
 
     ends_at_once = True
@@ -162,11 +162,11 @@ def check_group(*, no_dist: bool) -> None:
         )
 
 
-def saves_of(mode: Mode, settings: SaveSettings) -> Saves:
+def save_executor(mode: Mode, settings: SaveSettings) -> SaveExecutor:
     """What carries out saves in ``mode``. Collective, except for "sync"."""
     if mode == "sync":
-        return _SyncSaves(settings)
+        return _SyncExecutor(settings)
     if mode not in ("thread", "process"):
         raise OptionError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
     kind = AsyncCheckpointerType.PROCESS if mode == "process" else AsyncCheckpointerType.THREAD
-    return _BackgroundSaves(settings, kind)
+    return _BackgroundExecutor(settings, kind)

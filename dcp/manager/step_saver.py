@@ -10,14 +10,14 @@ from typing import Any, Literal
 from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.manager.cleanup.post_commit import PostCommitWorker
 from dcp.manager.events import Events
-from dcp.manager.ledger import Ledger
-from dcp.manager.saves import Saves
+from dcp.manager.ledger import SaveLedger
+from dcp.manager.save_executor import SaveExecutor
 from dcp.manager.schedule import Reason
 from dcp.manager.step_coordinator import StepCoordinator
 from dcp.storage.errors import CheckpointError
 from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["Saver", "WhenBusy"]
+__all__ = ["StepSaver", "WhenBusy"]
 
 WhenBusy = Literal["wait", "skip", "raise"]
 
@@ -40,21 +40,21 @@ class _Refused:
 
 
 @dataclass(frozen=True)
-class Saver:
+class StepSaver:
     """Begins steps and saves; all ranks do so alike. The parts are the manager's."""
 
-    turns: StepCoordinator
-    saves: Saves
-    ledger: Ledger
+    coordinator: StepCoordinator
+    executor: SaveExecutor
+    ledger: SaveLedger
     events: Events
-    upkeep: PostCommitWorker | None
+    post_commit: PostCommitWorker | None
     when_busy: WhenBusy
     timeout_seconds: float
 
     def begin_step(self, step: int, *, last: bool, force: bool = False) -> None:
         """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
-        was_stopping = self.turns.stopping
-        agreed = self.turns.begin(step, failed=self.ledger.has_failure, last=last, force=force)
+        was_stopping = self.coordinator.stopping
+        agreed = self.coordinator.begin(step, failed=self.ledger.has_failure, last=last, force=force)
         if agreed.stop and not was_stopping:
             self.events.emit("stop_requested", step)
         if agreed.failed:
@@ -65,14 +65,14 @@ class Saver:
     def may_begin(self, step: int, reason: Reason) -> bool:
         """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
         impatient = self.when_busy != "wait" and reason not in _PATIENT
-        if impatient and self.turns.any_rank(bool(self.ledger.running())):
+        if impatient and self.coordinator.any_rank(bool(self.ledger.running())):
             if self.when_busy == "raise":
                 raise CheckpointError(
                     f"the save of step {step} came before the one before was finished, and "
                     "when_busy='raise'; save less often, or let it wait or be skipped",
                     step=step,
                 )
-            self.turns.skipped(step)
+            self.coordinator.skipped(step)
             self.events.emit("save_skipped", step, reason=reason)
             return False
         self.ledger.settle(self.timeout_seconds)
@@ -90,26 +90,26 @@ class Saver:
         overlap: bool,
     ) -> SaveFuture:
         """Save; one that stops the run has ended when this returns."""
-        self.turns.saved(step, reason)
-        if self.upkeep is not None:
-            self.upkeep.saving(step)
+        self.coordinator.saved(step, reason)
+        if self.post_commit is not None:
+            self.post_commit.saving(step)
         try:
-            future = self.saves.begin(state_dict, writer, user_metadata, overlap=overlap)
+            future = self.executor.begin(state_dict, writer, user_metadata, overlap=overlap)
         except BaseException:
-            if self.upkeep is not None:
-                self.upkeep.failed(step)
+            if self.post_commit is not None:
+                self.post_commit.failed(step)
             raise
         self.ledger.begun(step, future)
         future.add_done_callback(partial(self._on_ended, step, reason, future))
         if reason == "stop":
             self.ledger.settle(self.timeout_seconds)
-        if reason == "stop" or self.saves.ends_at_once:
+        if reason == "stop" or self.executor.ends_at_once:
             self.ledger.raise_failure(damage=False)
         return future
 
     def refuse(self, writer: FileSystemWriter, error: CheckpointError) -> None:
         """Fail the save by ``writer`` that other ranks have begun, with ``error``, which they all get."""
-        self.saves.begin({"refused": _Refused(error)}, writer, {}, overlap=False)
+        self.executor.begin({"refused": _Refused(error)}, writer, {}, overlap=False)
 
     def _on_ended(self, step: int, reason: Reason, future: SaveFuture, _: object) -> None:
         """In the thread that carried out the save."""
@@ -117,8 +117,8 @@ class Saver:
         try:
             self._tell_end(step, reason, future, error)
             committed = error is None or (isinstance(error, CheckpointError) and error.committed)
-            if self.upkeep is not None:
-                (self.upkeep.committed if committed else self.upkeep.failed)(step)
+            if self.post_commit is not None:
+                (self.post_commit.committed if committed else self.post_commit.failed)(step)
         finally:
             self.ledger.ended(future, error)
 

@@ -35,17 +35,17 @@ class Folders(StepFolders):
         return states
 
 
-def upkeep_of(folders: Folders, seen: Recorder, keep: dcp.Retention | None = None) -> PostCommitWorker:
-    """Upkeep that tells ``seen`` what happens."""
+def worker_of(folders: Folders, seen: Recorder, keep: dcp.Retention | None = None) -> PostCommitWorker:
+    """A worker that tells ``seen`` what happens."""
     events = Events(folders.root.url, 0, seen)
     return PostCommitWorker(folders, keep, "sizes", events, on_damage=lambda error: None)
 
 
-def save(upkeep: PostCommitWorker, root: Path, step: int, version: int) -> None:
+def save(worker: PostCommitWorker, root: Path, step: int, version: int) -> None:
     """A save as a manager makes it."""
-    upkeep.saving(step)
+    worker.saving(step)
     save_version(root / str(step), version)
-    upkeep.committed(step)
+    worker.committed(step)
 
 
 def test_a_checkpoint_that_is_saved_again_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
@@ -59,16 +59,16 @@ def test_a_checkpoint_that_is_saved_again_while_it_is_verified_is_not_damaged(tm
 
     seen = Recorder()
     # The second listing is that for the sizes, when the commit has been read.
-    upkeep = upkeep_of(Folders(tmp_path, Fault("list", at=2, hook=replace)), seen)
-    upkeep.saving(1)
+    worker = worker_of(Folders(tmp_path, Fault("list", at=2, hook=replace)), seen)
+    worker.saving(1)
     save_version(tmp_path / "1", 1)
-    upkeep.committed(1)
-    assert upkeep.wait(120)
+    worker.committed(1)
+    assert worker.wait(120)
     assert replaced
     assert seen.kinds() == []
-    upkeep.saving(1)
-    upkeep.committed(1)
-    assert upkeep.close(120)
+    worker.saving(1)
+    worker.committed(1)
+    assert worker.close(120)
     assert seen.kinds() == [("verified", 1)]
 
 
@@ -76,34 +76,34 @@ def test_retention_leaves_alone_what_has_begun_to_be_saved_since_it_looked(tmp_p
     """A run that went back saves an old step again, which retention has just found to be one too many."""
     seen = Recorder()
     folders = Folders(tmp_path)
-    upkeep = upkeep_of(folders, seen, dcp.Retention(last=1))
-    save(upkeep, tmp_path, 1, 1)
-    assert upkeep.wait(120)
-    folders.after_survey = lambda: upkeep.saving(1)
-    save(upkeep, tmp_path, 2, 2)
-    assert upkeep.wait(120)
+    worker = worker_of(folders, seen, dcp.Retention(last=1))
+    save(worker, tmp_path, 1, 1)
+    assert worker.wait(120)
+    folders.after_survey = lambda: worker.saving(1)
+    save(worker, tmp_path, 2, 2)
+    assert worker.wait(120)
     folders.after_survey = lambda: None
     assert seen.steps("deleted") == []
     save_version(tmp_path / "1", 3)
-    upkeep.committed(1)
-    assert upkeep.close(120)
+    worker.committed(1)
+    assert worker.close(120)
     assert seen_by_dcp(tmp_path / "1") == 3
     assert folders.all_steps() == [1, 2]
 
 
-def test_upkeep_that_is_cut_off_by_the_end_tells_no_failure(tmp_path: Path) -> None:
+def test_post_commit_work_that_is_cut_off_by_the_end_tells_no_failure(tmp_path: Path) -> None:
     """Storage that hangs until the time to close is over: what was to be deleted is left to the next one."""
     gate, seen = Gate(), Recorder()
     folders = Folders(tmp_path)
-    upkeep = upkeep_of(folders, seen, dcp.Retention(last=1))
-    save(upkeep, tmp_path, 1, 1)
-    assert upkeep.wait(120)
+    worker = worker_of(folders, seen, dcp.Retention(last=1))
+    save(worker, tmp_path, 1, 1)
+    assert worker.wait(120)
     folders.after_survey = lambda: gate(Operation(1, "list", "", 0))
-    save(upkeep, tmp_path, 2, 2)
+    save(worker, tmp_path, 2, 2)
     assert gate.reached.wait(120)
-    assert not upkeep.close(0.05)
+    assert not worker.close(0.05)
     gate.open.set()
-    thread = upkeep._thread
+    thread = worker._thread
     assert thread is not None
     thread.join(120)
     assert not thread.is_alive()
