@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,6 @@ from dcp.storage.engine.reading.coalescing import coalesce_columns
 from dcp.storage.engine.reading.requests import Runs
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
 from dcp.storage.formats.index import Int64
-
-if TYPE_CHECKING:
-    from dcp.storage.engine.reading.engine import ReadEngine
-    from dcp.storage.engine.reading.worker import ReadWorker
 
 __all__ = ["Cluster", "PlacedRuns", "split_off_clusters"]
 
@@ -38,10 +33,10 @@ class PlacedRuns:
     runs: Runs
 
     @classmethod
-    def of(cls, engine: ReadEngine, runs: Runs) -> PlacedRuns:
+    def of(cls, runs: Runs, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
         """Runs of chunks whose payloads are resolved; without those that have no bytes."""
-        files = engine.index.chunk_files[runs.chunks]
-        offsets = engine.payloads.offsets[runs.chunks] + runs.payload_positions
+        files = chunk_files[runs.chunks]
+        offsets = payload_offsets[runs.chunks] + runs.payload_positions
         order = np.lexsort((runs.sizes_bytes, offsets, files))
         return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
 
@@ -65,13 +60,6 @@ class Cluster:
     begin: int
     end: int
     members: PlacedRuns
-
-    def hand_out(self, worker: ReadWorker, data: memoryview, address: int) -> None:
-        """Copy and check the runs; ``data`` is the bytes of the cluster, and lies at ``address``."""
-        if worker.engine.verify == "none":
-            self.copy_out(address)
-        else:
-            worker.engine.check_runs(worker.stats, self.members.runs, self.copy_out(address, data))
 
     def copy_out(self, address: int, data: memoryview | None = None) -> npt.NDArray[np.uint32]:
         """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""

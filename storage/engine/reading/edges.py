@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dcp.storage.engine.reading.joining import NO_CHUNK, RequestPiece
 from dcp.storage.formats.index import CheckpointIndex
-
-if TYPE_CHECKING:
-    from dcp.storage.stores.base import ReadHandle
+from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["MAX_RECORDS", "Edges"]
 

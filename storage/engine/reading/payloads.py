@@ -12,12 +12,12 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.edges import MAX_RECORDS, Edges
+from dcp.storage.engine.reading.joining import RequestPiece
 from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
@@ -28,10 +28,7 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.geometry.strides import c_strides, dense_order
-
-if TYPE_CHECKING:
-    from dcp.storage.engine.reading.joining import RequestPiece
-    from dcp.storage.stores.base import ReadHandle
+from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["Payloads"]
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +25,11 @@ from dcp.storage.engine.reading.joining import (
     join,
 )
 from dcp.storage.engine.reading.requests import BoxRequest, PutBox, Region, Runs
+from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.streaming_read import StreamingRead
+from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.geometry.payload_parts import BoxPart, box_parts, reaches
-
-if TYPE_CHECKING:
-    from dcp.storage.engine.reading.engine import ReadEngine
-    from dcp.storage.engine.reading.worker import ReadWorker
 
 __all__ = ["box_of", "carry_out", "plan"]
 
@@ -43,20 +40,20 @@ _CLUSTERS_PER_REQUEST = 8
 
 
 def plan(
-    engine: ReadEngine, runs: Runs, boxes: Iterable[BoxRequest], needed_bytes: int
+    source: ReadSource, runs: Runs, boxes: Iterable[BoxRequest], needed_bytes: int, threads: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
     """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
     busy."""
-    profile = engine.profile
-    share = -(-needed_bytes // engine.threads)
+    profile = source.profile
+    share = -(-needed_bytes // threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
     # not much less than a block, or checksums would have to be combined from many parts
     copied_bytes = min(request_bytes, max(_LEAST_REQUEST_BYTES, profile.join_below_bytes))
-    clusters, others = _clusters(engine, runs, copied_bytes)
+    clusters, others = _clusters(source, runs, copied_bytes)
     pieces = [RequestPiece(c.file, c.begin, c.end - c.begin, NO_CHUNK, 0, 0, c) for c in clusters]
-    pieces += _run_pieces(engine, others)
+    pieces += _run_pieces(source, others)
     for box in boxes:
-        pieces += _box_pieces(engine, box, copied_bytes)
+        pieces += _box_pieces(source, box, copied_bytes)
     pieces.sort(key=itemgetter(0, 1, 2))
     return join(pieces, profile, request_bytes)
 
@@ -64,13 +61,14 @@ def plan(
 # -- pieces --------------------------------------------------------------------------------------------------
 
 
-def _clusters(engine: ReadEngine, runs: Runs, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
+def _clusters(source: ReadSource, runs: Runs, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
     """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
-    placed, profile = PlacedRuns.of(engine, runs), engine.profile
+    placed = PlacedRuns.of(runs, source.index.chunk_files, source.payloads.offsets)
+    profile = source.profile
     small_bytes = min(COPIED_BELOW_BYTES, profile.join_below_bytes) - 1
     is_small = placed.runs.sizes_bytes <= small_bytes
-    if engine.verify == "full":
-        is_small &= placed.runs.sizes_bytes == engine.index.payload_lengths[placed.runs.chunks]
+    if source.verify == "full":
+        is_small &= placed.runs.sizes_bytes == source.index.payload_lengths[placed.runs.chunks]
     return split_off_clusters(
         placed,
         is_small,
@@ -79,10 +77,10 @@ def _clusters(engine: ReadEngine, runs: Runs, copied_bytes: int) -> tuple[list[C
     )
 
 
-def _run_pieces(engine: ReadEngine, placed: PlacedRuns) -> list[RequestPiece]:
-    lengths = engine.payload_lengths
+def _run_pieces(source: ReadSource, placed: PlacedRuns) -> list[RequestPiece]:
+    lengths = source.payload_lengths
     pieces = [RequestPiece(*place, None) for place in placed.tuples()]
-    if engine.verify != "full":
+    if source.verify != "full":
         return pieces
     whole: list[RequestPiece] = []
     for piece in pieces:
@@ -115,9 +113,9 @@ def _put_part(address: int, begin: int, end: int, data: memoryview) -> None:
     view(address, end - begin)[:] = data[begin:end]
 
 
-def box_of(engine: ReadEngine, region: Region) -> BoxRequest:
+def box_of(source: ReadSource, region: Region) -> BoxRequest:
     """A region as a box whose elements are copied to where they belong."""
-    itemsize = engine.itemsize(region.chunk)
+    itemsize = source.itemsize(region.chunk)
 
     def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
         address = region.address + sum(i * s for i, s in zip(offsets, region.strides, strict=True))
@@ -126,23 +124,23 @@ def box_of(engine: ReadEngine, region: Region) -> BoxRequest:
     return BoxRequest(region.chunk, region.offsets, region.lengths, put)
 
 
-def _box_pieces(engine: ReadEngine, box: BoxRequest, limit_bytes: int) -> Iterator[RequestPiece]:
-    chunk, gap_bytes = box.chunk, engine.profile.gap_bytes
-    itemsize = engine.itemsize(chunk)
-    order, strides = engine.payloads.layout(chunk)
+def _box_pieces(source: ReadSource, box: BoxRequest, limit_bytes: int) -> Iterator[RequestPiece]:
+    chunk, gap_bytes = box.chunk, source.profile.gap_bytes
+    itemsize = source.itemsize(chunk)
+    order, strides = source.payloads.layout(chunk)
     offsets, lengths, put = box.offsets, box.lengths, box.put
     if order != tuple(range(len(order))):
         offsets, lengths = tuple(offsets[d] for d in order), tuple(lengths[d] for d in order)
         put = partial(_put_permuted, box.put, tuple(np.argsort(order).tolist()))
     begin = sum(o * s for o, s in zip(offsets, strides, strict=True))
     parts = [*box_parts(begin, lengths, strides, itemsize, limit_bytes=limit_bytes, gap_bytes=gap_bytes)]
-    file, origin = int(engine.index.chunk_files[chunk]), engine.payloads.offset(chunk)
+    file, origin = int(source.index.chunk_files[chunk]), source.payloads.offset(chunk)
     overlap = any(after.begin < part.end for part, after in pairwise(parts))
-    if engine.verify == "none" or overlap:
+    if source.verify == "none" or overlap:
         reached: Iterable[tuple[int, int]] = ((part.begin, part.end) for part in parts)
     else:
-        payload_bytes = engine.payload_lengths[chunk]
-        reached = reaches(parts, payload_bytes, gap_bytes=gap_bytes, whole_blocks=engine.verify == "full")
+        payload_bytes = source.payload_lengths[chunk]
+        reached = reaches(parts, payload_bytes, gap_bytes=gap_bytes, whole_blocks=source.verify == "full")
     dtype = item_dtype(itemsize)
     for part, (first, end) in zip(parts, reached, strict=True):
         take = partial(_put_elements, put, part, dtype, part.begin - first, strides)
@@ -171,11 +169,11 @@ def _put_permuted(
 
 def carry_out(request: JoinedRequest, worker: ReadWorker) -> None:
     """Read, check, and hand out."""
-    engine = worker.engine
+    source = worker.source
     streaming = StreamingRead(request, worker)
     if streaming.follows:
-        engine.handle(request.file).receive(streaming, request.begin)
+        source.handle(request.file).receive(streaming, request.begin)
     else:
-        streaming.read_whole(engine.handle(request.file))
+        streaming.read_whole(source.handle(request.file))
     worker.stats.bytes_read += request.end - request.begin
     streaming.check()

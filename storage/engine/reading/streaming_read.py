@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +17,9 @@ from dcp.storage.engine.reading.clusters import Cluster
 from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.joining import NO_CHUNK, JoinedRequest, RequestPiece
 from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.formats.checksums import crc32
-
-if TYPE_CHECKING:
-    from dcp.storage.engine.reading.worker import ReadWorker
-    from dcp.storage.stores.base import ReadHandle
+from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["StreamingRead"]
 
@@ -40,7 +37,7 @@ class StreamingRead:
         self.size_bytes = request.end - request.begin
         self._request = request
         self._worker = worker
-        self._verify = worker.engine.verify != "none"
+        self._verify = worker.source.verify != "none"
         self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
         self._findings: list[Callable[[], None]] = []
         self._clusters: list[tuple[Runs, npt.NDArray[np.uint32]]] = []
@@ -81,7 +78,7 @@ class StreamingRead:
             compare()
         if self._clusters:  # together, for there may be hundreds of them
             runs, crcs = zip(*self._clusters, strict=True)
-            self._worker.engine.check_runs(self._worker.stats, Runs.joined(runs), np.concatenate(crcs))
+            self._worker.source.check_runs(self._worker.stats, Runs.joined(runs), np.concatenate(crcs))
 
     def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
         while size_bytes > 0:
@@ -121,5 +118,5 @@ class StreamingRead:
     def _note(self, chunk: int, position: int, size_bytes: int, crc: int) -> None:
         worker = self._worker
         self._findings.append(
-            partial(worker.engine.check_part, worker.stats, chunk, position, size_bytes, crc)
+            partial(worker.source.check_part, worker.stats, chunk, position, size_bytes, crc)
         )

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.requests import Region, Runs
+from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.worker import MAX_CLUSTER_BYTES, ReadWorker
 from dcp.storage.formats.checksums import BLOCK_BYTES
-
-if TYPE_CHECKING:
-    from dcp.storage.engine.reading.engine import ReadEngine
 
 __all__ = ["Unit", "region_units", "run_units"]
 
@@ -23,13 +20,14 @@ _UNIT_BYTES = 16 << 20
 Unit = Callable[[ReadWorker], None]
 
 
-def run_units(engine: ReadEngine, runs: Runs) -> Iterator[Unit]:
+def run_units(source: ReadSource, runs: Runs) -> Iterator[Unit]:
     """Runs: small ones that lie closely by one read, large ones where they belong, block by block."""
-    placed, profile = PlacedRuns.of(engine, runs), engine.profile
+    placed = PlacedRuns.of(runs, source.index.chunk_files, source.payloads.offsets)
+    profile = source.profile
     small_bytes = min(profile.join_below_bytes, BLOCK_BYTES)
     is_small = placed.runs.sizes_bytes <= small_bytes
-    if engine.verify == "full":
-        is_small &= placed.runs.sizes_bytes == engine.index.payload_lengths[placed.runs.chunks]
+    if source.verify == "full":
+        is_small &= placed.runs.sizes_bytes == source.index.payload_lengths[placed.runs.chunks]
     clusters, others = split_off_clusters(
         placed,
         is_small,
@@ -50,14 +48,14 @@ def run_units(engine: ReadEngine, runs: Runs) -> Iterator[Unit]:
         yield _direct_unit(batch)
 
 
-def region_units(engine: ReadEngine, regions: Sequence[Region]) -> Iterator[Unit]:
+def region_units(source: ReadSource, regions: Sequence[Region]) -> Iterator[Unit]:
     """Regions, some of them at a time; a large one is divided."""
     batch: list[Region] = []
     batch_bytes = 0
     for region in regions:
-        for part in _split_region(engine, region):
+        for part in _split_region(source, region):
             batch.append(part)
-            batch_bytes += math.prod(part.lengths) * engine.itemsize(part.chunk)
+            batch_bytes += math.prod(part.lengths) * source.itemsize(part.chunk)
             if batch_bytes >= _UNIT_BYTES:
                 yield _region_unit(batch)
                 batch, batch_bytes = [], 0
@@ -65,14 +63,14 @@ def region_units(engine: ReadEngine, regions: Sequence[Region]) -> Iterator[Unit
         yield _region_unit(batch)
 
 
-def _split_region(engine: ReadEngine, region: Region) -> Iterator[Region]:
+def _split_region(source: ReadSource, region: Region) -> Iterator[Region]:
     """Parts of about a unit's size along the dimension that is slowest in the file, so that threads can
     share one large box."""
-    size = math.prod(region.lengths) * engine.itemsize(region.chunk)
+    size = math.prod(region.lengths) * source.itemsize(region.chunk)
     if size <= 2 * _UNIT_BYTES:
         yield region
         return
-    order, _ = engine.payloads.layout(region.chunk)
+    order, _ = source.payloads.layout(region.chunk)
     slowest = next((d for d in order if region.lengths[d] > 1), 0)
     length = region.lengths[slowest]
     rows = max(1, length * _UNIT_BYTES // size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,13 +12,11 @@ from dcp.storage.engine.memory import ScratchBuffers, array_at, item_dtype, view
 from dcp.storage.engine.reading.clusters import Cluster
 from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.requests import ReadStats, Region
+from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.payload_parts import box_parts
 from dcp.storage.geometry.strides import extent
 from dcp.storage.stores.base import ReadHandle
-
-if TYPE_CHECKING:
-    from dcp.storage.engine.reading.engine import ReadEngine
 
 __all__ = ["MAX_CLUSTER_BYTES", "SCRATCH", "ReadWorker"]
 
@@ -44,9 +41,9 @@ SCRATCH = ScratchBuffers(_SCRATCH_BYTES)
 class ReadWorker:
     """One thread's tools: scratch memory that is reused, and its own figures."""
 
-    def __init__(self, engine: ReadEngine) -> None:
-        self.engine = engine
-        self._use(memoryview(bytearray(1)) if engine.joins else SCRATCH.get())
+    def __init__(self, source: ReadSource) -> None:
+        self.source = source
+        self._use(memoryview(bytearray(1)) if source.joins else SCRATCH.get())
         self.stats = ReadStats()
 
     def _use(self, scratch: memoryview) -> None:
@@ -68,28 +65,32 @@ class ReadWorker:
     def read_cluster(self, cluster: Cluster) -> None:
         """Small runs by one read."""
         data = self.scratch[: cluster.end - cluster.begin]
-        self.engine.handle(cluster.file).preadv([data], cluster.begin)
+        self.source.handle(cluster.file).preadv([data], cluster.begin)
         self.stats.bytes_read += len(data)
-        cluster.hand_out(self, data, self.scratch_address)
+        if self.source.verify == "none":
+            cluster.copy_out(self.scratch_address)
+        else:
+            crcs = cluster.copy_out(self.scratch_address, data)
+            self.source.check_runs(self.stats, cluster.members.runs, crcs)
 
     def read_direct(self, chunk: int, position: int, size: int, address: int) -> None:
         """A run straight into its destination, block by block."""
-        engine = self.engine
-        handle, origin = engine.locate(chunk)
-        if engine.verify == "none":
+        source = self.source
+        handle, origin = source.locate(chunk)
+        if source.verify == "none":
             handle.preadv([view(address, size)], origin + position)
             self.stats.bytes_read += size
             return
-        payload_bytes = engine.payload_lengths[chunk]
+        payload_bytes = source.payload_lengths[chunk]
         for first, last in within_blocks(size, position):
             begin, end, target = position + first, position + last, address + first
             block = begin // BLOCK_BYTES
             is_whole = last - first == min(BLOCK_BYTES, payload_bytes - block * BLOCK_BYTES)
-            if not is_whole and engine.verify == "full":
+            if not is_whole and source.verify == "full":
                 self._read_block_part(handle, origin, chunk, block, begin, end, target)
             else:
                 crc = self.read_steps(handle, origin + begin, view(target, end - begin))
-                engine.check_part(self.stats, chunk, begin, end - begin, crc)
+                source.check_part(self.stats, chunk, begin, end - begin, crc)
 
     def read_steps(self, handle: ReadHandle, offset: int, target: memoryview) -> int:
         """Fill ``target`` from file offset ``offset``; returns its CRC-32."""
@@ -107,9 +108,9 @@ class ReadWorker:
         self, handle: ReadHandle, origin: int, chunk: int, block: int, begin: int, end: int, address: int
     ) -> None:
         block_begin = block * BLOCK_BYTES
-        block_bytes = min(BLOCK_BYTES, int(self.engine.index.payload_lengths[chunk]) - block_begin)
+        block_bytes = min(BLOCK_BYTES, int(self.source.index.payload_lengths[chunk]) - block_begin)
         crc = self.read_steps(handle, origin + block_begin, self.scratch[:block_bytes])
-        self.engine.check_block(self.stats, chunk, block, crc)
+        self.source.check_block(self.stats, chunk, block, crc)
         ctypes.memmove(address, self.scratch_address + begin - block_begin, end - begin)
 
     # -- regions ---------------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class ReadWorker:
         """A box whose rows lie apart, in the file or in memory."""
         if math.prod(region.lengths) == 0:
             return
-        order, strides = self.engine.payloads.layout(region.chunk)
+        order, strides = self.source.payloads.layout(region.chunk)
         region = Region(
             region.chunk,
             tuple(region.offsets[d] for d in order),
@@ -126,10 +127,10 @@ class ReadWorker:
             region.address,
             tuple(region.strides[d] for d in order),
         )
-        if region.chunk in self.engine.index.payload_strides:
+        if region.chunk in self.source.index.payload_strides:
             self._read_parts(region, strides)
             return
-        itemsize = self.engine.itemsize(region.chunk)
+        itemsize = self.source.itemsize(region.chunk)
         split = next((d for d, stride in enumerate(strides) if stride <= _ROW_BYTES), len(strides) - 1)
         if not strides:
             self._read_rows(region.chunk, 0, 1, itemsize, (), (), region.address, 0, ())
@@ -152,13 +153,12 @@ class ReadWorker:
 
     def _read_parts(self, region: Region, strides: tuple[int, ...]) -> None:
         """A box of a payload that may have gaps, or elements that stand for several."""
-        engine, chunk = self.engine, region.chunk
-        itemsize = engine.itemsize(chunk)
+        chunk, index = region.chunk, self.source.index
+        itemsize = self.source.itemsize(chunk)
         dtype = item_dtype(itemsize)
         # Without a checksum to compare there is no use in completing blocks.
-        window = _Window(
-            self, chunk, verify=engine.verify != "none" and engine.index.payload_crc(chunk) is not None
-        )
+        verify = self.source.verify != "none" and index.payload_crc(chunk) is not None
+        window = _Window(self, chunk, verify=verify)
         begin = sum(o * s for o, s in zip(region.offsets, strides, strict=True))
         for part in box_parts(
             begin, region.lengths, strides, itemsize, limit_bytes=BLOCK_BYTES, gap_bytes=_SPARSE_GAP_BYTES
@@ -180,10 +180,10 @@ class ReadWorker:
         dest_row_stride: int,
         dest_strides: tuple[int, ...],
     ) -> None:
-        itemsize = self.engine.itemsize(chunk)
+        itemsize = self.source.itemsize(chunk)
         row_bytes = extent(inner, inner_strides, itemsize)
-        sparse = row_stride - row_bytes > _SPARSE_GAP_BYTES and self.engine.verify != "full"
-        window = _Window(self, chunk, verify=self.engine.verify != "none" and not sparse)
+        sparse = row_stride - row_bytes > _SPARSE_GAP_BYTES and self.source.verify != "full"
+        window = _Window(self, chunk, verify=self.source.verify != "none" and not sparse)
         row = 0
         while row < rows:
             first = position + row * row_stride
@@ -206,8 +206,8 @@ class _Window:
         self._worker = worker
         self._chunk = chunk
         self._verify = verify
-        self._handle, self._origin = worker.engine.locate(chunk)
-        self._payload_bytes = int(worker.engine.index.payload_lengths[chunk])
+        self._handle, self._origin = worker.source.locate(chunk)
+        self._payload_bytes = int(worker.source.index.payload_lengths[chunk])
         self._begin = self._end = 0
 
     def rows_that_fit(self, first: int, row_stride: int, extent: int) -> int:
@@ -238,10 +238,10 @@ class _Window:
             target = worker.scratch[position - window_begin : stop - window_begin]
             if self._verify:
                 crc = worker.read_steps(self._handle, self._origin + position, target)
-                worker.engine.check_block(worker.stats, self._chunk, position // BLOCK_BYTES, crc)
+                worker.source.check_block(worker.stats, self._chunk, position // BLOCK_BYTES, crc)
             else:
                 self._handle.preadv([target], self._origin + position)
                 worker.stats.bytes_read += len(target)
-                worker.stats.blocks_unverified += self._worker.engine.verify != "none"
+                worker.stats.blocks_unverified += self._worker.source.verify != "none"
             position = stop
         return begin - window_begin

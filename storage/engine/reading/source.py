@@ -1,0 +1,125 @@
+"""A checkpoint as its readers see it: open files, where payloads are, and whether their bytes are right.
+
+What is read together and by which thread is said by `dcp.storage.engine.reading.engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dcp.storage.engine.memory import item_view
+from dcp.storage.engine.reading.fragments import Fragment, Fragments
+from dcp.storage.engine.reading.joining import RequestPiece
+from dcp.storage.engine.reading.open_files import OpenFiles
+from dcp.storage.engine.reading.payloads import Payloads
+from dcp.storage.engine.reading.requests import ReadStats, Runs, Verify
+from dcp.storage.errors import CorruptCheckpointError, OptionError
+from dcp.storage.formats.checksums import BLOCK_BYTES
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.stores.base import ReadHandle, Store
+
+__all__ = ["ReadSource"]
+
+_MAX_FRAGMENTS = 64
+"""A block that is read in more pieces than this is not worth combining."""
+
+
+class ReadSource:
+    """The files of one checkpoint, and its checksums as ``verify`` asks for them; safe from any thread.
+
+    ``fetch`` carries out pieces together, for stores where a request is dear (``joins``).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        index: CheckpointIndex,
+        verify: Verify,
+        fetch: Callable[[Sequence[RequestPiece]], None],
+    ) -> None:
+        self.store = store
+        self.index = index
+        if verify not in get_args(Verify):
+            raise OptionError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
+        self.verify = verify
+        self.profile = store.read_profile
+        self.joins = self.profile.scatter
+        # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
+        self.payload_lengths = item_view(index.payload_lengths)
+        self.payloads = Payloads(index, self.handle, fetch if self.joins else None)
+        self._itemsizes = item_view(index.itemsizes)
+        self._chunk_tensors = item_view(index.chunk_tensors)
+        self._crc_start = item_view(index.crc_start)
+        self._crcs = item_view(index.crcs)
+        self._fragments = Fragments(limit=_MAX_FRAGMENTS)
+        self._files = OpenFiles(store, self._file_facts)
+
+    def _file_facts(self, file: int) -> tuple[str, int]:
+        return self.index.files[file], int(self.index.file_sizes[file])
+
+    def handle(self, file: int) -> ReadHandle:
+        """The open data file number ``file``; its size must be the committed one."""
+        return self._files.handle(file)
+
+    def locate(self, chunk: int) -> tuple[ReadHandle, int]:
+        """The file of a chunk and the absolute offset of its payload."""
+        return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
+
+    def itemsize(self, chunk: int) -> int:
+        """Bytes per element of a chunk."""
+        return self._itemsizes[self._chunk_tensors[chunk]]
+
+    def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
+        """Compare a block's checksum with the recorded one, or keep it for the whole payload's."""
+        start = self._crc_start[chunk]
+        if start == self._crc_start[chunk + 1]:
+            if self.payloads.note_block(chunk, block, crc):
+                stats.blocks_verified += 1
+            else:
+                stats.blocks_unverified += 1
+            return
+        stats.blocks_verified += 1
+        if self._crcs[start + block] != crc:
+            raise self.corruption(chunk, block, self._crcs[start + block], crc)
+
+    def check_runs(self, stats: ReadStats, runs: Runs, got: npt.NDArray[np.uint32]) -> None:
+        """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
+        one block, and of the others as `check_part`."""
+        index, chunks = self.index, runs.chunks
+        first = index.crc_start[chunks]
+        is_whole = (runs.sizes_bytes == index.payload_lengths[chunks]) & (index.crc_start[chunks + 1] > first)
+        expected = got.copy()
+        expected[is_whole] = index.crcs[first[is_whole]]
+        for row in np.flatnonzero(expected != got).tolist():
+            raise self.corruption(int(chunks[row]), 0, int(expected[row]), int(got[row]))
+        stats.blocks_verified += int(np.count_nonzero(is_whole))
+        others = np.flatnonzero(~is_whole)
+        columns = (chunks, runs.payload_positions, runs.sizes_bytes, got)
+        for chunk, position, size, crc in zip(*(c[others].tolist() for c in columns), strict=True):
+            self.check_part(stats, chunk, position, size, crc)
+
+    def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
+        """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
+        fragment = Fragment(chunk, position, position + size, crc)
+        whole = self._fragments.add(fragment, self.payload_lengths[chunk])
+        if whole is not None:
+            self.check_block(stats, chunk, position // BLOCK_BYTES, whole)
+
+    def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
+        """The error for bytes that are not those committed."""
+        fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
+        name = self.index.files[int(self.index.chunk_files[chunk])]
+        offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
+        return CorruptCheckpointError(
+            f"{self.store.url}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {name} has "
+            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
+            alternative="load the bytes as they are",
+            argument="verify='none'",
+            path=f"{self.store.url}/{name}",
+            fqn=fqn,
+            offset=offset,
+        )
