@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.inspection.values.statistics import Statistics, statistics
+from dcp.inspection.values.statistics import ElementStatistics, statistics
 from dcp.inspection.values.summaries import Collector, Histogram, Summary
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
@@ -47,7 +47,7 @@ def reference(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def assert_describes(found: Statistics | None, tensor: torch.Tensor) -> None:
+def assert_describes(found: ElementStatistics | None, tensor: torch.Tensor) -> None:
     """Counts and bounds are exact, sums within rounding."""
     assert found is not None
     expected = reference(tensor)

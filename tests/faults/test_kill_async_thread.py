@@ -107,7 +107,7 @@ class KillingManager:
             state["deadly"] = DeadlyState(self.kill)
         before = self.kill if self.phase == "before the copies" else None
         after = self.kill if self.phase == "after the copies" else None
-        self.stager._machine.copier = DeadlyCopier(before, after)
+        self.stager._copier.host = DeadlyCopier(before, after)
         future = self.manager.save(NEW, state, overlap=True)
         assert future is not None
         with self.manager.lock():

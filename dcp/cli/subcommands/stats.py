@@ -25,7 +25,12 @@ from dcp.cli.progress import progress_bar
 from dcp.cli.tables import Top, counted, largest_first, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.inspection.values.statistics import CheckpointStatistics, Histogram, Statistics, TensorStatistics
+    from dcp.inspection.values.statistics import (
+        CheckpointStatistics,
+        ElementStatistics,
+        Histogram,
+        TensorStatistics,
+    )
 
 __all__ = ["command"]
 
@@ -111,7 +116,7 @@ def _print(
         _print_histogram(found.total.histogram)
 
 
-def _cells(statistics: Statistics | None) -> tuple[str, ...]:
+def _cells(statistics: ElementStatistics | None) -> tuple[str, ...]:
     if statistics is None:
         return ("-",) * 9
     numbers = (statistics.min, statistics.max, statistics.mean, statistics.std, statistics.norm)
