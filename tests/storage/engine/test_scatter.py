@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dcp.storage.engine import write
 from dcp.storage.engine.reading import clusters, fragments, joining, scatter, units
-from dcp.storage.engine.reading import engine as read
+from dcp.storage.engine.reading import source as read_source
 from dcp.storage.engine.reading import worker as read_worker
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Region, Runs, Verify
@@ -82,7 +82,7 @@ def small_blocks() -> Iterator[None]:
             index_module,
             joining,
             fragments,
-            read,
+            read_source,
             read_worker,
             scatter,
             units,

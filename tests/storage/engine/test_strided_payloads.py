@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.engine.memory import ScratchBuffers
-from dcp.storage.engine.reading import engine as read
 from dcp.storage.engine.reading import fragments, joining, payloads, scatter
+from dcp.storage.engine.reading import source as read_source
 from dcp.storage.engine.reading import worker as read_worker
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Region, Verify
@@ -37,7 +37,16 @@ _CODES = {1: 5, 2: 7, 4: 8, 8: 9, 16: 13}
 def small_blocks() -> Iterator[None]:
     """Everything a thousandth of its size, so that few bytes have many blocks and windows."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (payload_parts, index_module, fragments, joining, payloads, read, read_worker, scatter):
+        for module in (
+            payload_parts,
+            index_module,
+            fragments,
+            joining,
+            payloads,
+            read_source,
+            read_worker,
+            scatter,
+        ):
             patch.setattr(module, "BLOCK_BYTES", _SMALL_BLOCK)
         patch.setattr(read_worker, "_SCRATCH_BYTES", 2 * _SMALL_BLOCK)
         patch.setattr(read_worker, "_SPARSE_GAP_BYTES", 100)
