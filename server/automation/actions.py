@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from dcp.server.formats import SourceFormat
+from dcp.server.inputs import Name
 from dcp.server.jobs.kinds.convert import ConvertOptions, ConvertParams
 from dcp.server.jobs.kinds.shared.parameters import Parameters, PlainText
-from dcp.server.schemas.common import Name
 
 __all__ = [
     "Action",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from sqlalchemy import ColumnElement, Connection, select
@@ -13,45 +12,14 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, lineage, roots
+from dcp.server.records.declaring import moment
+from dcp.server.records.labels import Lineage, LineageEdge, LineageNode
 
-__all__ = ["Ancestry", "Edge", "Node", "add_lineage", "lineage_of"]
+__all__ = ["add_lineage", "lineage_of"]
 
 LineageKind = Literal["converted_from", "resumed_from"]
 
 MAX_NODES: Final = 500
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A checkpoint in a lineage; ``distance`` is in edges, negative for ancestors."""
-
-    id: int
-    root: str
-    key: str
-    step: int | None
-    format: str
-    state: str
-    distance: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
-    """``child_id`` was made of ``parent_id``."""
-
-    child_id: int
-    parent_id: int
-    kind: str
-    job_id: int | None
-    created_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ancestry:
-    """All ancestors and descendants of a checkpoint, with itself; ``is_cut`` where there are too many."""
-
-    nodes: list[Node]
-    edges: list[Edge]
-    is_cut: bool
 
 
 def add_lineage(
@@ -76,14 +44,14 @@ def add_lineage(
     insert_missing(connection, lineage, [row])
 
 
-def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None) -> Ancestry:
+def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None) -> Lineage:
     """Ancestors and descendants, nearest first. `MissingError` if the checkpoint may not be seen.
 
     What may not be seen is not there, and nor is what is only connected through it.
     """
     start = get_checkpoint(connection, checkpoint_id, visible)
     nodes = {start.id: _node(connection, [start.id], visible, 0)[0]}
-    edges: dict[tuple[int, int, str], Edge] = {}
+    edges: dict[tuple[int, int, str], LineageEdge] = {}
     is_cut = False
     for direction in (-1, 1):
         level = [start.id]
@@ -99,10 +67,11 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
             edges |= {(edge.child_id, edge.parent_id, edge.kind): edge for edge in found}
             level = [node.id for node in new]
     kept = [edge for edge in edges.values() if edge.child_id in nodes and edge.parent_id in nodes]
-    return Ancestry(sorted(nodes.values(), key=lambda node: (abs(node.distance), node.id)), kept, is_cut)
+    nearest = sorted(nodes.values(), key=lambda node: (abs(node.distance), node.id))
+    return Lineage(tuple(nearest), tuple(kept), is_cut)
 
 
-def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> list[Edge]:
+def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> list[LineageEdge]:
     end: ColumnElement[Any] = lineage.c.child_id if direction < 0 else lineage.c.parent_id
     query = (
         select(lineage)
@@ -110,12 +79,15 @@ def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> li
         .order_by(lineage.c.child_id, lineage.c.parent_id, lineage.c.kind)
         .limit(4 * MAX_NODES)
     )
-    return [Edge(**row._mapping) for row in connection.execute(query)]
+    return [
+        LineageEdge(row.child_id, row.parent_id, row.kind, row.job_id, moment(row.created_seconds))
+        for row in connection.execute(query)
+    ]
 
 
 def _node(
     connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None, distance: int
-) -> list[Node]:
+) -> list[LineageNode]:
     query = (
         select(
             checkpoints.c.id,
@@ -130,7 +102,7 @@ def _node(
         .order_by(checkpoints.c.id)
     )
     return [
-        Node(**row._mapping, distance=distance)
+        LineageNode(**row._mapping, distance=distance)
         for row in connection.execute(query)
         if visible is None or row.root in visible
     ]

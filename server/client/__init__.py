@@ -31,29 +31,9 @@ from dcp.server.client.errors import (
     UnprocessableError,
     WaitTimeoutError,
 )
-from dcp.server.client.models import (
-    Alias,
-    Checkpoint,
-    CheckpointDetail,
-    Diff,
-    File,
-    Job,
-    JobEvent,
-    JobTask,
-    Lineage,
-    Progress,
-    RankShare,
-    Registered,
-    Root,
-    Run,
-    Series,
-    ShardedTensor,
-    Statistics,
-    Tensor,
-    TreeNode,
-    Verification,
-)
-from dcp.server.client.models_admin import (
+from dcp.server.client.synchronous.client import Client
+from dcp.server.client.synchronous.connection import Pages
+from dcp.server.records.administration import (
     Delivery,
     Key,
     NewKey,
@@ -64,8 +44,21 @@ from dcp.server.client.models_admin import (
     Webhook,
     WebhookSecret,
 )
-from dcp.server.client.synchronous.client import Client
-from dcp.server.client.synchronous.connection import Pages
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
+from dcp.server.records.contents import (
+    Diff,
+    File,
+    RankShare,
+    ShardedTensor,
+    Statistics,
+    Tensor,
+    TreeNode,
+    Verification,
+)
+from dcp.server.records.jobs import Job, JobEvent, JobTask, Progress
+from dcp.server.records.labels import Alias, Lineage, Series
+from dcp.server.records.roots import Root
+from dcp.server.records.runs import Run
 
 __all__ = [
     "Alias",

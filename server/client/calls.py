@@ -12,9 +12,23 @@ from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
-from dcp.server.client import models
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
+from dcp.server.records.contents import (
+    Diff,
+    File,
+    RankShare,
+    ShardedTensor,
+    Statistics,
+    Tensor,
+    TreeNode,
+    Verification,
+)
+from dcp.server.records.jobs import Job, JobTask
+from dcp.server.records.labels import Alias, Lineage, Series
+from dcp.server.records.roots import Root
+from dcp.server.records.runs import Run
 
 __all__ = [
     "API",
@@ -179,80 +193,80 @@ def _label(name: str) -> str:
 
 # -- the catalog ---------------------------------------------------------------------------------------------
 
-_DETAIL = one(models.CheckpointDetail)
+_DETAIL = one(CheckpointDetail)
 
 
-def roots() -> Call[list[models.Root]]:
-    return Call("GET", "/roots", many(models.Root))
+def roots() -> Call[list[Root]]:
+    return Call("GET", "/roots", many(Root))
 
 
-def root(name: str) -> Call[models.Root]:
-    return Call("GET", f"/roots/{quote(name, safe='')}", one(models.Root))
+def root(name: str) -> Call[Root]:
+    return Call("GET", f"/roots/{quote(name, safe='')}", one(Root))
 
 
-def runs(root: str | None, contains: str | None, glob: str | None, sort: str) -> PagedCall[models.Run]:
-    return PagedCall("/runs", one(models.Run), params(root=root, contains=contains, glob=glob, sort=sort))
+def runs(root: str | None, contains: str | None, glob: str | None, sort: str) -> PagedCall[Run]:
+    return PagedCall("/runs", one(Run), params(root=root, contains=contains, glob=glob, sort=sort))
 
 
-def run_series(run_id: int, metric: str, points: int) -> Call[models.Series]:
+def run_series(run_id: int, metric: str, points: int) -> Call[Series]:
     query = params(metric=metric, points=points)
-    return Call("GET", f"/runs/{run_id}/series", one(models.Series), params=query)
+    return Call("GET", f"/runs/{run_id}/series", one(Series), params=query)
 
 
-def run(run_id: int) -> Call[models.Run]:
-    return Call("GET", f"/runs/{run_id}", one(models.Run))
+def run(run_id: int) -> Call[Run]:
+    return Call("GET", f"/runs/{run_id}", one(Run))
 
 
-def checkpoints(query: CheckpointQuery) -> PagedCall[models.Checkpoint]:
-    return PagedCall("/checkpoints", one(models.Checkpoint), params(**query))
+def checkpoints(query: CheckpointQuery) -> PagedCall[Checkpoint]:
+    return PagedCall("/checkpoints", one(Checkpoint), params(**query))
 
 
-def checkpoint(checkpoint_id: int) -> Call[models.CheckpointDetail]:
+def checkpoint(checkpoint_id: int) -> Call[CheckpointDetail]:
     return Call("GET", f"/checkpoints/{checkpoint_id}", _DETAIL)
 
 
-def register(body: Mapping[str, Any]) -> Call[models.Registered]:
+def register(body: Mapping[str, Any]) -> Call[Registered]:
     given = {name: value for name, value in body.items() if value is not None}
-    return Call("POST", "/checkpoints", one(models.Registered), body=given)
+    return Call("POST", "/checkpoints", one(Registered), body=given)
 
 
-def lineage(checkpoint_id: int) -> Call[models.Lineage]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
+def lineage(checkpoint_id: int) -> Call[Lineage]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(Lineage))
 
 
 # -- labels --------------------------------------------------------------------------------------------------
 
 
-def tag(method: str, checkpoint_id: int, name: str, etag: str | None) -> Call[models.CheckpointDetail]:
+def tag(method: str, checkpoint_id: int, name: str, etag: str | None) -> Call[CheckpointDetail]:
     path = f"/checkpoints/{checkpoint_id}/tags/{_label(name)}"
     return Call(method, path, _DETAIL, headers=if_match(etag))
 
 
-def pin(method: str, checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
+def pin(method: str, checkpoint_id: int, etag: str | None) -> Call[CheckpointDetail]:
     return Call(method, f"/checkpoints/{checkpoint_id}/pin", _DETAIL, headers=if_match(etag))
 
 
 def metrics(
     checkpoint_id: int, values: Mapping[str, float | None], etag: str | None
-) -> Call[models.CheckpointDetail]:
+) -> Call[CheckpointDetail]:
     path = f"/checkpoints/{checkpoint_id}/metrics"
     return Call("PATCH", path, _DETAIL, body={"metrics": dict(values)}, headers=if_match(etag))
 
 
-def aliases(run_id: int) -> Call[list[models.Alias]]:
-    return Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
+def aliases(run_id: int) -> Call[list[Alias]]:
+    return Call("GET", f"/runs/{run_id}/aliases", many(Alias))
 
 
-def alias(run_id: int, name: str) -> Call[models.Alias]:
-    return Call("GET", f"/runs/{run_id}/aliases/{_label(name)}", one(models.Alias))
+def alias(run_id: int, name: str) -> Call[Alias]:
+    return Call("GET", f"/runs/{run_id}/aliases/{_label(name)}", one(Alias))
 
 
 def set_alias(
     run_id: int, name: str, checkpoint_id: int, etag: str | None, is_protected: bool | None
-) -> Call[models.Alias]:
+) -> Call[Alias]:
     body = {"checkpoint_id": checkpoint_id, "is_protected": is_protected}
     path = f"/runs/{run_id}/aliases/{_label(name)}"
-    return Call("PUT", path, one(models.Alias), body=body, headers=if_match(etag))
+    return Call("PUT", path, one(Alias), body=body, headers=if_match(etag))
 
 
 def delete_alias(run_id: int, name: str, etag: str) -> Call[None]:
@@ -262,100 +276,96 @@ def delete_alias(run_id: int, name: str, etag: str) -> Call[None]:
 # -- what is in a checkpoint ---------------------------------------------------------------------------------
 
 
-def files(checkpoint_id: int) -> Call[list[models.File]]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))
+def files(checkpoint_id: int) -> Call[list[File]]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/files", many(File))
 
 
-def tensors(
-    checkpoint_id: int, glob: str | None, kind: str | None, dtype: str | None
-) -> PagedCall[models.Tensor]:
+def tensors(checkpoint_id: int, glob: str | None, kind: str | None, dtype: str | None) -> PagedCall[Tensor]:
     path = f"/checkpoints/{checkpoint_id}/tensors"
-    return PagedCall(path, one(models.Tensor), params(glob=glob, kind=kind, dtype=dtype))
+    return PagedCall(path, one(Tensor), params(glob=glob, kind=kind, dtype=dtype))
 
 
-def tensor_tree(checkpoint_id: int, prefix: str) -> PagedCall[models.TreeNode]:
+def tensor_tree(checkpoint_id: int, prefix: str) -> PagedCall[TreeNode]:
     path = f"/checkpoints/{checkpoint_id}/tensors/tree"
-    return PagedCall(path, one(models.TreeNode), params(prefix=prefix))
+    return PagedCall(path, one(TreeNode), params(prefix=prefix))
 
 
-def shards(checkpoint_id: int, glob: str | None) -> PagedCall[models.ShardedTensor]:
-    return PagedCall(f"/checkpoints/{checkpoint_id}/shards", one(models.ShardedTensor), params(glob=glob))
+def shards(checkpoint_id: int, glob: str | None) -> PagedCall[ShardedTensor]:
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards", one(ShardedTensor), params(glob=glob))
 
 
-def rank_shares(checkpoint_id: int) -> PagedCall[models.RankShare]:
-    return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(models.RankShare))
+def rank_shares(checkpoint_id: int) -> PagedCall[RankShare]:
+    return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(RankShare))
 
 
 def diff_page(
     checkpoint_id: int, before: int, basis: str | None, cursor: str | None
-) -> Call[tuple[models.Diff, str | None]]:
+) -> Call[tuple[Diff, str | None]]:
     path = f"/checkpoints/{checkpoint_id}/diff"
 
-    def parse(document: Any) -> tuple[models.Diff, str | None]:
-        return decode(models.Diff, document), document.get("next_cursor")
+    def parse(document: Any) -> tuple[Diff, str | None]:
+        return decode(Diff, document), document.get("next_cursor")
 
     return Call("GET", path, parse, params(before=before, basis=basis, limit=500, cursor=cursor))
 
 
-def statistics_page(checkpoint_id: int, cursor: str | None) -> Call[tuple[models.Statistics, str | None]]:
+def statistics_page(checkpoint_id: int, cursor: str | None) -> Call[tuple[Statistics, str | None]]:
     path = f"/checkpoints/{checkpoint_id}/statistics"
 
-    def parse(document: Any) -> tuple[models.Statistics, str | None]:
-        return decode(models.Statistics, document), document.get("next_cursor")
+    def parse(document: Any) -> tuple[Statistics, str | None]:
+        return decode(Statistics, document), document.get("next_cursor")
 
     return Call("GET", path, parse, params(limit=500, cursor=cursor))
 
 
-def verifications(checkpoint_id: int) -> Call[list[models.Verification]]:
-    return Call("GET", f"/checkpoints/{checkpoint_id}/verifications", many(models.Verification))
+def verifications(checkpoint_id: int) -> Call[list[Verification]]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/verifications", many(Verification))
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
 
-_JOB = one(models.Job)
+_JOB = one(Job)
 
 
-def submit(kind: str, job_params: Mapping[str, Any], priority: int) -> Call[models.Job]:
+def submit(kind: str, job_params: Mapping[str, Any], priority: int) -> Call[Job]:
     return Call("POST", "/jobs", _JOB, body={"kind": kind, "params": dict(job_params), "priority": priority})
 
 
-def scan(root: str, below: str, accept_lost: int) -> Call[models.Job]:
+def scan(root: str, below: str, accept_lost: int) -> Call[Job]:
     accepted = {"accept_lost": accept_lost} if accept_lost else {}  # which an older service does not know
     return submit("scan", {"root": root, "below": below, **accepted}, 0)
 
 
-def jobs(query: Mapping[str, Any]) -> PagedCall[models.Job]:
+def jobs(query: Mapping[str, Any]) -> PagedCall[Job]:
     return PagedCall("/jobs", _JOB, params(**query))
 
 
-def job(job_id: int) -> Call[models.Job]:
+def job(job_id: int) -> Call[Job]:
     return Call("GET", f"/jobs/{job_id}", _JOB)
 
 
-def job_action(job_id: int, action: str) -> Call[models.Job]:
+def job_action(job_id: int, action: str) -> Call[Job]:
     return Call("POST", f"/jobs/{job_id}/{action}", _JOB)
 
 
-def job_tasks(job_id: int) -> PagedCall[models.JobTask]:
-    return PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
+def job_tasks(job_id: int) -> PagedCall[JobTask]:
+    return PagedCall(f"/jobs/{job_id}/tasks", one(JobTask))
 
 
 def plain(method: str, path: str, query: Mapping[str, Any], body: Any, etag: str | None) -> Call[Any]:
     return Call(method, path, lambda document: document, params(**query), body, if_match(etag))
 
 
-def delete(
-    checkpoint_id: int, grace_seconds: float | None, etag: str | None
-) -> Call[models.CheckpointDetail]:
+def delete(checkpoint_id: int, grace_seconds: float | None, etag: str | None) -> Call[CheckpointDetail]:
     path, query = f"/checkpoints/{checkpoint_id}", params(grace_seconds=grace_seconds)
     return Call("DELETE", path, _DETAIL, query, headers=if_match(etag))
 
 
-def restore(checkpoint_id: int, etag: str | None) -> Call[models.CheckpointDetail]:
+def restore(checkpoint_id: int, etag: str | None) -> Call[CheckpointDetail]:
     return Call("POST", f"/checkpoints/{checkpoint_id}/restore", _DETAIL, headers=if_match(etag))
 
 
-def compute(checkpoint_id: int, what: str) -> Call[models.Job]:
+def compute(checkpoint_id: int, what: str) -> Call[Job]:
     return Call("POST", f"/checkpoints/{checkpoint_id}/{what}", _JOB)
 
 

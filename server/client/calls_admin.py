@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from dcp.server.client import models_admin as models
 from dcp.server.client.calls import Call, PagedCall, if_match, many, nothing, one, params
+from dcp.server.records.administration import (
+    Delivery,
+    Key,
+    NewKey,
+    RetentionPolicy,
+    RetentionPreview,
+    Rule,
+    Webhook,
+    WebhookSecret,
+)
 
 __all__ = ["PolicyChanges", "RuleChanges", "WebhookChanges"]
 
@@ -58,45 +67,45 @@ def _plain(value: Any) -> Any:
 # -- keys ----------------------------------------------------------------------------------------------------
 
 
-def keys() -> Call[list[models.Key]]:
-    return Call("GET", "/keys", many(models.Key))
+def keys() -> Call[list[Key]]:
+    return Call("GET", "/keys", many(Key))
 
 
-def key(key_id: int) -> Call[models.Key]:
-    return Call("GET", f"/keys/{key_id}", one(models.Key))
+def key(key_id: int) -> Call[Key]:
+    return Call("GET", f"/keys/{key_id}", one(Key))
 
 
 def create_key(
     name: str, scopes: Sequence[str], roots: Sequence[str] | None, expires_in_seconds: float | None
-) -> Call[models.NewKey]:
+) -> Call[NewKey]:
     body = _given(name=name, scopes=scopes, roots=roots, expires_in_seconds=expires_in_seconds)
-    return Call("POST", "/keys", one(models.NewKey), body=body, has_secret=True)
+    return Call("POST", "/keys", one(NewKey), body=body, has_secret=True)
 
 
-def revoke_key(key_id: int) -> Call[models.Key]:
-    return Call("DELETE", f"/keys/{key_id}", one(models.Key))
+def revoke_key(key_id: int) -> Call[Key]:
+    return Call("DELETE", f"/keys/{key_id}", one(Key))
 
 
 # -- webhooks ------------------------------------------------------------------------------------------------
 
-_WEBHOOK = one(models.Webhook)
-_SECRET = one(models.WebhookSecret)
-_DELIVERY = one(models.Delivery)
+_WEBHOOK = one(Webhook)
+_SECRET = one(WebhookSecret)
+_DELIVERY = one(Delivery)
 
 
-def webhooks() -> PagedCall[models.Webhook]:
+def webhooks() -> PagedCall[Webhook]:
     return PagedCall("/webhooks", _WEBHOOK)
 
 
-def webhook(webhook_id: int) -> Call[models.Webhook]:
+def webhook(webhook_id: int) -> Call[Webhook]:
     return Call("GET", f"/webhooks/{webhook_id}", _WEBHOOK)
 
 
-def create_webhook(**values: Any) -> Call[models.WebhookSecret]:
+def create_webhook(**values: Any) -> Call[WebhookSecret]:
     return Call("POST", "/webhooks", _SECRET, body=_given(**values), has_secret=True)
 
 
-def change_webhook(webhook_id: int, changes: WebhookChanges, etag: str | None) -> Call[models.Webhook]:
+def change_webhook(webhook_id: int, changes: WebhookChanges, etag: str | None) -> Call[Webhook]:
     return Call("PATCH", f"/webhooks/{webhook_id}", _WEBHOOK, body=_plain(changes), headers=if_match(etag))
 
 
@@ -106,7 +115,7 @@ def delete_webhook(webhook_id: int, etag: str | None) -> Call[None]:
 
 def rotate_webhook_secret(
     webhook_id: int, secret: str | None, overlap_seconds: float | None, etag: str | None
-) -> Call[models.WebhookSecret]:
+) -> Call[WebhookSecret]:
     path, body = (
         f"/webhooks/{webhook_id}/rotate-secret",
         _given(secret=secret, overlap_seconds=overlap_seconds),
@@ -114,36 +123,36 @@ def rotate_webhook_secret(
     return Call("POST", path, _SECRET, body=body, headers=if_match(etag), has_secret=True)
 
 
-def test_webhook(webhook_id: int) -> Call[models.Delivery]:
+def test_webhook(webhook_id: int) -> Call[Delivery]:
     return Call("POST", f"/webhooks/{webhook_id}/test", _DELIVERY)
 
 
-def deliveries(webhook_id: int, state: str | None) -> PagedCall[models.Delivery]:
+def deliveries(webhook_id: int, state: str | None) -> PagedCall[Delivery]:
     return PagedCall(f"/webhooks/{webhook_id}/deliveries", _DELIVERY, params(state=state))
 
 
-def redeliver(webhook_id: int, delivery_id: int) -> Call[models.Delivery]:
+def redeliver(webhook_id: int, delivery_id: int) -> Call[Delivery]:
     return Call("POST", f"/webhooks/{webhook_id}/deliveries/{delivery_id}/redeliver", _DELIVERY)
 
 
 # -- rules ---------------------------------------------------------------------------------------------------
 
-_RULE = one(models.Rule)
+_RULE = one(Rule)
 
 
-def rules() -> PagedCall[models.Rule]:
+def rules() -> PagedCall[Rule]:
     return PagedCall("/rules", _RULE)
 
 
-def rule(rule_id: int) -> Call[models.Rule]:
+def rule(rule_id: int) -> Call[Rule]:
     return Call("GET", f"/rules/{rule_id}", _RULE)
 
 
-def create_rule(**values: Any) -> Call[models.Rule]:
+def create_rule(**values: Any) -> Call[Rule]:
     return Call("POST", "/rules", _RULE, body=_given(**values))
 
 
-def change_rule(rule_id: int, changes: RuleChanges, etag: str | None) -> Call[models.Rule]:
+def change_rule(rule_id: int, changes: RuleChanges, etag: str | None) -> Call[Rule]:
     return Call("PATCH", f"/rules/{rule_id}", _RULE, body=_plain(changes), headers=if_match(etag))
 
 
@@ -154,25 +163,25 @@ def delete_rule(rule_id: int, etag: str | None) -> Call[None]:
 # -- retention -----------------------------------------------------------------------------------------------
 
 _POLICIES = "/retention/policies"
-_POLICY = one(models.RetentionPolicy)
-_PREVIEW = one(models.RetentionPreview)
+_POLICY = one(RetentionPolicy)
+_PREVIEW = one(RetentionPreview)
 
 
-def retention_policies() -> PagedCall[models.RetentionPolicy]:
+def retention_policies() -> PagedCall[RetentionPolicy]:
     return PagedCall(_POLICIES, _POLICY)
 
 
-def retention_policy(policy_id: int) -> Call[models.RetentionPolicy]:
+def retention_policy(policy_id: int) -> Call[RetentionPolicy]:
     return Call("GET", f"{_POLICIES}/{policy_id}", _POLICY)
 
 
-def create_retention_policy(**values: Any) -> Call[models.RetentionPolicy]:
+def create_retention_policy(**values: Any) -> Call[RetentionPolicy]:
     return Call("POST", _POLICIES, _POLICY, body=_given(**values))
 
 
 def change_retention_policy(
     policy_id: int, changes: PolicyChanges, etag: str | None
-) -> Call[models.RetentionPolicy]:
+) -> Call[RetentionPolicy]:
     path = f"{_POLICIES}/{policy_id}"
     return Call("PATCH", path, _POLICY, body=_plain(changes), headers=if_match(etag))
 
@@ -181,12 +190,10 @@ def delete_retention_policy(policy_id: int, etag: str | None) -> Call[None]:
     return Call("DELETE", f"{_POLICIES}/{policy_id}", nothing, headers=if_match(etag))
 
 
-def preview_retention(
-    root: str, keep: Mapping[str, Any], run_glob: str
-) -> PagedCall[models.RetentionPreview]:
+def preview_retention(root: str, keep: Mapping[str, Any], run_glob: str) -> PagedCall[RetentionPreview]:
     body = _given(root=root, keep=keep, run_glob=run_glob)
     return PagedCall("/retention/preview", _PREVIEW, body=body)
 
 
-def preview_retention_policy(policy_id: int) -> PagedCall[models.RetentionPreview]:
+def preview_retention_policy(policy_id: int) -> PagedCall[RetentionPreview]:
     return PagedCall(f"{_POLICIES}/{policy_id}/preview", _PREVIEW)

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Final
 
 from dcp.server.client.errors import AnswerError
-from dcp.server.client.models import JobEvent
+from dcp.server.records.jobs import JobEvent
 
 __all__ = ["EventStream"]
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.client.errors import AnswerError, JobCancelledError, JobFailedError, WaitTimeoutError
-from dcp.server.client.models import Diff, Job, Statistics
+from dcp.server.records.contents import Diff, Statistics
+from dcp.server.records.jobs import Job
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from dcp.inspection.values.difference import TensorDifference, TensorFacts, diff
 from dcp.inspection.values.object_differences import ObjectDifference
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.data.opening import OpenCheckpoint
-from dcp.server.schemas.data import Basis
+from dcp.server.records.contents import Basis
 from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["IndexDifference", "compare"]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.problems import NotFoundError
+from dcp.server.records.contents import FileRole
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, check_name
 
-__all__ = ["PRESIGNED_SECONDS", "FileRole", "RawFile", "file_etag", "file_of", "files_of", "presigned_url"]
+__all__ = ["PRESIGNED_SECONDS", "RawFile", "file_etag", "file_of", "files_of", "presigned_url"]
 
 PRESIGNED_SECONDS: Final = 300
 """A client follows a redirect at once; a download that has begun is not ended by it."""
-
-FileRole = Literal["data", "commit", "other"]
-"""It holds tensors; it makes the folder a checkpoint; it lies there as well (config.json)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,56 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
 import numpy as np
 
 from dcp.server.catalog.values import clean_text
+from dcp.server.records.contents import Chunk, RankShare, ShardedTensor
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 
-__all__ = ["MAX_CHUNKS", "Chunk", "RankShare", "ShardedTensor", "rank_of", "rank_shares", "sharded_tensors"]
+__all__ = ["MAX_CHUNKS", "rank_of", "rank_shares", "sharded_tensors"]
 
 MAX_CHUNKS: Final = 4096
 """Chunks of one tensor that are listed."""
 
 _RANK_FILE: Final = re.compile(r"__([0-9]{1,9})_[0-9]+(?:\.[0-9A-Za-z-]+)?\.distcp")
-
-
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """What one rank wrote; ``rank`` None is files whose names tell none."""
-
-    rank: int | None
-    files: int
-    file_bytes: int | None
-    chunks: int
-    tensors: int
-    tensor_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor, and the file with its bytes."""
-
-    rank: int | None
-    file: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedTensor:
-    """A tensor with its chunks, of which the first `MAX_CHUNKS` are listed."""
-
-    row: int
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunk_count: int
-    chunks: tuple[Chunk, ...]
 
 
 def rank_of(file: str) -> int | None:
@@ -84,21 +49,18 @@ def rank_shares(index: CheckpointIndex) -> list[RankShare]:
 
 def sharded_tensors(
     index: CheckpointIndex, *, after_row: int = -1, glob: str | None = None
-) -> Iterator[ShardedTensor]:
-    """Tensors behind row ``after_row`` whose names match, in the order of the index."""
+) -> Iterator[tuple[int, ShardedTensor]]:
+    """Tensors behind row ``after_row`` whose names match, with their rows, in the order of the index."""
     ranks = [rank_of(name) for name in index.files]
     for row in range(after_row + 1, index.tensor_count):
         fqn = index.fqns[row]
         if glob is not None and not fnmatchcase(fqn, glob):
             continue
         chunks = index.chunks(row)
-        yield ShardedTensor(
+        listed = tuple(_chunk(index, chunk, ranks) for chunk in chunks[:MAX_CHUNKS])
+        yield (
             row,
-            clean_text(fqn),
-            index.dtype(row).name,
-            index.shape(row),
-            len(chunks),
-            tuple(_chunk(index, chunk, ranks) for chunk in chunks[:MAX_CHUNKS]),
+            ShardedTensor(clean_text(fqn), index.dtype(row).name, index.shape(row), len(chunks), listed),
         )
 
 

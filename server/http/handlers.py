@@ -22,6 +22,7 @@ from dcp.server.catalog.errors import (
 )
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.http.access import walk_routes
+from dcp.server.inputs import is_clean
 from dcp.server.problems import (
     BadRequestError,
     ConflictError,
@@ -33,7 +34,7 @@ from dcp.server.problems import (
     UnprocessableError,
 )
 from dcp.server.roots import storage_problem
-from dcp.server.schemas.common import PROBLEM_MEDIA_TYPE, is_clean
+from dcp.server.schemas.common import PROBLEM_MEDIA_TYPE
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["install_handlers", "problem_of", "problem_response"]

@@ -23,7 +23,8 @@ from sqlalchemy import Connection
 
 from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError
-from dcp.server.jobs.executors.executor import Executor, Running, open_executor
+from dcp.server.jobs.executors.executor import Executor, Running
+from dcp.server.jobs.executors.opening import open_executor
 from dcp.server.jobs.executors.subprocess_main import error_of, load_kinds
 from dcp.server.jobs.executors.subprocess_messages import Order
 from dcp.server.jobs.executors.subprocesses import ProcessOutcome

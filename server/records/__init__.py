@@ -1,4 +1,4 @@
-"""The records of the catalog, each declared once: columns, JSON and the client's type follow from there.
+"""What the service shows, each declared once: JSON and the client's type follow, and columns of the catalog.
 
 Nothing here imports anything but the standard library, because the client does with httpx alone. What is done
 with records is in `dcp.server.catalog`; their columns are made in `dcp.server.database`, their JSON in

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from dcp.server.records.declaring import AnyOf, Found, IsFormat, JoinedColumn, OneOf, OwnColumn, Shown, Within
 
-__all__ = ["Checkpoint", "CheckpointDetail", "State", "Verification"]
+__all__ = ["Checkpoint", "CheckpointDetail", "Registered", "State", "Verification"]
 
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
 """incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
@@ -100,3 +100,16 @@ class CheckpointDetail(Checkpoint):
     tensor_count: Annotated[int | None, JoinedColumn("structures", "tensor_count")] = None
     object_count: Annotated[int | None, JoinedColumn("structures", "object_count")] = None
     element_count: Annotated[int | None, JoinedColumn("structures", "element_count")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What came of a registration; ``id`` is None if what was deleted had never been known. ``is_present``:
+    whether storage has it."""
+
+    id: int | None
+    root: str
+    key: str
+    is_new: bool
+    is_present: bool
+    save_id: str | None = None

@@ -97,18 +97,24 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the documentation of the API says of it."""
+    """What the documentation of the API says of it. ``may_be_absent``: no promise that each answer has it;
+    it is the field's default then."""
 
-    description: str
+    description: str | None = None
+    examples: tuple[str, ...] = ()
+    may_be_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RecordField:
-    """What a field is declared as; ``hint`` is without what stands in ``Annotated`` and without None."""
+    """What a field is declared as; ``hint`` is without what stands in ``Annotated`` and without None.
+    ``is_secret``: in no ``repr``."""
 
     name: str
     hint: Any
     is_optional: bool
+    default: Any = dataclasses.MISSING
+    is_secret: bool = False
     stored: OwnColumn | None = None
     joined: JoinedColumn | None = None
     found: Found | None = None
@@ -120,8 +126,8 @@ class RecordField:
 
     @property
     def column(self) -> str:
-        """The name of its column."""
-        if self.stored is not None and self.stored.type == "seconds":
+        """The name of its column, and of the like in rows: times are seconds there."""
+        if self.hint is datetime:
             return f"{self.name.removesuffix('_at')}_seconds"
         return self.name
 
@@ -134,10 +140,10 @@ def fields_of(record: type[Any]) -> tuple[RecordField, ...]:
 @cache
 def _fields_of(record: type[Any]) -> tuple[RecordField, ...]:
     hints = get_type_hints(record, include_extras=True)
-    return tuple(_field(field.name, hints[field.name]) for field in dataclasses.fields(record))
+    return tuple(_field(field, hints[field.name]) for field in dataclasses.fields(record))
 
 
-def _field(name: str, hint: Any) -> RecordField:
+def _field(field: dataclasses.Field[Any], hint: Any) -> RecordField:
     hint, *notes = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     is_optional = hint is Any or type(None) in choices
@@ -147,9 +153,11 @@ def _field(name: str, hint: Any) -> RecordField:
         return next((note for note in notes if isinstance(note, kind)), None)
 
     return RecordField(
-        name,
+        field.name,
         hint,
         is_optional,
+        field.default,
+        is_secret=not field.repr,
         stored=said(OwnColumn),
         joined=said(JoinedColumn),
         found=said(Found),

@@ -17,19 +17,9 @@ from sqlalchemy import Connection, select
 from dcp.manager.cleanup.retention import Retention, StepState, plan
 from dcp.server.catalog.queries.patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
+from dcp.server.records.administration import RetentionDecision
 
-__all__ = ["Decision", "RunPlan", "plan_run", "runs_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A checkpoint, and why it is kept: not at all if there are no reasons."""
-
-    checkpoint_id: int
-    key: str
-    step: int | None
-    bytes: int
-    reasons: tuple[str, ...]
+__all__ = ["RunPlan", "plan_run", "runs_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +31,11 @@ class RunPlan:
 
     run_id: int
     run: str
-    decisions: tuple[Decision, ...]
+    decisions: tuple[RetentionDecision, ...]
     unjudged: tuple[str, ...] = ()
 
     @property
-    def deleted(self) -> list[Decision]:
+    def deleted(self) -> list[RetentionDecision]:
         """Those that go."""
         return [one for one in self.decisions if not one.reasons]
 
@@ -96,7 +86,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
         reasons, sentences = _plan_group(group, keep, now, named, measured)
         found |= reasons
         unjudged |= dict.fromkeys(sentences)
-    decisions = tuple(Decision(row.id, row.key, row.step, row.bytes, found[row.id]) for row in rows)
+    decisions = tuple(RetentionDecision(row.id, row.key, row.step, row.bytes, found[row.id]) for row in rows)
     return RunPlan(run_id, run, decisions, tuple(unjudged))
 
 

@@ -23,13 +23,14 @@ from dcp.server.catalog.contents.structures import prepare_structures
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.engine import Database
 from dcp.server.problems import ConflictError, NotFoundError, UnprocessableError
+from dcp.server.records.checkpoints import Registered
 from dcp.server.roots import Root, Roots, check_key
 from dcp.server.scanning.facts import step_of_name
 from dcp.server.scanning.reading import Reader
 from dcp.server.scanning.walk import Candidate, classify
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["Registered", "Registration", "look_at", "observe", "register", "resolve"]
+__all__ = ["Registration", "look_at", "observe", "register", "resolve"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
@@ -51,18 +52,6 @@ class Registration:
     tags: frozenset[str] = frozenset()
     metrics: Mapping[str, float] = field(default_factory=dict)
     deleted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """``id`` is None if what was deleted had never been known; ``is_present`` whether storage has it."""
-
-    id: int | None
-    root: str
-    key: str
-    is_new: bool
-    is_present: bool
-    save_id: str | None = None
 
 
 def register(

@@ -6,16 +6,10 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
-from dcp.server.scanning.registering import Registered, Registration
-from dcp.server.schemas.common import (
-    MAX_ID,
-    Answer,
-    Finite,
-    Name,
-    Request,
-    Text,
-)
+from dcp.server.inputs import MAX_ID, Finite, Name, Request, Text
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
+from dcp.server.scanning.registering import Registration
+from dcp.server.schemas.common import Answer
 from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = [
@@ -93,24 +87,6 @@ class NewRegistration(Request):
         )
 
 
-class RegisteredAnswer(Answer):
+@answers(Registered)
+class RegisteredAnswer(RecordAnswer):
     """What came of it. ``id`` is null where something was deleted that had never been known."""
-
-    id: int | None
-    root: str
-    key: str
-    is_new: bool
-    is_present: bool
-    save_id: str | None
-
-    @classmethod
-    def of(cls, found: Registered) -> Self:
-        """As it was registered."""
-        return cls(
-            id=found.id,
-            root=found.root,
-            key=found.key,
-            is_new=found.is_new,
-            is_present=found.is_present,
-            save_id=found.save_id,
-        )

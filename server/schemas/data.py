@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
+from dcp.server.records import contents
 from dcp.server.schemas.common import Answer
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = [
-    "Basis",
     "ChunkAnswer",
     "DiffAnswer",
     "FileAnswer",
@@ -28,22 +27,10 @@ __all__ = [
     "binary",
 ]
 
-Basis = Literal["checksums", "structure"]
-"""checksums: values too, by the CRC-32s that both indexes have. structure: names, shapes and dtypes alone."""
 
-EntryKind = Literal["tensor", "object"]
-_Difference = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
-
-
-class FileAnswer(Answer):
+@answers(contents.File)
+class FileAnswer(RecordAnswer):
     """A file of a checkpoint."""
-
-    name: str
-    bytes: int
-    modified_at: str
-    role: Literal["data", "commit", "other"] = Field(
-        description="data: it holds tensors; commit: it makes the folder a checkpoint."
-    )
 
 
 class FileList(Answer):
@@ -52,14 +39,9 @@ class FileList(Answer):
     items: list[FileAnswer]
 
 
-class TensorAnswer(Answer):
+@answers(contents.Tensor)
+class TensorAnswer(RecordAnswer):
     """A tensor, or a value that is none (then without dtype and shape)."""
-
-    fqn: str
-    kind: EntryKind
-    dtype: str | None
-    shape: list[int] | None
-    bytes: int
 
 
 class TensorPage(Answer):
@@ -69,14 +51,9 @@ class TensorPage(Answer):
     next_cursor: str | None
 
 
-class TreeNodeAnswer(Answer):
+@answers(contents.TreeNode)
+class TreeNodeAnswer(RecordAnswer):
     """What is called `name` below the prefix, with the sums of all below it."""
-
-    name: str
-    tensors: int
-    objects: int
-    bytes: int
-    entry: TensorAnswer | None = Field(description="Set where the name itself is a tensor or a value.")
 
 
 class TreePageAnswer(Answer):
@@ -87,15 +64,9 @@ class TreePageAnswer(Answer):
     next_cursor: str | None
 
 
-class RankShareAnswer(Answer):
+@answers(contents.RankShare)
+class RankShareAnswer(RecordAnswer):
     """What one rank wrote."""
-
-    rank: int | None = Field(description="None: of files whose names tell none.")
-    files: int
-    file_bytes: int | None
-    chunks: int
-    tensors: int
-    tensor_bytes: int
 
 
 class RankShareList(Answer):
@@ -105,24 +76,14 @@ class RankShareList(Answer):
     next_cursor: str | None
 
 
-class ChunkAnswer(Answer):
+@answers(contents.Chunk)
+class ChunkAnswer(RecordAnswer):
     """A box of a tensor, and the file with its bytes."""
 
-    rank: int | None
-    file: str
-    offsets: list[int]
-    sizes: list[int]
-    bytes: int
 
-
-class ShardedTensorAnswer(Answer):
+@answers(contents.ShardedTensor)
+class ShardedTensorAnswer(RecordAnswer):
     """A tensor and how it is cut."""
-
-    fqn: str
-    dtype: str
-    shape: list[int]
-    chunk_count: int
-    chunks: list[ChunkAnswer] = Field(description="The first 4,096 of them.")
 
 
 class ShardPage(Answer):
@@ -132,41 +93,25 @@ class ShardPage(Answer):
     next_cursor: str | None
 
 
-class TensorFactsAnswer(Answer):
+@answers(contents.TensorFacts)
+class TensorFactsAnswer(RecordAnswer):
     """What a tensor is on one side."""
 
-    dtype: str
-    shape: list[int]
 
-
-class TensorDifferenceAnswer(Answer):
+@answers(contents.TensorDifference)
+class TensorDifferenceAnswer(RecordAnswer):
     """A tensor that is not the same on both sides; undecided: of values the checksums do not tell."""
 
-    fqn: str
-    kind: _Difference
-    before: TensorFactsAnswer | None
-    after: TensorFactsAnswer | None
 
-
-class ObjectDifferenceAnswer(Answer):
+@answers(contents.ObjectDifference)
+class ObjectDifferenceAnswer(RecordAnswer):
     """A value that is not the same on both sides; undecided: it is pickled, and was not read."""
 
-    fqn: str
-    kind: _Difference
 
-
-class DiffAnswer(Answer):
+@answers(contents.Diff)
+class DiffAnswer(RecordAnswer):
     """What differs. `counts` are of all tensors, `tensors` are a page; `objects` are the first 500."""
 
-    a: int
-    b: int
-    basis: Basis
-    counts: dict[str, int]
-    equal_tensors: int
-    equal_objects: int
-    object_count: int = Field(description="Of the values that differ.")
-    tensors: list[TensorDifferenceAnswer]
-    objects: list[ObjectDifferenceAnswer]
     next_cursor: str | None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import Field
 
-from dcp.server.catalog.labelling.aliases import Alias
-from dcp.server.schemas.common import MAX_ID, Answer, Finite, Name, Request, rfc3339
+from dcp.server.inputs import MAX_ID, Finite, Name, Request
+from dcp.server.records.labels import Alias
+from dcp.server.schemas.common import Answer
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = ["AliasAnswer", "AliasChange", "AliasList", "MetricsChange"]
 
@@ -25,29 +27,9 @@ class AliasChange(Request):
     is_protected: bool | None = None
 
 
-class AliasAnswer(Answer):
+@answers(Alias)
+class AliasAnswer(RecordAnswer):
     """A name that moves from checkpoint to checkpoint of a run. ``etag`` is for If-Match."""
-
-    run_id: int
-    name: str
-    checkpoint_id: int
-    is_protected: bool
-    updated_at: str
-    updated_by: str | None
-    etag: str
-
-    @classmethod
-    def of(cls, alias: Alias) -> Self:
-        """As the catalog has it."""
-        return cls(
-            run_id=alias.run_id,
-            name=alias.name,
-            checkpoint_id=alias.checkpoint_id,
-            is_protected=alias.is_protected,
-            updated_at=rfc3339(alias.updated_seconds),
-            updated_by=alias.updated_by,
-            etag=alias.etag,
-        )
 
 
 class AliasList(Answer):

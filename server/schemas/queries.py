@@ -10,7 +10,7 @@ from dcp.server.catalog.facts import State, Verification
 from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
 from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.formats import FormatName
-from dcp.server.schemas.common import MAX_ID, Name, Text, Time
+from dcp.server.inputs import MAX_ID, Name, Text, Time
 
 __all__ = ["CheckpointQuery", "RunQuery"]
 

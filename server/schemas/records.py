@@ -4,36 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, get_args, get_origin
 
 from pydantic import Field, create_model
 
 from dcp.server.formats import FormatName
-from dcp.server.records.declaring import RecordField, fields_of
+from dcp.server.records.declaring import RecordField, Shown, fields_of, moment
 from dcp.server.schemas.common import Answer, rfc3339_of
 
 __all__ = ["RecordAnswer", "answers"]
 
 R = TypeVar("R", bound="RecordAnswer")
 
+_ANSWERS: Final[dict[type[Any], type[RecordAnswer]]] = {}
+"""By record: those that others have in them."""
+_ABSENT: Final = object()
+
 
 class RecordAnswer(Answer):
     """A record as it is answered with: see `answers`."""
 
     record: ClassVar[type[Any]]
-    written: ClassVar[tuple[tuple[str, Callable[[Any], Any] | None], ...]]
+    written: ClassVar[tuple[tuple[RecordField, Callable[[Any], Any] | None], ...]]
     """Each member, and what JSON makes of its value if not the same."""
 
+    if TYPE_CHECKING:  # the members of the record
+
+        def __getattr__(self, name: str) -> Any: ...
+
     @classmethod
-    def of(cls, found: Any) -> Self:
-        """As the catalog has it."""
-        if not isinstance(found, cls.record):
-            raise TypeError(f"{cls.__name__} is of a {cls.record.__name__}, not of a {type(found).__name__}")
-        values = {}
-        for name, write in cls.written:
-            value = getattr(found, name)
-            values[name] = value if write is None or value is None else write(value)
+    def of(cls, found: Any, **others: Any) -> Self:
+        """The record, or a row with the same (times as seconds), besides what ``others`` say."""
+        values = dict(others)
+        for field, write in cls.written:
+            value = others.get(field.name, _ABSENT)
+            if value is _ABSENT:
+                value = _found(found, field)
+            if value is _ABSENT:
+                raise TypeError(
+                    f"{cls.__name__} is of a {cls.record.__name__}, not of a {type(found).__name__}, which "
+                    f"has no {field.name}"
+                )
+            values[field.name] = value if write is None or value is None else write(value)
         return cls.model_construct(**values)
+
+
+def _found(found: Any, field: RecordField) -> Any:
+    if isinstance(found, Mapping):
+        return found.get(field.name, found.get(field.column, _default(field)))
+    return getattr(found, field.name, getattr(found, field.column, _ABSENT))
+
+
+def _default(field: RecordField) -> Any:
+    """Of documents that were stored before the field was there."""
+    is_new = field.shown is not None and field.shown.may_be_absent
+    return field.default if is_new else _ABSENT
 
 
 def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
@@ -46,30 +71,52 @@ def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
             answer.__name__, __base__=answer, __module__=answer.__module__, __doc__=answer.__doc__, **members
         )
         model.record = record
-        model.written = tuple((field.name, _writer(field)) for field in fields)
+        model.written = tuple((field, _writer(field.hint)) for field in fields)
+        _ANSWERS[record] = model
         return model
 
     return made
 
 
 def _described(field: RecordField) -> Any:
-    return Field(description=None if field.shown is None else field.shown.description)
+    shown = field.shown or Shown()
+    default = {"default": field.default} if shown.may_be_absent else {}
+    examples = list(shown.examples) or None
+    return Field(**default, description=shown.description, examples=examples, repr=not field.is_secret)
 
 
 def _type(field: RecordField) -> Any:
-    kind = field.hint if field.one_of is None else field.one_of.literal
+    kind = _json_type(field.hint, None if field.one_of is None else field.one_of.literal)
     if field.is_format:
         kind = FormatName
-    if kind is datetime:
-        kind = str
-    elif get_origin(kind) is tuple:
-        kind = list[get_args(kind)[0]]  # type: ignore[misc]
-    elif get_origin(kind) is Mapping:
-        kind = dict[get_args(kind)]  # type: ignore[misc]
     return kind | None if field.is_optional and kind is not Any else kind
 
 
-def _writer(field: RecordField) -> Callable[[Any], Any] | None:
-    if field.hint is datetime:
-        return rfc3339_of
-    return {tuple: list, Mapping: dict}.get(get_origin(field.hint))
+def _json_type(hint: Any, literal: Any = None) -> Any:
+    """``literal`` in place of its text."""
+    if get_origin(hint) is tuple:
+        return list[_json_type(get_args(hint)[0], literal)]  # type: ignore[misc]
+    if get_origin(hint) is Mapping:
+        return dict[get_args(hint)]  # type: ignore[misc]
+    if literal is not None:
+        return literal
+    if hint is datetime:
+        return str
+    return _ANSWERS.get(hint, hint)
+
+
+def _writer(hint: Any) -> Callable[[Any], Any] | None:
+    if hint is datetime:
+        return lambda time: rfc3339_of(time if isinstance(time, datetime) else moment(time))
+    if get_origin(hint) is Mapping:
+        return dict
+    if get_origin(hint) is tuple:
+        write = _writer(get_args(hint)[0])
+        return _in_order if write is None else lambda items: [write(item) for item in items]
+    answer = _ANSWERS.get(hint)
+    return None if answer is None else answer.of
+
+
+def _in_order(items: Any) -> list[Any]:
+    """A list; of a set the sorted one."""
+    return sorted(items) if isinstance(items, frozenset) else list(items)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, get_args
+
+from dcp.server.records.administration import Scope
 
 __all__ = ["ALL_SCOPES", "LOCAL", "SYSTEM", "Principal", "Scope"]
-
-Scope = Literal["read", "write", "convert", "delete", "admin"]
-"""read: look. write: register, label, pin, verify. convert: jobs that write to roots. delete: delete, and
-retention. admin: keys, webhooks, rules, protected aliases, audit log; it implies the others."""
 
 ALL_SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
 

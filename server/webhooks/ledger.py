@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from sqlalchemy import Connection, Select, delete, insert, select, text, update
 
@@ -18,6 +18,7 @@ from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import emit, events_after, last_event_id, move_on, position
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
+from dcp.server.records.administration import DeliveryState
 from dcp.server.security.principal import SYSTEM
 from dcp.server.webhooks.hooks import Hook, count_enabled, disable_hook, enabled_hooks, get_hook
 
@@ -58,9 +59,6 @@ _FORGET_BATCH: Final = 1000
 _QUEUE_LOCK: Final = 0x6463_7068_6F6F
 _GONE: Final = 410
 _ERROR_CHARACTERS: Final = 300
-
-
-DeliveryState = Literal["waiting", "delivered", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

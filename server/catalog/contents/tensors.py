@@ -4,47 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, case, func, literal, select
 
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.queries.patterns import check_pattern, matches
 from dcp.server.database.tables import structure_tensors
+from dcp.server.records.contents import EntryKind, Tensor, TreeNode
 
-__all__ = ["EntryPage", "StructureEntry", "TreeNode", "TreePage", "tensors_page", "tree_level"]
-
-EntryKind = Literal["tensor", "object"]
-
-
-@dataclass(frozen=True, slots=True)
-class StructureEntry:
-    """A tensor, or a value (then without dtype and shape)."""
-
-    fqn: str
-    kind: EntryKind
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    bytes: int
+__all__ = ["EntryPage", "TreePage", "tensors_page", "tree_level"]
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPage:
     """Entries in the order of their names, and the cursor of those that follow."""
 
-    items: tuple[StructureEntry, ...]
+    items: tuple[Tensor, ...]
     next_cursor: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TreeNode:
-    """What is called ``name`` below a prefix, with all that is below it; ``entry`` if it is one itself."""
-
-    name: str
-    tensors: int
-    objects: int
-    bytes: int
-    entry: StructureEntry | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +106,7 @@ def tree_level(
     return TreePage(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
 
 
-def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, StructureEntry]:
+def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, Tensor]:
     table = structure_tensors.c
     if not names:
         return {}
@@ -139,10 +116,8 @@ def _entries(connection: Connection, structure_id: int, names: Sequence[str]) ->
     return {row.fqn: _entry(row) for row in connection.execute(query)}
 
 
-def _entry(row: Any) -> StructureEntry:
-    return StructureEntry(
-        row.fqn, row.kind, row.dtype, None if row.shape is None else tuple(row.shape), row.bytes
-    )
+def _entry(row: Any) -> Tensor:
+    return Tensor(row.fqn, row.kind, row.dtype, None if row.shape is None else tuple(row.shape), row.bytes)
 
 
 def _place_of_dot(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from sqlalchemy import Connection, func, select
 
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.tables import checkpoints, metrics
+from dcp.server.records.declaring import moment
+from dcp.server.records.labels import Series, SeriesPoint
 
-__all__ = ["Point", "Series", "metric_series"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """Neighbouring checkpoints, ``count`` of them; ``checkpoint_id`` is of one of them."""
-
-    checkpoint_id: int
-    first_step: int
-    last_step: int
-    last_seconds: float
-    count: int
-    minimum: float
-    maximum: float
-    mean: float
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """``count`` is of all checkpoints with the metric."""
-
-    run_id: int
-    metric: str
-    count: int
-    points: Sequence[Point]
+__all__ = ["metric_series"]
 
 
 def metric_series(
@@ -66,14 +41,17 @@ def metric_series(
             func.max(rows.c.id).label("checkpoint_id"),
             func.min(rows.c.step).label("first_step"),
             func.max(rows.c.step).label("last_step"),
-            func.max(rows.c.committed_seconds).label("last_seconds"),
+            func.max(rows.c.committed_seconds).label("last_at"),
             func.count().label("count"),
-            func.min(rows.c.value).label("minimum"),
-            func.max(rows.c.value).label("maximum"),
+            func.min(rows.c.value).label("min"),
+            func.max(rows.c.value).label("max"),
             func.avg(rows.c.value).label("mean"),
         )
         .group_by(rows.c.bucket)
         .order_by(rows.c.bucket)
     )
-    found = [Point(**row) for row in connection.execute(query).mappings()]
+    found = tuple(
+        SeriesPoint(**{**row, "last_at": moment(row["last_at"])})
+        for row in connection.execute(query).mappings()
+    )
     return Series(run_id, metric, sum(point.count for point in found), found)

@@ -8,8 +8,7 @@ from typing import Any, Unpack
 from dcp.server.client import calls, calls_admin
 from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
 from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
-from dcp.server.client.models import Job
-from dcp.server.client.models_admin import (
+from dcp.server.records.administration import (
     Delivery,
     Key,
     NewKey,
@@ -19,6 +18,7 @@ from dcp.server.client.models_admin import (
     Webhook,
     WebhookSecret,
 )
+from dcp.server.records.jobs import Job
 
 __all__ = ["AsyncAdministration"]
 

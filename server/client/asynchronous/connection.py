@@ -17,7 +17,6 @@ from dcp.server.client.calls import Call, PagedCall
 from dcp.server.client.downloads import Download, OnBytes
 from dcp.server.client.errors import AnswerError, ProblemError, TransportError
 from dcp.server.client.events import EventStream
-from dcp.server.client.models import JobEvent
 from dcp.server.client.transport import (
     RetryPolicy,
     base_url_of,
@@ -27,6 +26,7 @@ from dcp.server.client.transport import (
     parsed,
     transport_error,
 )
+from dcp.server.records.jobs import JobEvent
 
 __all__ = ["AsyncHttpConnection", "AsyncPages"]
 

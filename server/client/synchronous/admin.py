@@ -8,8 +8,8 @@ from typing import Any, Unpack
 
 from dcp.server.client import calls, calls_admin
 from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
-from dcp.server.client.models import Job
-from dcp.server.client.models_admin import (
+from dcp.server.client.synchronous.connection import HttpConnection, Pages
+from dcp.server.records.administration import (
     Delivery,
     Key,
     NewKey,
@@ -19,7 +19,7 @@ from dcp.server.client.models_admin import (
     Webhook,
     WebhookSecret,
 )
-from dcp.server.client.synchronous.connection import HttpConnection, Pages
+from dcp.server.records.jobs import Job
 
 __all__ = ["Administration"]
 

@@ -13,30 +13,24 @@ from dcp.server.client import calls
 from dcp.server.client.calls import CheckpointQuery, DownloadQuery
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
-from dcp.server.client.models import (
-    Alias,
-    Checkpoint,
-    CheckpointDetail,
+from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
+from dcp.server.client.synchronous.admin import Administration
+from dcp.server.client.synchronous.connection import Pages
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
+from dcp.server.records.contents import (
     Diff,
     File,
-    Job,
-    JobEvent,
-    JobTask,
-    Lineage,
     RankShare,
-    Registered,
-    Root,
-    Run,
-    Series,
     ShardedTensor,
     Statistics,
     Tensor,
     TreeNode,
     Verification,
 )
-from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
-from dcp.server.client.synchronous.admin import Administration
-from dcp.server.client.synchronous.connection import Pages
+from dcp.server.records.jobs import Job, JobEvent, JobTask
+from dcp.server.records.labels import Alias, Lineage, Series
+from dcp.server.records.roots import Root
+from dcp.server.records.runs import Run
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,6 @@ from dcp.server.client.calls import Call, PagedCall
 from dcp.server.client.downloads import Download, OnBytes
 from dcp.server.client.errors import AnswerError, ProblemError, TransportError
 from dcp.server.client.events import EventStream
-from dcp.server.client.models import JobEvent
 from dcp.server.client.transport import (
     RetryPolicy,
     base_url_of,
@@ -28,6 +27,7 @@ from dcp.server.client.transport import (
     parsed,
     transport_error,
 )
+from dcp.server.records.jobs import JobEvent
 
 __all__ = ["HttpConnection", "Pages"]
 

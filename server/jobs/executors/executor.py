@@ -8,9 +8,8 @@ from typing import Protocol
 from dcp.server.jobs.executors.subprocess_main import Setup
 from dcp.server.jobs.executors.subprocess_messages import Order
 from dcp.server.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
-from dcp.server.settings import Settings
 
-__all__ = ["Executor", "ProcessExecutor", "Running", "open_executor"]
+__all__ = ["Executor", "OnDone", "OnProgress", "ProcessExecutor", "Running"]
 
 OnProgress = Callable[[int], None]
 OnDone = Callable[[ProcessOutcome], None]
@@ -59,15 +58,3 @@ class ProcessExecutor:
     def close(self) -> None:
         """As `Executor.close`."""
         self._pool.close()
-
-
-def open_executor(settings: Settings, kinds: str) -> Executor:
-    """The one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
-    setup = Setup(settings, kinds)
-    if settings.executor == "processes":
-        return ProcessExecutor(setup)
-    if settings.executor.startswith("dask://"):
-        from dcp.server.jobs.executors.dask import DaskExecutor
-
-        return DaskExecutor(setup, settings.executor.removeprefix("dask://"))
-    raise ValueError(f"executor: 'processes' or 'dask://HOST:PORT', not {settings.executor!r}")

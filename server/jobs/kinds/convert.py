@@ -17,6 +17,7 @@ from dcp.conversion.contents.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.formats import TargetFormat, fault_of_target_name
+from dcp.server.inputs import Name
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters, PlainText
 from dcp.server.jobs.kinds.shared.renaming import BoundedRename, check_sets
@@ -26,7 +27,6 @@ from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.roots import Root, check_key
 from dcp.server.scanning.facts import facts_of_source
-from dcp.server.schemas.common import Name
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import PlanError

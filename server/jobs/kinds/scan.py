@@ -10,6 +10,7 @@ import structlog
 from pydantic import Field
 from sqlalchemy import Connection
 
+from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import Parameters
 from dcp.server.jobs.kinds.shared.subjects import open_database, storage_errors
@@ -17,7 +18,6 @@ from dcp.server.jobs.ledger.states import Job, JobSpec, Json
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.roots import check_key
 from dcp.server.scanning.scanner import Scanner
-from dcp.server.schemas.common import MAX_ID
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from dcp.server.records.jobs import FINAL_STATES, JobState, TaskState
+
 __all__ = [
     "FINAL_STATES",
     "MAX_DEDUP_KEY_CHARACTERS",
@@ -30,12 +32,9 @@ __all__ = [
 Json = Mapping[str, Any]
 """An object of plain data, as JSON has it."""
 
-JobState = Literal["queued", "planning", "running", "publishing", "succeeded", "failed", "cancelled"]
-TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 Phase = Literal["plan", "task", "publish", "discard"]
 """What is claimed: planning a job, one of its tasks, publishing, or clearing away after it was given up."""
 
-FINAL_STATES: Final = ("succeeded", "failed", "cancelled")
 MAX_DEDUP_KEY_CHARACTERS: Final = 100
 
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query
 
 from dcp.server.catalog import audit
 from dcp.server.http.dependencies import Db, Page, requires
+from dcp.server.inputs import Text, Time
 from dcp.server.schemas.administration.audit import AuditAnswer, AuditList
-from dcp.server.schemas.common import Text, Time
 
 __all__ = ["router"]
 

@@ -46,7 +46,7 @@ def create_key(
         audit.record(connection, caller.name, "key.create", f"key:{record.id}", detail, now=now_seconds)
     request.state.is_secret = True
     response.headers["Location"] = f"{request.url.path}/{record.id}"
-    return NewKeyAnswer.with_secret(record, secret)
+    return NewKeyAnswer.of(record, key=secret)
 
 
 @router.get("/{key_id}", responses=problems(404))

@@ -71,7 +71,7 @@ def create_webhook(
     request.state.is_secret = True
     response.headers["Location"] = f"{request.url.path}/{hook.id}"
     response.headers["ETag"] = hook.etag
-    return SecretAnswer.with_secret(hook, secret)
+    return SecretAnswer.of(hook, secret=secret)
 
 
 @router.get("", responses=problems(*_USUAL))
@@ -175,7 +175,7 @@ def rotate_webhook_secret(
     hook, secret = service.database.transact(act)
     request.state.is_secret = True
     response.headers["ETag"] = hook.etag
-    return SecretAnswer.with_secret(hook, secret)
+    return SecretAnswer.of(hook, secret=secret)
 
 
 @router.post("/{webhook_id}/test", status_code=202, responses=problems(404, 408, 409, 413, *_USUAL))

@@ -10,7 +10,7 @@ from dcp.server.catalog.roots import RootRow, list_roots, root_row
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Caller, ServiceDep, check_visible, requires
 from dcp.server.process.logs import redact
-from dcp.server.schemas.common import optional_rfc3339, problems
+from dcp.server.schemas.common import problems
 from dcp.server.schemas.roots import RootAnswer, RootList
 from dcp.server.security.principal import Principal
 
@@ -40,15 +40,12 @@ def get_root(root: RootName, service: ServiceDep, caller: Caller) -> RootAnswer:
 
 def _answer(row: RootRow, service: Service, caller: Principal) -> RootAnswer:
     settings = service.settings.roots.get(row.name)
-    return RootAnswer(
-        name=row.name,
+    return RootAnswer.of(
+        row,
         description="" if settings is None else settings.description,
         url=redact(row.url) if caller.may("admin") else None,
-        is_configured=row.is_configured,
         readonly=settings is None or settings.readonly,
         scan_every_seconds=(settings.scan_seconds or None) if settings is not None else None,
-        scanned_at=optional_rfc3339(row.scanned_seconds),
         scan_error=None if row.scan_error is None else redact(row.scan_error),
-        lost=row.lost,
         last_scan=row.scan_state,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
@@ -10,17 +11,10 @@ from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, que
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
-from dcp.server.schemas.common import MAX_ID, IdPath, problems
-from dcp.server.schemas.data import (
-    Basis,
-    DiffAnswer,
-    ObjectDifferenceAnswer,
-    TensorDifferenceAnswer,
-    TensorFactsAnswer,
-)
-
-if TYPE_CHECKING:
-    from dcp.inspection.values.difference import TensorFacts
+from dcp.server.inputs import MAX_ID
+from dcp.server.records.contents import Basis
+from dcp.server.schemas.common import IdPath, problems
+from dcp.server.schemas.data import DiffAnswer
 
 __all__ = ["router"]
 
@@ -50,30 +44,13 @@ def diff_checkpoints(
     with second.problems(), first.problems():
         found = compare(first.opened, second.opened, basis)
     end = begin + page.limit
-    return DiffAnswer(
+    return DiffAnswer.of(
+        found,
         a=before,
         b=checkpoint_id,
-        basis=found.basis,
-        counts=found.counts,
         equal_tensors=found.equal,
-        equal_objects=found.equal_objects,
         object_count=len(found.objects),
-        tensors=[
-            TensorDifferenceAnswer(
-                fqn=clean_text(tensor.fqn),
-                kind=tensor.kind,
-                before=_facts(tensor.before),
-                after=_facts(tensor.after),
-            )
-            for tensor in found.tensors[begin:end]
-        ],
-        objects=[
-            ObjectDifferenceAnswer(fqn=clean_text(value.fqn), kind=value.kind)
-            for value in found.objects[:_MAX_OBJECTS]
-        ],
+        tensors=[replace(one, fqn=clean_text(one.fqn)) for one in found.tensors[begin:end]],
+        objects=[replace(one, fqn=clean_text(one.fqn)) for one in found.objects[:_MAX_OBJECTS]],
         next_cursor=encode_cursor(mark, end) if end < len(found.tensors) else None,
     )
-
-
-def _facts(facts: TensorFacts | None) -> TensorFactsAnswer | None:
-    return None if facts is None else TensorFactsAnswer(dtype=facts.dtype, shape=list(facts.shape))

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import StringConstraints
 
-from dcp.server.catalog.facts import END_OF_TIME
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataDep
 from dcp.server.data.bodies import FileBody
@@ -31,7 +30,7 @@ from dcp.server.data.responses import (
 )
 from dcp.server.formats import DownloadFormat
 from dcp.server.http.dependencies import Caller, requires
-from dcp.server.schemas.common import IdPath, problems, rfc3339
+from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.data import FileAnswer, FileList, binary
 
 __all__ = ["DATA_PROBLEMS", "router"]
@@ -111,17 +110,11 @@ def list_files(checkpoint_id: IdPath, data: DataDep, caller: Caller) -> FileList
     found = data.open(checkpoint_id, caller)
     with found.problems():
         files = files_of(found.opened)
-    return FileList(
-        items=[
-            FileAnswer(
-                name=clean_text(file.info.name),
-                bytes=file.info.size_bytes,
-                modified_at=rfc3339(min(max(file.info.modified_seconds, 0.0), END_OF_TIME)),
-                role=file.role,
-            )
-            for file in files
-        ]
-    )
+    items = [
+        FileAnswer.of(file.info, name=clean_text(file.info.name), bytes=file.info.size_bytes, role=file.role)
+        for file in files
+    ]
+    return FileList(items=items)
 
 
 @router.head("/files/{name}", name="head_file", include_in_schema=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
@@ -11,16 +11,7 @@ from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, que
 from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Page, requires
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.data import (
-    ChunkAnswer,
-    RankShareAnswer,
-    RankShareList,
-    ShardedTensorAnswer,
-    ShardPage,
-)
-
-if TYPE_CHECKING:
-    from dcp.server.data.shards import ShardedTensor
+from dcp.server.schemas.data import RankShareAnswer, RankShareList, ShardedTensorAnswer, ShardPage
 
 __all__ = ["router"]
 
@@ -49,14 +40,15 @@ def list_shards(
     opened = data.open(checkpoint_id, caller).opened
     mark = query_mark("shards", checkpoint_id, opened.stamp, glob)
     after = max(-1, decode_cursor(page.cursor, mark, int)[0]) if page.cursor is not None else -1
-    shown: list[ShardedTensor] = []
+    shown: list[ShardedTensorAnswer] = []
     chunks = 0
-    for tensor in sharded_tensors(opened.index, after_row=after, glob=glob):
+    for row, tensor in sharded_tensors(opened.index, after_row=after, glob=glob):
         if len(shown) == page.limit or (shown and chunks + len(tensor.chunks) > _PAGE_CHUNKS):
-            return ShardPage(items=_answers(shown), next_cursor=encode_cursor(mark, shown[-1].row))
-        shown.append(tensor)
+            return ShardPage(items=shown, next_cursor=encode_cursor(mark, after))
+        shown.append(ShardedTensorAnswer.of(tensor))
+        after = row
         chunks += len(tensor.chunks)
-    return ShardPage(items=_answers(shown), next_cursor=None)
+    return ShardPage(items=shown, next_cursor=None)
 
 
 @router.get("/ranks", responses=_PROBLEMS)
@@ -70,38 +62,6 @@ def list_rank_shares(checkpoint_id: IdPath, data: DataDep, caller: Caller, page:
     shares = rank_shares(opened.index)
     end = begin + page.limit
     return RankShareList(
-        items=[
-            RankShareAnswer(
-                rank=share.rank,
-                files=share.files,
-                file_bytes=share.file_bytes,
-                chunks=share.chunks,
-                tensors=share.tensors,
-                tensor_bytes=share.tensor_bytes,
-            )
-            for share in islice(shares, begin, end)
-        ],
+        items=[RankShareAnswer.of(share) for share in islice(shares, begin, end)],
         next_cursor=encode_cursor(mark, end) if end < len(shares) else None,
     )
-
-
-def _answers(tensors: list[ShardedTensor]) -> list[ShardedTensorAnswer]:
-    return [
-        ShardedTensorAnswer(
-            fqn=tensor.fqn,
-            dtype=tensor.dtype,
-            shape=list(tensor.shape),
-            chunk_count=tensor.chunk_count,
-            chunks=[
-                ChunkAnswer(
-                    rank=chunk.rank,
-                    file=chunk.file,
-                    offsets=list(chunk.offsets),
-                    sizes=list(chunk.sizes),
-                    bytes=chunk.bytes,
-                )
-                for chunk in tensor.chunks
-            ],
-        )
-        for tensor in tensors
-    ]

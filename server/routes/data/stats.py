@@ -35,7 +35,12 @@ def get_statistics(checkpoint_id: IdPath, database: Db, caller: Caller, page: Pa
         end = begin + page.limit
         tensors = statistics_tensors(connection, checkpoint_id, begin, end)
     is_last = end >= found.tensor_count
-    return StatisticsAnswer.of(found, tensors, None if is_last else encode_cursor(mark, end))
+    return StatisticsAnswer.of(
+        found,
+        total=found.result.get("total"),
+        tensors=tensors,
+        next_cursor=None if is_last else encode_cursor(mark, end),
+    )
 
 
 @router.post("/statistics", status_code=202, responses=problems(404, 409, 410))

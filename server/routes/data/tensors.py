@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from dcp.server.catalog.contents.tensors import StructureEntry, tensors_page, tree_level
+from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.data.access import DataDep
 from dcp.server.data.responses import BodyResponse, choose_range, disposition, is_unchanged, not_modified
 from dcp.server.data.slices import TensorFormat, parse_slices
@@ -67,7 +67,7 @@ def list_tensors(
             kind=kind,
             dtype=dtype,
         )
-    return TensorPage(items=[_entry(entry) for entry in found.items], next_cursor=found.next_cursor)
+    return TensorPage(items=[TensorAnswer.of(entry) for entry in found.items], next_cursor=found.next_cursor)
 
 
 @router.get("/tree", responses=problems(*_USUAL))
@@ -87,16 +87,7 @@ def tensor_tree(
         return TreePageAnswer(prefix=prefix, items=[], next_cursor=None)
     with database.read() as connection:
         found = tree_level(connection, row.structure_id, prefix, limit=page.limit, cursor=page.cursor)
-    nodes = [
-        TreeNodeAnswer(
-            name=node.name,
-            tensors=node.tensors,
-            objects=node.objects,
-            bytes=node.bytes,
-            entry=None if node.entry is None else _entry(node.entry),
-        )
-        for node in found.items
-    ]
+    nodes = [TreeNodeAnswer.of(node) for node in found.items]
     return TreePageAnswer(prefix=prefix, items=nodes, next_cursor=found.next_cursor)
 
 
@@ -146,14 +137,4 @@ def tensor_data(
         headers=headers,
         problem=found.root.problem,
         is_allowed=found.is_allowed,
-    )
-
-
-def _entry(entry: StructureEntry) -> TensorAnswer:
-    return TensorAnswer(
-        fqn=entry.fqn,
-        kind=entry.kind,
-        dtype=entry.dtype,
-        shape=None if entry.shape is None else list(entry.shape),
-        bytes=entry.bytes,
     )

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dcp.server.http.context import Service
+from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.following import POLL_SECONDS, JobFeed
 from dcp.server.jobs.ledger import get_job, job_events_after
 from dcp.server.jobs.ledger.states import JobEvent
 from dcp.server.problems import TooManyRequestsError, UnavailableError
-from dcp.server.schemas.common import MAX_ID
 from dcp.server.schemas.jobs import JobEventAnswer
 from dcp.server.security.principal import Principal
 

@@ -14,13 +14,14 @@ from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor, que
 from dcp.server.catalog.queries.known import check_root
 from dcp.server.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.inputs import MAX_ID, Name
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Job, JobFilter
 from dcp.server.jobs.ledger.states import JobState
 from dcp.server.problems import ForbiddenError, UnprocessableError
 from dcp.server.routes.jobs.job_events import LastEventId, job_stream
-from dcp.server.schemas.common import MAX_ID, IdPath, Name, problems
+from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.jobs import JobAnswer, JobList, NewJob, TaskAnswer, TaskList
 from dcp.server.security.principal import SYSTEM, Principal, Scope
 
@@ -118,7 +119,7 @@ def list_jobs(
         )
         shown = found[: page.limit]
         progress = ledger.progress_of(connection, [job.id for job in shown if not job.is_final])
-    items = [JobAnswer.of(job, progress.get(job.id)) for job in shown]
+    items = [JobAnswer.of(job, progress=progress.get(job.id, job.progress)) for job in shown]
     more = encode_cursor(mark, shown[-1].id) if len(found) > page.limit else None
     return JobList(items=items, next_cursor=more)
 
@@ -137,7 +138,7 @@ def get_job(job_id: IdPath, database: Db, caller: Caller) -> JobAnswer:
     with database.read() as connection:
         job = ledger.get_job(connection, job_id, caller.roots)
         progress = {} if job.is_final else ledger.progress_of(connection, [job_id])
-    return JobAnswer.of(job, progress.get(job_id))
+    return JobAnswer.of(job, progress=progress.get(job.id, job.progress))
 
 
 @router.get("/{job_id}/tasks", dependencies=[requires("read")], responses=problems(404))

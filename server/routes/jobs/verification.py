@@ -32,7 +32,7 @@ def list_verifications(
     with database.read() as connection:
         row = get_checkpoint(connection, checkpoint_id, caller.roots)
         found = find_verifications(connection, checkpoint_id, caller.roots, limit=limit)
-    return VerificationList(items=[VerificationAnswer.of(one, row) for one in found])
+    return VerificationList(items=[VerificationAnswer.of(one, is_current=one.is_of(row)) for one in found])
 
 
 @router.post(

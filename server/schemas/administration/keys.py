@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from dcp.server.schemas.common import Answer, Name, Request, optional_rfc3339, rfc3339, sorted_names
-from dcp.server.security.keys import KeyRecord
-from dcp.server.security.principal import Scope
+from dcp.server.inputs import Name, Request
+from dcp.server.records import administration as records
+from dcp.server.records.administration import Scope
+from dcp.server.schemas.common import Answer
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = ["KeyAnswer", "KeyList", "NewKey", "NewKeyAnswer"]
 
@@ -40,51 +42,17 @@ class NewKey(Request):
     expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
 
 
-class KeyAnswer(Answer):
+@answers(records.Key)
+class KeyAnswer(RecordAnswer):
     """A key without what it is made of; ``prefix`` is its part that may be shown."""
 
-    id: int
-    name: str
-    prefix: str
-    scopes: list[Scope]
-    roots: list[str] | None
-    created_at: str
-    expires_at: str | None
-    revoked_at: str | None
-    used_at: str | None = Field(description="Within a minute or so.")
 
-    @classmethod
-    def of(cls, record: KeyRecord) -> Self:
-        """As it is listed."""
-        return cls.model_validate(_values(record))
-
-
+@answers(records.NewKey)
 class NewKeyAnswer(KeyAnswer):
     """A new key, with the only sight of it."""
-
-    key: str = Field(repr=False, description="Shown now and never again.")
-
-    @classmethod
-    def with_secret(cls, record: KeyRecord, secret: str) -> Self:
-        """As it is made."""
-        return cls.model_validate({**_values(record), "key": secret})
 
 
 class KeyList(Answer):
     """All keys, revoked ones too."""
 
     items: list[KeyAnswer]
-
-
-def _values(record: KeyRecord) -> dict[str, object]:
-    return {
-        "id": record.id,
-        "name": record.name,
-        "prefix": record.prefix,
-        "scopes": sorted(record.scopes),
-        "roots": sorted_names(record.roots),
-        "created_at": rfc3339(record.created_seconds),
-        "expires_at": optional_rfc3339(record.expires_seconds),
-        "revoked_at": optional_rfc3339(record.revoked_seconds),
-        "used_at": optional_rfc3339(record.used_seconds),
-    }

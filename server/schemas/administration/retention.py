@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dcp.manager.cleanup.retention import Retention
-from dcp.server.retention.planning import RunPlan
-from dcp.server.retention.policies import NewPolicy, RetentionPolicy
-from dcp.server.schemas.common import Answer, Finite, Name, Request, Text, rfc3339
+from dcp.server.inputs import Finite, Name, Request, Text
+from dcp.server.records import administration as records
+from dcp.server.retention.policies import NewPolicy
+from dcp.server.schemas.common import Answer
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = [
     "DecisionAnswer",
@@ -105,39 +107,9 @@ class PolicyChange(Request):
         return found
 
 
-class PolicyAnswer(Answer):
+@answers(records.RetentionPolicy)
+class PolicyAnswer(RecordAnswer):
     """A policy."""
-
-    id: int
-    name: str
-    root: str
-    run_glob: str
-    keep: dict[str, Any]
-    grace_seconds: float
-    interval_seconds: float
-    is_enabled: bool
-    version: int
-    created: str
-    updated: str
-    etag: str = Field(description="For If-Match.")
-
-    @classmethod
-    def of(cls, policy: RetentionPolicy) -> Self:
-        """As the catalog has it."""
-        return cls(
-            id=policy.id,
-            name=policy.name,
-            root=policy.root,
-            run_glob=policy.run_glob,
-            keep=dict(policy.keep),
-            grace_seconds=policy.grace_seconds,
-            interval_seconds=policy.interval_seconds,
-            is_enabled=policy.is_enabled,
-            version=policy.version,
-            created=rfc3339(policy.created_seconds),
-            updated=rfc3339(policy.updated_seconds),
-            etag=policy.etag,
-        )
 
 
 class PolicyPage(Answer):
@@ -147,49 +119,27 @@ class PolicyPage(Answer):
     next_cursor: str | None
 
 
-class DecisionAnswer(Answer):
+@answers(records.RetentionDecision)
+class DecisionAnswer(RecordAnswer):
     """A checkpoint, and why it is kept; it goes if there are no reasons."""
 
-    checkpoint_id: int
-    key: str
-    step: int | None
-    bytes: int
-    reasons: list[str]
 
-
-class RunPreview(Answer):
+@answers(records.RetentionPreview)
+class RunPreview(RecordAnswer):
     """What would become of the checkpoints of a run."""
 
-    run_id: int
-    run: str
-    kept: int
-    deleted: int
-    deleted_bytes: int
-    checkpoints: list[DecisionAnswer] = Field(description="Up to 1,000; those that go come first.")
-    unjudged: list[str] = Field(description="On each rule by a metric that nothing has: it keeps all.")
-
     @classmethod
-    def of(cls, plan: RunPlan) -> Self:
+    def of(cls, found: Any, **others: Any) -> Self:
         """As it was planned."""
-        gone = plan.deleted
-        ordered = [*gone, *(one for one in plan.decisions if one.reasons)]
-        return cls(
-            run_id=plan.run_id,
-            run=plan.run,
-            kept=len(plan.decisions) - len(gone),
+        gone = found.deleted
+        ordered = [*gone, *(one for one in found.decisions if one.reasons)]
+        return super().of(
+            found,
+            kept=len(found.decisions) - len(gone),
             deleted=len(gone),
             deleted_bytes=sum(one.bytes for one in gone),
-            checkpoints=[
-                DecisionAnswer(
-                    checkpoint_id=one.checkpoint_id,
-                    key=one.key,
-                    step=one.step,
-                    bytes=one.bytes,
-                    reasons=list(one.reasons),
-                )
-                for one in ordered[:1000]
-            ],
-            unjudged=list(plan.unjudged),
+            checkpoints=ordered[:1000],
+            **others,
         )
 
 

@@ -7,8 +7,11 @@ from typing import Any, Self
 from pydantic import Field
 
 from dcp.server.automation.actions import Action, Condition, RuleEvent
-from dcp.server.automation.rules import NewRule, Rule
-from dcp.server.schemas.common import Answer, Name, Request, rfc3339
+from dcp.server.automation.rules import NewRule
+from dcp.server.inputs import Name, Request
+from dcp.server.records import administration as records
+from dcp.server.schemas.common import Answer
+from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = ["RuleAnswer", "RuleChange", "RulePage", "RuleRequest"]
 
@@ -47,34 +50,18 @@ class RuleChange(Request):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
-class RuleAnswer(Answer):
+@answers(records.Rule)
+class RuleAnswer(RecordAnswer):
     """A rule."""
 
-    id: int
-    name: str
-    event: str
-    condition: dict[str, Any]
-    actions: list[dict[str, Any]]
-    is_enabled: bool
-    version: int
-    created: str
-    updated: str
-    etag: str = Field(description="For If-Match.")
-
     @classmethod
-    def of(cls, rule: Rule) -> Self:
+    def of(cls, found: Any, **others: Any) -> Self:
         """As the catalog has it."""
-        return cls(
-            id=rule.id,
-            name=rule.name,
-            event=rule.event,
-            condition=rule.condition.model_dump(mode="json", exclude_none=True),
-            actions=[action.model_dump(mode="json", exclude_unset=True) for action in rule.actions],
-            is_enabled=rule.is_enabled,
-            version=rule.version,
-            created=rfc3339(rule.created_seconds),
-            updated=rfc3339(rule.updated_seconds),
-            etag=rule.etag,
+        return super().of(
+            found,
+            condition=found.condition.model_dump(mode="json", exclude_none=True),
+            actions=[action.model_dump(mode="json", exclude_unset=True) for action in found.actions],
+            **others,
         )
 
 

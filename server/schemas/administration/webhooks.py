@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, StringConstraints
 from pydantic.json_schema import SkipJsonSchema
 
-from dcp.server.schemas.common import Answer, Request, Text, optional_rfc3339, rfc3339, sorted_names
+from dcp.server.inputs import Request, Text
+from dcp.server.records import administration as records
+from dcp.server.schemas.common import Answer
+from dcp.server.schemas.records import RecordAnswer, answers
 from dcp.server.webhooks.addresses import MAX_URL_LENGTH
-from dcp.server.webhooks.hooks import ALL_EVENTS, EventKind, Hook
-from dcp.server.webhooks.ledger import MAX_ATTEMPTS, Delivery
+from dcp.server.webhooks.hooks import ALL_EVENTS, EventKind
+from dcp.server.webhooks.ledger import MAX_ATTEMPTS
 from dcp.server.webhooks.signing import check_secret
 
 __all__ = [
@@ -74,37 +77,19 @@ class RotateSecret(Request):
     overlap_seconds: float = Field(default=86_400.0, ge=0, le=30 * 86_400)
 
 
-class WebhookAnswer(Answer):
+@answers(records.Webhook)
+class WebhookAnswer(RecordAnswer):
     """A webhook, without its secret."""
 
-    id: int
-    url: str
-    events: list[str]
-    roots: list[str] | None = Field(description="null: all.")
-    description: str
-    is_enabled: bool
-    disabled_reason: str | None = Field(description="Why the service disabled it.")
-    failing_since: str | None = Field(description="No delivery has succeeded since.")
-    previous_secret_until: str | None = Field(description="Until then the secret before signs as well.")
-    created_at: str
-    updated_at: str
-    etag: str = Field(description="For If-Match.")
-
     @classmethod
-    def of(cls, hook: Hook) -> WebhookAnswer:
-        """As it is shown."""
-        return cls(**_shown(hook))
+    def of(cls, found: Any, **others: Any) -> Self:
+        """As it is shown; with the ``secret`` once."""
+        return super().of(found, previous_secret_until=found.previous_until_seconds, **others)
 
 
+@answers(records.WebhookSecret)
 class SecretAnswer(WebhookAnswer):
     """A webhook and its secret, which is shown this once."""
-
-    secret: str = Field(repr=False)
-
-    @classmethod
-    def with_secret(cls, hook: Hook, secret: str) -> SecretAnswer:
-        """As it is shown once."""
-        return cls(**_shown(hook), secret=secret)
 
 
 class WebhookList(Answer):
@@ -114,38 +99,21 @@ class WebhookList(Answer):
     next_cursor: str | None
 
 
-class DeliveryAnswer(Answer):
+@answers(records.Delivery)
+class DeliveryAnswer(RecordAnswer):
     """One event for one webhook."""
 
-    id: int
-    webhook_id: int
-    message_id: str = Field(description="The header `webhook-id`: the same in each attempt.")
-    event: str
-    state: Literal["waiting", "delivered", "failed"]
-    attempts: int
-    max_attempts: int = MAX_ATTEMPTS
-    status_code: int | None = Field(description="What the receiver answered last.")
-    error: str | None
-    created_at: str
-    next_attempt_at: str | None
-    delivered_at: str | None
-
     @classmethod
-    def of(cls, delivery: Delivery) -> DeliveryAnswer:
+    def of(cls, found: Any, **others: Any) -> Self:
         """As it is shown."""
-        is_waiting = delivery.state == "waiting"
-        return cls(
-            id=delivery.id,
-            webhook_id=delivery.webhook_id,
-            message_id=f"evt_{delivery.event_id}",
-            event=delivery.event_kind,
-            state=delivery.state,
-            attempts=delivery.attempt,
-            status_code=delivery.status_code,
-            error=delivery.error,
-            created_at=rfc3339(delivery.created_seconds),
-            next_attempt_at=rfc3339(delivery.due_seconds) if is_waiting else None,
-            delivered_at=optional_rfc3339(delivery.delivered_seconds),
+        return super().of(
+            found,
+            message_id=f"evt_{found.event_id}",
+            event=found.event_kind,
+            attempts=found.attempt,
+            max_attempts=MAX_ATTEMPTS,
+            next_attempt_at=found.due_seconds if found.state == "waiting" else None,
+            **others,
         )
 
 
@@ -154,20 +122,3 @@ class DeliveryList(Answer):
 
     items: list[DeliveryAnswer]
     next_cursor: str | None
-
-
-def _shown(hook: Hook) -> dict[str, Any]:
-    return {
-        "id": hook.id,
-        "url": hook.url,
-        "events": list(hook.events),
-        "roots": sorted_names(hook.roots),
-        "description": hook.description,
-        "is_enabled": hook.is_enabled,
-        "disabled_reason": hook.disabled_reason,
-        "failing_since": optional_rfc3339(hook.failing_since_seconds),
-        "previous_secret_until": optional_rfc3339(hook.previous_until_seconds),
-        "created_at": rfc3339(hook.created_seconds),
-        "updated_at": rfc3339(hook.updated_seconds),
-        "etag": hook.etag,
-    }

@@ -181,7 +181,7 @@ def test_a_metric_over_the_steps_of_a_run(catalog: Database) -> None:
             (7, 9, 3),
         ]
         first = few.points[0]
-        assert (first.minimum, first.maximum, first.mean) == (97.0, 100.0, 98.5)
-        assert metric_series(connection, run_id, "nothing", points=3).points == []
+        assert (first.min, first.max, first.mean) == (97.0, 100.0, 98.5)
+        assert metric_series(connection, run_id, "nothing", points=3).points == ()
         with pytest.raises(MissingError):
             metric_series(connection, run_id, "loss", frozenset({"other"}), points=3)

@@ -10,48 +10,77 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from dcp.server.client import models, models_admin
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
+from dcp.server.records.administration import (
+    Delivery,
+    Key,
+    NewKey,
+    RetentionDecision,
+    RetentionPolicy,
+    RetentionPreview,
+    Rule,
+    Webhook,
+    WebhookSecret,
+)
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
+from dcp.server.records.contents import (
+    Chunk,
+    Diff,
+    File,
+    ObjectDifference,
+    RankShare,
+    ShardedTensor,
+    Statistics,
+    Tensor,
+    TensorDifference,
+    TensorFacts,
+    TreeNode,
+    Verification,
+)
+from dcp.server.records.jobs import Job, JobFailure, JobTask, JobWaiting, Progress
+from dcp.server.records.labels import Alias, Lineage, LineageEdge, LineageNode
+from dcp.server.records.roots import Root
+from dcp.server.records.runs import Run
 from dcp.server.schemas import checkpoints, data, findings, jobs, labels, lineage, roots, runs
 from dcp.server.schemas.administration import keys, retention, rules, webhooks
 
 PAIRS = [
-    (models.Root, roots.RootAnswer),
-    (models.Run, runs.RunAnswer),
-    (models.Checkpoint, checkpoints.CheckpointAnswer),
-    (models.CheckpointDetail, checkpoints.CheckpointDetailAnswer),
-    (models.Registered, checkpoints.RegisteredAnswer),
-    (models.Alias, labels.AliasAnswer),
-    (models.Lineage, lineage.LineageAnswer),
-    (models.LineageNode, lineage.LineageNode),
-    (models.LineageEdge, lineage.LineageEdge),
-    (models.File, data.FileAnswer),
-    (models.Tensor, data.TensorAnswer),
-    (models.TreeNode, data.TreeNodeAnswer),
-    (models.Chunk, data.ChunkAnswer),
-    (models.ShardedTensor, data.ShardedTensorAnswer),
-    (models.RankShare, data.RankShareAnswer),
-    (models.Diff, data.DiffAnswer),
-    (models.TensorDifference, data.TensorDifferenceAnswer),
-    (models.TensorFacts, data.TensorFactsAnswer),
-    (models.ObjectDifference, data.ObjectDifferenceAnswer),
-    (models.Verification, findings.VerificationAnswer),
-    (models.Statistics, findings.StatisticsAnswer),
-    (models.Job, jobs.JobAnswer),
-    (models.JobFailure, jobs.JobErrorAnswer),
-    (models.JobWaiting, jobs.WaitingAnswer),
-    (models.JobTask, jobs.TaskAnswer),
-    (models.Progress, jobs.ProgressAnswer),
-    (models_admin.Key, keys.KeyAnswer),
-    (models_admin.NewKey, keys.NewKeyAnswer),
-    (models_admin.Webhook, webhooks.WebhookAnswer),
-    (models_admin.WebhookSecret, webhooks.SecretAnswer),
-    (models_admin.Delivery, webhooks.DeliveryAnswer),
-    (models_admin.Rule, rules.RuleAnswer),
-    (models_admin.RetentionPolicy, retention.PolicyAnswer),
-    (models_admin.RetentionDecision, retention.DecisionAnswer),
-    (models_admin.RetentionPreview, retention.RunPreview),
+    (Root, roots.RootAnswer),
+    (Run, runs.RunAnswer),
+    (Checkpoint, checkpoints.CheckpointAnswer),
+    (CheckpointDetail, checkpoints.CheckpointDetailAnswer),
+    (Registered, checkpoints.RegisteredAnswer),
+    (Alias, labels.AliasAnswer),
+    (Lineage, lineage.LineageAnswer),
+    (LineageNode, lineage.LineageNode),
+    (LineageEdge, lineage.LineageEdge),
+    (File, data.FileAnswer),
+    (Tensor, data.TensorAnswer),
+    (TreeNode, data.TreeNodeAnswer),
+    (Chunk, data.ChunkAnswer),
+    (ShardedTensor, data.ShardedTensorAnswer),
+    (RankShare, data.RankShareAnswer),
+    (Diff, data.DiffAnswer),
+    (TensorDifference, data.TensorDifferenceAnswer),
+    (TensorFacts, data.TensorFactsAnswer),
+    (ObjectDifference, data.ObjectDifferenceAnswer),
+    (Verification, findings.VerificationAnswer),
+    (Statistics, findings.StatisticsAnswer),
+    (Job, jobs.JobAnswer),
+    (JobFailure, jobs.JobErrorAnswer),
+    (JobWaiting, jobs.WaitingAnswer),
+    (JobTask, jobs.TaskAnswer),
+    (Progress, jobs.ProgressAnswer),
+    (Key, keys.KeyAnswer),
+    (NewKey, keys.NewKeyAnswer),
+    (Webhook, webhooks.WebhookAnswer),
+    (WebhookSecret, webhooks.SecretAnswer),
+    (Delivery, webhooks.DeliveryAnswer),
+    (Rule, rules.RuleAnswer),
+    (RetentionPolicy, retention.PolicyAnswer),
+    (RetentionDecision, retention.DecisionAnswer),
+    (RetentionPreview, retention.RunPreview),
 ]
 
 
@@ -71,8 +100,8 @@ def test_a_later_service_may_say_more() -> None:
         "after": None,
         "new": 2,
     }
-    found = decode(models.TensorDifference, document)
-    assert found == models.TensorDifference("w", "changed", models.TensorFacts("float32", (2,)), None)
+    found = decode(TensorDifference, document)
+    assert found == TensorDifference("w", "changed", TensorFacts("float32", (2,)), None)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +110,7 @@ def test_a_later_service_may_say_more() -> None:
 def test_answers_that_are_none(document: Any) -> None:
     """Are errors of the client's tree, which say what is wrong."""
     with pytest.raises(AnswerError, match="Tensor"):
-        decode(models.Tensor, document)
+        decode(Tensor, document)
 
 
 def test_the_client_imports_nothing_of_the_service() -> None:

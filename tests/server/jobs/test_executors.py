@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dcp.server.jobs.executors.executor import ProcessExecutor, open_executor
+from dcp.server.jobs.executors.executor import ProcessExecutor
+from dcp.server.jobs.executors.opening import open_executor
 from dcp.server.jobs.executors.subprocess_main import Setup, error_of
 from dcp.server.jobs.executors.subprocess_messages import Messages, Order, receive_message, send_message
 from dcp.server.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool

@@ -15,8 +15,9 @@ from dcp.server.catalog.events import events_after
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.problems import ConflictError, NotFoundError, ProblemError, UnprocessableError
+from dcp.server.records.checkpoints import Registered
 from dcp.server.roots import Roots
-from dcp.server.scanning.registering import Registered, Registration, register, resolve
+from dcp.server.scanning.registering import Registration, register, resolve
 from dcp.server.settings import RootSettings
 from tests.support.catalog_roots import rows, scan, write_manifest
 

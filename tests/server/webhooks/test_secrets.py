@@ -78,8 +78,8 @@ def test_nobody_is_shown_them(app: App, logs_as_before: None, capfd: pytest.Capt
         hook = get_hook(connection, made.json()["id"], None)
     reprs = [
         repr(hook),
-        repr(SecretAnswer.with_secret(hook, first)),
-        str(SecretAnswer.with_secret(hook, first)),
+        repr(SecretAnswer.of(hook, secret=first)),
+        str(SecretAnswer.of(hook, secret=first)),
     ]
     stored = rows(app)
     assert first in stored.pop(webhooks.name)

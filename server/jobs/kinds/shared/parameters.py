@@ -6,17 +6,15 @@ import hashlib
 import json
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from dcp.server.schemas.common import MAX_ID, is_clean
+from dcp.server.inputs import MAX_ID, OneLine, Request
 
 __all__ = ["CheckpointId", "Globs", "Parameters", "PlainText"]
 
 
-class Parameters(BaseModel):
-    """Parameters of a job. Unknown members and numbers in quotes are refused, since they are mistakes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class Parameters(Request):
+    """Parameters of a job."""
 
     def digest(self) -> str:
         """The same for the same parameters: what tells jobs apart that there is to be one of at a time."""
@@ -24,15 +22,9 @@ class Parameters(BaseModel):
         return hashlib.sha256(document.encode()).hexdigest()[:40]
 
 
-def _clean(text: str) -> str:
-    if not is_clean(text):
-        raise ValueError("control characters are not allowed")
-    return text
-
-
 CheckpointId = Annotated[int, Field(ge=1, le=MAX_ID)]
 
-PlainText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_clean)]
+PlainText = Annotated[OneLine, Field(min_length=1, max_length=1024)]
 
 Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256, strict=False)]
 """Shell globs on the names of tensors and values, as for `dcp.load`."""

@@ -1,23 +1,34 @@
-"""What the service answers with about keys, webhooks, rules and retention: values, that never change."""
+"""Keys, webhooks, rules, retention: what is set up once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from dcp.server.records.declaring import OneOf, Shown
 
 __all__ = [
     "Delivery",
+    "DeliveryState",
     "Key",
     "NewKey",
     "RetentionDecision",
     "RetentionPolicy",
     "RetentionPreview",
     "Rule",
+    "Scope",
     "Webhook",
     "WebhookSecret",
 ]
+
+Scope = Literal["read", "write", "convert", "delete", "admin"]
+"""read: look. write: register, label, pin, verify. convert: jobs that write to roots. delete: delete, and
+retention. admin: keys, webhooks, rules, protected aliases, audit log; it implies the others."""
+DeliveryState = Literal["waiting", "delivered", "failed"]
+
+_Etag = Annotated[str, Shown("For If-Match.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +38,19 @@ class Key:
     id: int
     name: str
     prefix: str
-    scopes: tuple[str, ...]
+    scopes: Annotated[tuple[str, ...], OneOf(Scope)]
     roots: tuple[str, ...] | None
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
-    used_at: datetime | None
+    used_at: Annotated[datetime | None, Shown("Within a minute or so.")]
 
 
 @dataclass(frozen=True, slots=True)
 class NewKey(Key):
     """A new key, with the only sight of it, which is in no repr."""
 
-    key: str = field(repr=False)
+    key: Annotated[str, Shown("Shown now and never again.")] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +60,15 @@ class Webhook:
     id: int
     url: str
     events: tuple[str, ...]
-    roots: tuple[str, ...] | None
+    roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
     description: str
     is_enabled: bool
-    disabled_reason: str | None
-    failing_since: datetime | None
-    previous_secret_until: datetime | None
+    disabled_reason: Annotated[str | None, Shown("Why the service disabled it.")]
+    failing_since: Annotated[datetime | None, Shown("No delivery has succeeded since.")]
+    previous_secret_until: Annotated[datetime | None, Shown("Until then the secret before signs as well.")]
     created_at: datetime
     updated_at: datetime
-    etag: str
+    etag: _Etag
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +78,18 @@ class WebhookSecret(Webhook):
     secret: str = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
 
     id: int
     webhook_id: int
-    message_id: str
+    message_id: Annotated[str, Shown("The header `webhook-id`: the same in each attempt.")]
     event: str
-    state: str
+    state: Annotated[str, OneOf(DeliveryState)]
     attempts: int
-    max_attempts: int
-    status_code: int | None
+    max_attempts: Annotated[int, Shown(may_be_absent=True)] = 10
+    status_code: Annotated[int | None, Shown("What the receiver answered last.")]
     error: str | None
     created_at: datetime
     next_attempt_at: datetime | None
@@ -98,7 +109,7 @@ class Rule:
     version: int
     created: datetime
     updated: datetime
-    etag: str
+    etag: _Etag
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,7 @@ class RetentionPolicy:
     version: int
     created: datetime
     updated: datetime
-    etag: str
+    etag: _Etag
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,5 +153,7 @@ class RetentionPreview:
     kept: int
     deleted: int
     deleted_bytes: int
-    checkpoints: tuple[RetentionDecision, ...]
-    unjudged: tuple[str, ...] = ()
+    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; those that go come first.")]
+    unjudged: Annotated[
+        tuple[str, ...], Shown("On each rule by a metric that nothing has: it keeps all.")
+    ] = ()

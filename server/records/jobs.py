@@ -1,0 +1,135 @@
+"""Jobs: what is to be done, how far it is, why it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal
+
+from dcp.server.records.declaring import OneOf, Shown
+
+__all__ = [
+    "FINAL_STATES",
+    "Job",
+    "JobEvent",
+    "JobFailure",
+    "JobState",
+    "JobTask",
+    "JobWaiting",
+    "Progress",
+    "TaskState",
+]
+
+JobState = Literal["queued", "planning", "running", "publishing", "succeeded", "failed", "cancelled"]
+TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+FINAL_STATES: Final = ("succeeded", "failed", "cancelled")
+"""Of jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the tasks of a job are; bytes count what is done of those that still run, too."""
+
+    done_tasks: int = 0
+    total_tasks: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+_IsRetryable = Annotated[bool, Shown("Whether the same may work at another time.")]
+_IsEnvironment = Annotated[
+    bool,
+    Shown("A machine, a network or a storage is at fault, and not the job's data.", may_be_absent=True),
+]
+_FailedTask = Annotated[int | None, Shown("The number of the task that failed.", may_be_absent=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailure:
+    """Why a job or a task failed: the ``type`` of the exception, and a text for whoever made the job.
+
+    ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
+    """
+
+    type: str
+    detail: str
+    is_retryable: _IsRetryable = False
+    is_environment: _IsEnvironment = False
+    task: _FailedTask = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobWaiting:
+    """Why the last attempt at a job failed, which is tried again at ``next_attempt_at``, or when it is
+    retried by hand. ``since``: the first of ``count`` such failures in a row."""
+
+    type: str
+    detail: str
+    since: Annotated[datetime, Shown("The first such failure in a row.")]
+    next_attempt_at: Annotated[datetime, Shown("Or as soon as the job is retried by hand.")]
+    count: Annotated[int, Shown("How many have failed so.")]
+    is_retryable: _IsRetryable = False
+    is_environment: _IsEnvironment = False
+    task: _FailedTask = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to be done. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
+
+    id: int
+    kind: str
+    state: Annotated[str, OneOf(JobState)]
+    params: Mapping[str, Any]
+    created_by: str
+    created_at: datetime
+    is_ending: bool = False
+    priority: int = 0
+    root: str | None = None
+    checkpoint_id: int | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    not_before: Annotated[datetime | None, Shown("When it is tried again.")] = None
+    cancel_requested_at: datetime | None = None
+    attempt: Annotated[int, Shown("Of the present phase: how many have failed.")] = 0
+    max_attempts: int = 0
+    progress: Progress | None = None
+    result: Mapping[str, Any] | None = None
+    is_result_whole: Annotated[
+        bool,
+        Shown(
+            "In lists false for a large one: this is what is short of it. Ask for the job.",
+            may_be_absent=True,
+        ),
+    ] = True
+    error: JobFailure | None = None
+    waiting: Annotated[JobWaiting | None, Shown(may_be_absent=True)] = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it has ended."""
+        return self.state in FINAL_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class JobTask:
+    """One task of a job."""
+
+    number: int
+    state: Annotated[str, OneOf(TaskState)]
+    attempt: int
+    done_bytes: int
+    weight_bytes: int
+    not_before: datetime | None = None
+    error: JobFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """Something happened to a job. ``kind`` "progress" and "end" come without ``id``; "end" is the last."""
+
+    kind: str
+    data: Mapping[str, Any]
+    id: int | None = None
+    at: datetime | None = None
