@@ -7,16 +7,18 @@ numbers in tensors. Functions return data classes, which the command line and th
 from dcp.inspection.checkpoints import (
     CheckpointHeader,
     CheckpointSummary,
+    header_of,
+    list_checkpoints,
+    name_and_step,
+    open_index,
+)
+from dcp.inspection.entries import (
     ModuleNode,
     ObjectRow,
     TensorRow,
-    header_of,
-    list_checkpoints,
     module_tree,
-    name_and_step,
     object_row,
     object_rows,
-    open_index,
     tensor_rows,
 )
 

@@ -1,39 +1,30 @@
-"""What checkpoints there are and what is in them, from their indexes alone.
+"""What checkpoints there are and what each is, from their indexes alone.
 
-No tensor is read, and torch is not needed.
+No tensor is read, and torch is not needed. What is in one: `dcp.inspection.entries`.
 
 Functions return data classes; the command line and the service render them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.module_tree import ModuleNode, module_tree
 from dcp.inspection.weights import folder_weights, is_weight_file, single_files
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
-from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
     CheckpointError,
-    CheckpointFormatError,
     CheckpointNotFoundError,
 )
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index as _open_index
 from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.registry import file_suffixes, is_of_files
 from dcp.storage.formats.sources import index_of_file, index_of_folder, locate, open_source
-from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
@@ -42,25 +33,14 @@ from dcp.storage.threads import WorkerThreads
 __all__ = [
     "CheckpointHeader",
     "CheckpointSummary",
-    "ModuleNode",
-    "ObjectRow",
-    "TensorRow",
     "header_of",
     "list_checkpoints",
-    "module_tree",
     "name_and_step",
-    "object_row",
-    "object_rows",
     "open_index",
-    "tensor_rows",
 ]
 
 T = TypeVar("T")
 
-_Place: TypeAlias = tuple[int, int, int]
-
-_BLOBS_AT_ONCE = 1024
-_MAX_SHOWN_BYTES = 256 << 20
 _STEP = re.compile(r"([0-9]+)$")
 
 
@@ -112,30 +92,6 @@ class CheckpointHeader:
     user: Mapping[str, Any]
     rank_seconds: tuple[Mapping[str, float], ...] = ()
     rank_traffic: tuple[Mapping[str, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """One tensor: its global shape, and the number, bytes and files of its chunks."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: int
-    bytes: int
-    files: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRow:
-    """One non-tensor value. ``value`` counts only where ``is_plain`` (or harmless otherwise); others stay
-    pickled, ``bytes`` long."""
-
-    fqn: str
-    is_plain: bool
-    value: Any
-    bytes: int
-    file: str | None
 
 
 @plain_errors
@@ -382,86 +338,3 @@ def _by_rank(noted: object) -> tuple[dict[str, float], ...]:
         {str(name): float(value) for name, value in figures.items() if isinstance(value, int | float)}
         for figures in ranks
     )
-
-
-def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
-    """All tensors in the order of the index."""
-    sizes = np.zeros(index.tensor_count, dtype=np.int64)
-    np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
-    chunks = np.diff(index.chunk_start).tolist()
-    shape_start, shape_values = index.shape_start.tolist(), index.shape_values.tolist()
-    files = _files_of_tensors(index)
-    return [
-        TensorRow(
-            fqn,
-            index.dtype(row).name,
-            tuple(shape_values[shape_start[row] : shape_start[row + 1]]),
-            chunks[row],
-            size,
-            files[row],
-        )
-        for row, (fqn, size) in enumerate(zip(index.fqns, sizes.tolist(), strict=True))
-    ]
-
-
-def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
-    pairs = np.unique(np.stack([index.chunk_tensors, index.chunk_files]), axis=1)
-    ends = np.searchsorted(pairs[0], np.arange(index.tensor_count + 1)).tolist()
-    names = [index.files[file] for file in pairs[1].tolist()]
-    return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
-
-
-def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
-    """All non-tensor values in the order of the index.
-
-    Plain ones are decoded, and of those that are pickled the harmless ones of up to 64 KiB.
-    """
-    objects = index.objects
-    values = [decode_value(data) for data in objects.values]
-    columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
-    pickled = {
-        (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
-    }
-    decoded = _plain_values(store, index, [place for place in sorted(pickled) if place[2] <= MAX_PLAIN_BYTES])
-    rows = []
-    for fqn, file, offset, length, plain in zip(objects.fqns, *columns, strict=True):
-        name = index.files[file] if file != UNKNOWN else None
-        if plain != UNKNOWN:
-            size_bytes = len(objects.values[plain]) if name is None else length
-            rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
-            continue
-        place = file, offset, length
-        rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), length, name))
-    return rows
-
-
-def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
-    """One non-tensor value, decoded if it is harmless."""
-    objects = index.objects
-    at = objects.position[fqn]
-    place = int(objects.files[at]), int(objects.offsets[at]), int(objects.lengths[at])
-    plain = int(objects.plain[at])
-    name = index.files[place[0]] if place[0] != UNKNOWN else None
-    if plain != UNKNOWN:
-        data = objects.values[plain]
-        return ObjectRow(fqn, True, decode_value(data), len(data) if name is None else place[2], name)
-    found = _plain_values(store, index, [place]) if place[2] <= _MAX_SHOWN_BYTES else {}
-    return ObjectRow(fqn, place in found, found.get(place), place[2], name)
-
-
-def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
-    """What at ``places`` (file, offset, length) is harmless, decoded without running anything."""
-    found: dict[_Place, Any] = {}
-    with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
-        for first in range(0, len(places), _BLOBS_AT_ONCE):
-            some = places[first : first + _BLOBS_AT_ONCE]
-            for place, blob in zip(some, engine.read_blobs(some), strict=True):
-                with contextlib.suppress(CheckpointFormatError):
-                    found[place] = _plain_value(blob)
-    return found
-
-
-def _plain_value(blob: bytes) -> Any:
-    """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
-    opened = ObjectBlob(blob)
-    return python_value(opened.decoded, opened.pickle_bytes)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Finding", "Progress", "VerifyReport"]
+__all__ = ["Finding", "ReportBytes", "VerifyReport"]
 
 _NOTE: Final = "stray-file"
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes to read in all), from any thread, one call at a time."""
+ReportBytes = Callable[[int, int], None]
+"""Called with (bytes done so far, bytes to do in all), from any thread, one call at a time."""
 
 
 @dataclass(frozen=True, slots=True)

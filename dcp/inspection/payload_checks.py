@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from dcp.inspection.findings import Finding, Progress, VerifyReport
+from dcp.inspection.findings import Finding, ReportBytes, VerifyReport
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
@@ -146,7 +146,7 @@ class PayloadChecks:
         index: CheckpointIndex,
         listing: Mapping[str, FileInfo],
         report: VerifyReport,
-        progress: Progress | None,
+        progress: ReportBytes | None,
     ) -> None:
         self._store = store
         self._index = index

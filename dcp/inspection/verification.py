@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import Finding, Progress, VerifyReport
+from dcp.inspection.findings import Finding, ReportBytes, VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
@@ -26,7 +26,7 @@ from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["Finding", "Progress", "VerifyReport", "verify", "verify_place", "verify_store"]
+__all__ = ["Finding", "ReportBytes", "VerifyReport", "verify", "verify_place", "verify_store"]
 
 _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
 
@@ -36,7 +36,7 @@ def verify(
     checkpoint_id: str | os.PathLike[str],
     *,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Read and check everything of a checkpoint; what is wrong becomes a `Finding`.
@@ -62,14 +62,14 @@ def verify(
 
 
 def verify_store(
-    store: Store, *, threads: int | None = None, progress: Progress | None = None
+    store: Store, *, threads: int | None = None, progress: ReportBytes | None = None
 ) -> VerifyReport:
     """`verify` of the checkpoint in ``store``."""
     return verify_place(SourcePlace(store), threads=threads, progress=progress)
 
 
 def verify_place(
-    place: SourcePlace, *, threads: int | None = None, progress: Progress | None = None
+    place: SourcePlace, *, threads: int | None = None, progress: ReportBytes | None = None
 ) -> VerifyReport:
     """`verify` of the checkpoint at ``place``."""
     store, report = place.store, VerifyReport(place.url)

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import dcp
 from dcp.cli.common import describe_bytes, describe_time
-from dcp.inspection.checkpoints import list_checkpoints, module_tree, tensor_rows
+from dcp.inspection.checkpoints import list_checkpoints
+from dcp.inspection.entries import module_tree, tensor_rows
 from dcp.storage.stores import open_store
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock
 

@@ -85,8 +85,8 @@ def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: s
             assert reader.read(row).tobytes() == tensor_bytes(tensor), name
             part = reader.read(row, (slice(None, None, -2),) if tensor.ndim else ())
             assert np.array_equal(part, reader.read(row)[::-2] if tensor.ndim else reader.read(row))
-            assert sum(block.array.size for block in reader.blocks(row, 100)) == tensor.numel()
-            elements = sorted(e for block in reader.blocks(row, 100) for e in block.array.tobytes())
+            assert sum(tile.array.size for tile in reader.tiles(row, 100)) == tensor.numel()
+            elements = sorted(e for tile in reader.tiles(row, 100) for e in tile.array.tobytes())
             assert elements == sorted(tensor_bytes(tensor))
 
 
@@ -159,7 +159,7 @@ def test_damage_in_a_torch_file_is_found(tmp_path: Path) -> None:
         open_tensors(tmp_path / "m.pt") as reader,
         pytest.raises(CorruptCheckpointError, match="'w' is damaged"),
     ):
-        list(reader.blocks(0, 5_000_000))
+        list(reader.tiles(0, 5_000_000))
     with pytest.raises(CorruptCheckpointError, match="'w' is damaged"):
         statistics(tmp_path / "m.pt")
 

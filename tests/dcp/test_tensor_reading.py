@@ -36,11 +36,11 @@ def assemble(reader: TensorReader, fqn: str, max_bytes: int) -> tuple[np.ndarray
     shape = reader.index.shape(row)
     whole = np.zeros(shape, f"V{reader.index.dtype(row).itemsize}")
     times = np.zeros(shape, np.int64)
-    for block in reader.blocks(row, max_bytes):
-        assert block.array.flags.c_contiguous
-        assert block.array.nbytes <= max(max_bytes, block.array.itemsize)
-        place = tuple(slice(o, o + n) for o, n in zip(block.offsets, block.array.shape, strict=True))
-        whole[place] = np.frombuffer(block.array.tobytes(), whole.dtype).reshape(block.array.shape)
+    for tile in reader.tiles(row, max_bytes):
+        assert tile.array.flags.c_contiguous
+        assert tile.array.nbytes <= max(max_bytes, tile.array.itemsize)
+        place = tuple(slice(o, o + n) for o, n in zip(tile.offsets, tile.array.shape, strict=True))
+        whole[place] = np.frombuffer(tile.array.tobytes(), whole.dtype).reshape(tile.array.shape)
         times[place] += 1
     return whole, times
 
@@ -105,7 +105,7 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
     save_sharded(tmp_path / "x", {"w": torch.ones(8, 2)}, {"w": [((0, 0), (5, 2))]})
     with open_tensors(tmp_path / "x") as reader:
         with pytest.raises(CorruptCheckpointError, match="10 of 16 elements of 'w'"):
-            list(reader.blocks(0))
+            list(reader.tiles(0))
         with pytest.raises(CorruptCheckpointError, match="10 of 16"):
             reader.read(0)
 
@@ -199,9 +199,7 @@ def test_all_bytes_are_checked_and_read_once(
     tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (LARGE // 8, 8), dtype=np.uint8))
     folder = save(tmp_path / "x", {"w": tensor})
     with open_tensors(folder) as reader:
-        assert b"".join(block.array.tobytes() for block in reader.blocks(0, max_bytes)) == tensor_bytes(
-            tensor
-        )
+        assert b"".join(tile.array.tobytes() for tile in reader.tiles(0, max_bytes)) == tensor_bytes(tensor)
         assert LARGE - 8 < reader.stats.bytes_read <= LARGE
         if save is save_ours:
             assert (reader.stats.blocks_verified, reader.stats.blocks_unverified) == (4, 0)
@@ -209,7 +207,7 @@ def test_all_bytes_are_checked_and_read_once(
     for position in (17, BLOCK_BYTES + 1, 2 * BLOCK_BYTES - 1, LARGE - 100):
         flip(data_file(folder), begin + position)
         with open_tensors(folder) as reader, pytest.raises(CorruptCheckpointError, match="'w' is damaged"):
-            for _ in reader.blocks(0, max_bytes):
+            for _ in reader.tiles(0, max_bytes):
                 pass
         flip(data_file(folder), begin + position)
 
@@ -222,7 +220,7 @@ def test_memory_is_bounded_by_the_blocks(tmp_path: Path) -> None:
         with open_tensors(folder) as reader:
             tracemalloc.start()
             try:
-                total = sum(block.array.size for block in reader.blocks(0, 2 << 20))
+                total = sum(tile.array.size for tile in reader.tiles(0, 2 << 20))
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -246,7 +244,7 @@ def test_a_stream_that_is_left_early_ends_cleanly(tmp_path: Path) -> None:
     """Whoever needs only the first block leaves the rest, and the reader still works."""
     save_ours(tmp_path / "x", {"w": torch.arange(100_000)})
     with open_tensors(tmp_path / "x") as reader:
-        first = next(iter(reader.blocks(0, 1000)))
+        first = next(iter(reader.tiles(0, 1000)))
         assert first.array.tolist() == list(range(125))
         assert reader.read(0, (99_999,)) == 99_999
 

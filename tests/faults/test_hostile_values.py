@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcp.inspection.checkpoints import object_rows
+from dcp.inspection.entries import object_rows
 from dcp.planners.load.objects import load_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value

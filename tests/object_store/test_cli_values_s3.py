@@ -54,7 +54,7 @@ def test_weights_in_a_bucket(s3_server: S3Server, s3_root: str, tmp_path: Path) 
     options = s3_server.storage_options
     with open_tensors(f"{s3_root}/m.pt", storage_options=options) as reader:
         assert torch.equal(torch.from_numpy(reader.read(1, (slice(3, 5),))), big().t()[3:5])
-        assert sum(int(block.array.sum()) for block in reader.blocks(0, 3_000_000)) == int(big().sum())
+        assert sum(int(tile.array.sum()) for tile in reader.tiles(0, 3_000_000)) == int(big().sum())
     assert statistics(f"{s3_root}/m.pt", storage_options=options).total.max == 2_621_439
     found = diff(f"{s3_root}/m.pt", tmp_path / "m.pt", storage_options=options, options_of_b={})
     assert (found.is_empty, found.bytes_read) == (True, 0)

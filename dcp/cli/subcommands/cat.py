@@ -101,7 +101,7 @@ def _slices(text: str) -> Slices:
 
 
 def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -> None:
-    from dcp.inspection.checkpoints import object_row
+    from dcp.inspection.entries import object_row
 
     index = reader.index
     if fqn not in index.objects.position:

@@ -23,7 +23,8 @@ from dcp.cli.pictures import bar
 from dcp.cli.tables import Top, counted, output_columns, print_rest, print_table, sort_key, top_of
 
 if TYPE_CHECKING:
-    from dcp.inspection.checkpoints import CheckpointHeader, ModuleNode, ObjectRow, TensorRow
+    from dcp.inspection.checkpoints import CheckpointHeader
+    from dcp.inspection.entries import ModuleNode, ObjectRow, TensorRow
 
 __all__ = ["command"]
 

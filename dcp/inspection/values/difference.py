@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.object_differences import ObjectDifference, compare_objects, object_names
 from dcp.inspection.values.tensor_differences import Deltas, ValueDifference, are_comparable
@@ -28,16 +29,12 @@ from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 __all__ = [
     "Difference",
     "ObjectDifference",
-    "Progress",
     "TensorDifference",
     "TensorFacts",
     "ValueDifference",
     "diff",
     "diff_readers",
 ]
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes compared so far, bytes to compare in all), of both sides."""
 
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
@@ -111,7 +108,7 @@ def diff(
     rename: Rename | None = None,
     storage_options: Mapping[str, Any] | None = None,
     options_of_b: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
 ) -> Difference:
     """Compare the checkpoint ``b`` with ``a``, the one before.
 
@@ -159,7 +156,7 @@ def diff_readers(
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Rename | None = None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
 ) -> Difference:
     """`diff` of two open checkpoints."""
     names = _NamePairs(a, b, only, exclude, rename)
@@ -329,7 +326,7 @@ def _whole_crc(reader: TensorReader, row: int) -> int | None:
 class _Comparison:
     """Reads both sides of tensors, and adds up by how much they differ."""
 
-    def __init__(self, a: TensorReader, b: TensorReader, progress: Progress | None) -> None:
+    def __init__(self, a: TensorReader, b: TensorReader, progress: ReportBytes | None) -> None:
         self._a, self._b = a, b
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
@@ -380,9 +377,9 @@ class _Comparison:
         a, b = self._a, self._b
         for reader, row, other, other_row in ((a, pair.a, b, pair.b), (b, pair.b, a, pair.a)):
             if not all(reader.is_c_ordered(part.chunk) for part in reader.parts(row)):
-                for block in reader.blocks(row, _SLAB_BYTES):
-                    array = other.read(other_row, Box(block.offsets, block.array.shape).slices)
-                    yield (block.array, array) if reader is a else (array, block.array)
+                for tile in reader.tiles(row, _SLAB_BYTES):
+                    array = other.read(other_row, Box(tile.offsets, tile.array.shape).slices)
+                    yield (tile.array, array) if reader is a else (array, tile.array)
                 return
         shape = a.index.shape(pair.a)
         itemsize = max(a.index.dtype(pair.a).itemsize, b.index.dtype(pair.b).itemsize)

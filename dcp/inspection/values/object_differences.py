@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from dcp.inspection.checkpoints import ObjectRow, object_rows
+from dcp.inspection.entries import ObjectRow, object_rows
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32

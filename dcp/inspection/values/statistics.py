@@ -1,4 +1,4 @@
-"""Statistics of a checkpoint's tensors, in one pass over their blocks and in bounded memory. Torch-free.
+"""Statistics of a checkpoint's tensors, in one pass over their tiles and in bounded memory. Torch-free.
 
 How they are found, and what exactly they are, is in `dcp.inspection.values.summaries`.
 """
@@ -9,12 +9,13 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import is_opaque
 from dcp.inspection.values.summaries import MIN_BINS, Collector, ElementStatistics, Histogram, Summary
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
@@ -26,14 +27,10 @@ __all__ = [
     "CheckpointStatistics",
     "ElementStatistics",
     "Histogram",
-    "Progress",
     "TensorStatistics",
     "statistics",
     "statistics_of",
 ]
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done so far, bytes to do in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def statistics(
     exclude: Patterns | None = None,
     bins: int = 32,
     storage_options: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
 ) -> CheckpointStatistics:
     """Read the tensors of a checkpoint and describe their values.
 
@@ -98,7 +95,7 @@ def statistics_of(
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     bins: int = 32,
-    progress: Progress | None = None,
+    progress: ReportBytes | None = None,
 ) -> CheckpointStatistics:
     """`statistics` of an open checkpoint."""
     if bins < MIN_BINS:
@@ -157,7 +154,7 @@ def _first_of_ties(index: CheckpointIndex, rows: Sequence[int]) -> list[int]:
 
 
 def _summaries(
-    reader: TensorReader, rows: list[int], progress: Progress | None
+    reader: TensorReader, rows: list[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, Summary]]:
     """What is in the tensors ``rows``, each once, in their order."""
     index = reader.index
@@ -166,11 +163,11 @@ def _summaries(
     for row in rows:
         if sizes[row] == 0:
             yield row, Summary()
-    for row, blocks in itertools.groupby(reader.stream(rows), itemgetter(0)):
+    for row, tiles in itertools.groupby(reader.stream(rows), itemgetter(0)):
         collector = Collector(index.dtype(row), _elements(index, row))
-        for _, block in blocks:
-            collector.add(block.array)
-            done += block.array.nbytes
+        for _, tile in tiles:
+            collector.add(tile.array)
+            done += tile.array.nbytes
             if progress is not None:
                 progress(done, total)
         yield row, collector.summary()

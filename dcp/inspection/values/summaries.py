@@ -247,7 +247,7 @@ def _power(exponent: int) -> float:
 
 
 class Collector:
-    """Takes the stored elements of one tensor of ``elements`` elements, block by block."""
+    """Takes the stored elements of one tensor of ``elements`` elements, tile by tile."""
 
     def __init__(self, dtype: Dtype, elements: int) -> None:
         self._dtype = dtype

@@ -1,4 +1,4 @@
-"""How far two tensors of one shape are apart, added up block by block. Torch-free."""
+"""How far two tensors of one shape are apart, added up tile by tile. Torch-free."""
 
 from __future__ import annotations
 

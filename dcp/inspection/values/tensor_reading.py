@@ -1,4 +1,4 @@
-"""Tensors of any checkpoint as numpy arrays: whole ones block by block in bounded memory, or parts of them.
+"""Tensors of any checkpoint as numpy arrays: whole ones tile by tile in bounded memory, or parts of them.
 
 Torch-free. How a tensor is sharded, and in which order its payloads lie, is not seen any more; checksums are
 compared on the way.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import EllipsisType
@@ -20,30 +19,22 @@ import numpy as np
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.inspection.values.strided_selection import ChunkPart, StridedSelection, covering_boxes, select
-from dcp.inspection.values.tensor_blocks import Block, BlockPiece, BlockRequest, ReadBatches
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ReadStats, Region, Runs, Verify
+from dcp.inspection.values.tensor_source import TensorSource
+from dcp.inspection.values.tiles import BoxReads, Tile, TileBatches, TileRead
+from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CorruptCheckpointError
-from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.sources import open_source
-from dcp.storage.formats.torch.zip_reader import Window
 from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 from dcp.storage.geometry.joins import disjoint
 from dcp.storage.geometry.strides import dense_order
-from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["MAX_BLOCK_BYTES", "Block", "Slices", "TensorReader", "open_tensors"]
+__all__ = ["MAX_TILE_BYTES", "Slices", "TensorReader", "Tile", "open_tensors"]
 
-MAX_BLOCK_BYTES: Final = 16 << 20
+MAX_TILE_BYTES: Final = 16 << 20
 
 Slices: TypeAlias = tuple[slice | int | EllipsisType, ...]
-
-_OPENED_BYTES: Final = 1 << 20
-"""Where requests are dear, payloads below this are as soon read as a record is opened for its checksum."""
 
 _RESOLVED_TENSORS: Final = 1000
 """Records of foreign checkpoints are opened together, for as many tensors."""
@@ -75,91 +66,43 @@ def open_tensors(
     return TensorReader(source.store, source.index, verify=verify, name=source.name)
 
 
-class TensorReader:
+class TensorReader(TensorSource):
     """Reads tensors of one checkpoint by their row in its index. Use as a context manager; thread-safe.
 
     Elements are as `dcp.inspection.values.elements.stored_dtype` says: numpy's own types, or unsigned
     integers for those that numpy lacks, which `dcp.inspection.values.elements.decode` makes numbers of.
     Raises `CorruptCheckpointError` where bytes are not those committed: what ``verify`` tells to check.
-    ``name`` is what the checkpoint is called in messages, if not by its store.
     """
-
-    def __init__(
-        self,
-        store: Store,
-        index: CheckpointIndex,
-        *,
-        verify: Verify = "blocks",
-        threads: int | None = None,
-        name: str | None = None,
-    ) -> None:
-        self.store = store
-        self.index = index
-        self.name = name or store.url
-        threads = threads or store.read_profile.threads or 2
-        self._engine = ReadEngine(store, index, verify=verify, threads=threads)
-        self._running = threading.Lock()
-        self._other_bytes = 0
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._engine.__exit__(*exc)
-
-    @property
-    def stats(self) -> ReadStats:
-        """What was read so far."""
-        return self._engine.stats
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes fetched from storage so far; of records opened for their checksums, those asked for."""
-        return self._engine.stats.bytes_read + self._other_bytes
-
-    def count_bytes(self, size_bytes: int) -> None:
-        """Note bytes of the checkpoint that were read by other means, for `bytes_read`."""
-        self._other_bytes += size_bytes
-
-    def window(self, file: int, offset: int, length: int) -> Window:
-        """The bytes of a record, read and counted as they are asked for."""
-        handle = self._engine.handle(file)
-
-        def read(at: int, count: int) -> bytes:
-            self._other_bytes += count
-            return handle.pread(count, at)
-
-        return Window(read, offset, length)
 
     # -- whole tensors ---------------------------------------------------------------------------------------
 
-    def blocks(self, tensor_row: int, max_bytes: int = MAX_BLOCK_BYTES) -> Iterator[Block]:
-        """All elements of a tensor, each exactly once, in blocks of up to ``max_bytes``.
+    def tiles(self, tensor_row: int, max_bytes: int = MAX_TILE_BYTES) -> Iterator[Tile]:
+        """All elements of a tensor, each exactly once, in tiles of up to ``max_bytes``.
 
-        Blocks come chunk by chunk. Memory is bounded by twice ``max_bytes`` and the 4 MiB of checksummed
-        blocks that they end in. A tensor without elements has no blocks. Raises `CorruptCheckpointError` if
+        Tiles come chunk by chunk. Memory is bounded by twice ``max_bytes`` and the 4 MiB of checksummed
+        blocks that they end in. A tensor without elements has no tiles. Raises `CorruptCheckpointError` if
         the checkpoint lacks a part of the tensor.
         """
-        for _, block in self.stream([tensor_row], max_bytes):
-            yield block
+        for _, tile in self.stream([tensor_row], max_bytes):
+            yield tile
 
     def stream(
-        self, tensor_rows: Iterable[int], max_bytes: int = MAX_BLOCK_BYTES
-    ) -> Generator[tuple[int, Block], None, None]:
-        """`blocks` of several tensors, with their rows; small neighbours are read together.
+        self, tensor_rows: Iterable[int], max_bytes: int = MAX_TILE_BYTES
+    ) -> Generator[tuple[int, Tile], None, None]:
+        """`tiles` of several tensors, with their rows; small neighbours are read together.
 
-        While the caller is busy with one lot of blocks the next is being read.
+        While the caller is busy with one batch of tiles the next is being read.
         """
-        lots = ReadBatches(self, self._pieces(tensor_rows, max_bytes), max_bytes)
-        lot = next(lots, None)
-        if lots.at_end:  # no thread for what is read already
-            yield from lot or ()
+        batches = TileBatches(self, self._pieces(tensor_rows, max_bytes), max_bytes)
+        batch = next(batches, None)
+        if batches.at_end:  # no thread for what is read already
+            yield from batch or ()
             return
         with WorkerThreads(1, "dcp-ahead") as pool:
-            while lot is not None:
-                ahead: Future[list[tuple[int, Block]] | None] = pool.submit(next, lots, None)
-                yield from lot
-                lot = ahead.result()
+            while batch is not None:
+                ahead: Future[list[tuple[int, Tile]] | None] = pool.submit(next, batches, None)
+                yield from batch
+                batch = ahead.result()
 
     def parts(self, tensor_row: int) -> list[ChunkPart]:
         """The boxes of a tensor's chunks without what another one has already, in ascending order.
@@ -179,7 +122,7 @@ class TensorReader:
             )
         return [ChunkPart(chunks[number], box) for number, box in found]
 
-    def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[BlockPiece]:
+    def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[TileRead]:
         rows = iter(tensor_rows)
         while some := list(itertools.islice(rows, _RESOLVED_TENSORS)):
             parts = [(row, part) for row in some for part in self.parts(row)]
@@ -187,7 +130,7 @@ class TensorReader:
             for row, part in parts:
                 yield from self._split(row, part, max_bytes)
 
-    def _split(self, row: int, part: ChunkPart, max_bytes: int) -> Iterator[BlockPiece]:
+    def _split(self, row: int, part: ChunkPart, max_bytes: int) -> Iterator[TileRead]:
         """Pieces of a part in the order in which its bytes lie, so that nothing is read twice."""
         index, chunk = self.index, part.chunk
         itemsize, (origin, sizes) = index.dtype(row).itemsize, index.box(chunk)
@@ -202,7 +145,7 @@ class TensorReader:
             end = -1 if position is None else begin + box.volume * itemsize
             is_last = part.box.sizes != sizes or end >= int(index.payload_lengths[chunk])
             at = box.permuted(back)
-            yield BlockPiece(
+            yield TileRead(
                 row,
                 chunk,
                 at.moved(origin).offsets,
@@ -241,7 +184,7 @@ class TensorReader:
         return self._read(tensor_row, self._selection(tensor_row, slices).part(part))
 
     def slabs(
-        self, tensor_row: int, slices: Slices | None = None, max_bytes: int = MAX_BLOCK_BYTES
+        self, tensor_row: int, slices: Slices | None = None, max_bytes: int = MAX_TILE_BYTES
     ) -> Iterator[Array]:
         """The same as `read`, in parts along the first dimension that is left, of about ``max_bytes``."""
         selection = self._selection(tensor_row, slices)
@@ -265,7 +208,7 @@ class TensorReader:
 
     def _read_direct(self, parts: Sequence[ChunkPart], selection: StridedSelection, result: Array) -> None:
         """Each box straight into its place in ``result``."""
-        request = BlockRequest(self)
+        request = BoxReads(self)
         for part in parts:
             for box, place in covering_boxes(part, selection, result.itemsize, result.nbytes):
                 request.add(part.chunk, self._within(part.chunk, box), _at(result, place))
@@ -273,90 +216,28 @@ class TensorReader:
 
     def _read_covering(self, parts: Sequence[ChunkPart], selection: StridedSelection, result: Array) -> None:
         """Boxes that cover every step-th element, of which those are then taken."""
-        request = BlockRequest(self)
+        request = BoxReads(self)
         copies: list[tuple[Array, Array]] = []
         for part in parts:
-            for box, place in covering_boxes(part, selection, result.itemsize, MAX_BLOCK_BYTES):
+            for box, place in covering_boxes(part, selection, result.itemsize, MAX_TILE_BYTES):
                 scratch = np.empty(box.sizes, result.dtype)
                 request.add(part.chunk, self._within(part.chunk, box), scratch)
                 taken = scratch[tuple(slice(None, None, step) for step in selection.steps)]
                 copies.append((_at(result, place), taken))
-                if request.size_bytes >= MAX_BLOCK_BYTES:
+                if request.size_bytes >= MAX_TILE_BYTES:
                     request = self._finish_copies(request, copies)
         self._finish_copies(request, copies)
 
-    def _finish_copies(self, request: BlockRequest, copies: list[tuple[Array, Array]]) -> BlockRequest:
+    def _finish_copies(self, request: BoxReads, copies: list[tuple[Array, Array]]) -> BoxReads:
         request.carry_out()
         for target, source in copies:
             target[...] = source
         copies.clear()
-        return BlockRequest(self)
+        return BoxReads(self)
 
     def _within(self, chunk: int, box: Box) -> Box:
         """A box of the tensor as one of a chunk."""
         return box.seen_from(self.index.box(chunk).offsets)
-
-    # -- checksums -------------------------------------------------------------------------------------------
-
-    def is_c_ordered(self, chunk: int) -> bool:
-        """Whether a chunk's elements are stored in C order; may have to open its record."""
-        return self.layout_of(chunk) is None
-
-    def layout_of(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """None for C order; else dimensions from slowest to fastest, and the bytes from one element to the
-        next along each. May have to open the chunk's record."""
-        payloads = self._engine.payloads
-        self._engine.resolve([chunk])
-        return payloads.layout(chunk) if payloads.is_permuted(chunk) else None
-
-    def payload_crc(self, chunk: int) -> int | None:
-        """CRC-32 of a chunk's payload as it is stored, None where nobody noted it. No payload is read, but in
-        a foreign checkpoint the record is opened."""
-        index = self.index
-        if index.payload_offsets[chunk] != UNKNOWN:
-            return index.payload_crc(chunk)
-        if self._engine.joins and index.payload_lengths[chunk] < _OPENED_BYTES:
-            return None
-        handle = self._engine.handle(int(index.chunk_files[chunk]))
-
-        def read(offset: int, length: int) -> bytes:
-            self._other_bytes += length
-            return handle.pread(length, offset)
-
-        begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
-        stored = locate_payload(read, begin, length, fqn=index.fqns[int(index.chunk_tensors[chunk])])
-        fills = stored.storage_offset_elements == 0 and stored.payload_bytes == index.payload_lengths[chunk]
-        return stored.crc32 if fills else None
-
-    def run(self, runs: Runs, regions: Sequence[Region]) -> None:
-        """Have the engine carry out a request; one at a time."""
-        with self._running:
-            self._engine.run(runs, regions)
-
-    def block_end(self, chunk: int, position: int) -> int:
-        """The end of the block that has the payload byte before ``position``; that of the payload, if what is
-        left is so little that the engine would read it without a look at its checksum."""
-        payload_bytes = int(self.index.payload_lengths[chunk])
-        end = -(-position // BLOCK_BYTES) * BLOCK_BYTES
-        small_bytes = min(self.store.read_profile.join_below_bytes, BLOCK_BYTES)
-        return payload_bytes if payload_bytes - end <= small_bytes else end
-
-    def is_checked_whole(self, chunk: int) -> bool:
-        """Whether a payload has no checksums of blocks, so that one for all of it is to be compared."""
-        return self._engine.verify != "none" and not len(self.index.block_crcs(chunk))
-
-    def check_whole(self, chunk: int, got: int) -> None:
-        """Compare the checksum of a payload that was read in several requests, if anybody noted one."""
-        expected = self.payload_crc(chunk)
-        if expected not in (None, got):
-            fqn = self.index.fqns[int(self.index.chunk_tensors[chunk])]
-            name = self.index.files[int(self.index.chunk_files[chunk])]
-            raise CorruptCheckpointError(
-                f"{self.name}: tensor {fqn!r} is damaged: CRC-32 {got:08x} of its bytes in {name}, "
-                f"which says {expected:08x}. Take another checkpoint.",
-                path=f"{self.store.url}/{name}",
-                fqn=fqn,
-            )
 
 
 def _at(array: Array, place: tuple[slice, ...]) -> Array:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.inspection.checkpoints import header_of, object_rows
+from dcp.inspection.checkpoints import header_of
+from dcp.inspection.entries import object_rows
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.formats.open import open_index
 from dcp.storage.reader import FileSystemReader, ReadRequest

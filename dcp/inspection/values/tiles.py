@@ -1,4 +1,4 @@
-"""Blocks of tensors in the making: what is to be read, and how it is read in lots. Torch-free.
+"""Tensors in tiles: what is to be read of them, and how it is read in batches. Torch-free.
 
 The engine compares the checksums of blocks that one request has whole. So a request goes on to the end of
 the last block that it begins, and what is then there too early is kept for the next one.
@@ -7,33 +7,31 @@ the last block that it begins, and what is then there too early is kept for the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dcp.inspection.values.elements import Array, stored_dtype
+from dcp.inspection.values.tensor_source import TensorSource
 from dcp.storage.engine.reading.requests import Region, Runs
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.geometry.boxes import Box, contiguous_position
 
-if TYPE_CHECKING:
-    from dcp.inspection.values.tensor_reading import TensorReader
-
-__all__ = ["Block", "BlockPiece", "BlockRequest", "ReadBatches"]
+__all__ = ["BoxReads", "Tile", "TileBatches", "TileRead"]
 
 
-class Block(NamedTuple):
+class Tile(NamedTuple):
     """A box of a tensor: ``array``, C-ordered, begins at ``offsets``."""
 
     offsets: tuple[int, ...]
     array: Array
 
 
-class BlockPiece(NamedTuple):
-    """A block to be read: the box ``at`` of a chunk, whose first element is at ``offsets`` of the tensor.
+class TileRead(NamedTuple):
+    """A tile to be read: the box ``at`` of a chunk, whose first element is at ``offsets`` of the tensor.
 
     ``begin`` and ``end`` are its payload bytes where it is one run of them (else -1), in the chunk's own
-    ``order`` of dimensions if that is not C. ``follows``: the next piece goes on where this one ends.
+    ``order`` of dimensions if that is not C. ``follows``: the next tile goes on where this one ends.
     """
 
     tensor: int
@@ -46,10 +44,10 @@ class BlockPiece(NamedTuple):
     follows: bool
 
 
-class BlockRequest:
+class BoxReads:
     """Boxes of chunks and where they go, carried out together."""
 
-    def __init__(self, reader: TensorReader) -> None:
+    def __init__(self, reader: TensorSource) -> None:
         self._reader = reader
         self._runs: list[tuple[int, int, int, int]] = []
         self._regions: list[Region] = []
@@ -83,14 +81,14 @@ class BlockRequest:
         self._reader.run(runs, self._regions)
 
 
-class ReadBatches:
-    """Pieces read in lots of up to ``max_bytes``, one after the other."""
+class TileBatches:
+    """Tiles read in batches of up to ``max_bytes``, one after the other."""
 
-    def __init__(self, reader: TensorReader, pieces: Iterator[BlockPiece], max_bytes: int) -> None:
+    def __init__(self, reader: TensorSource, pieces: Iterator[TileRead], max_bytes: int) -> None:
         self._reader = reader
         self._pieces = pieces
         self._max_bytes = max_bytes
-        self._next: BlockPiece | None = next(pieces, None)
+        self._next: TileRead | None = next(pieces, None)
         self._early: tuple[int, int, Array] = (-1, 0, np.empty(0, np.uint8))
         self._sum: tuple[int, int, int] = (-1, 0, 0)  # chunk, position, CRC-32 of the bytes before
 
@@ -99,14 +97,14 @@ class ReadBatches:
         """Whether there are no more."""
         return self._next is None
 
-    def __iter__(self) -> ReadBatches:
+    def __iter__(self) -> TileBatches:
         return self
 
-    def __next__(self) -> list[tuple[int, Block]]:
+    def __next__(self) -> list[tuple[int, Tile]]:
         if self._next is None:
             raise StopIteration
-        request = BlockRequest(self._reader)
-        buffers: list[tuple[BlockPiece, Array]] = []
+        request = BoxReads(self._reader)
+        buffers: list[tuple[TileRead, Array]] = []
         total = 0
         while self._next is not None:
             piece = self._next
@@ -117,9 +115,9 @@ class ReadBatches:
             total += size
             self._next = next(self._pieces, None)
         request.carry_out()
-        return [self._block(piece, buffer) for piece, buffer in buffers]
+        return [self._tile(piece, buffer) for piece, buffer in buffers]
 
-    def _prepare(self, piece: BlockPiece, size: int, request: BlockRequest) -> Array:
+    def _prepare(self, piece: TileRead, size: int, request: BoxReads) -> Array:
         """Memory for a piece (bytes, perhaps more than it has), what is known of it, and a request for the
         rest."""
         if piece.begin < 0:
@@ -136,7 +134,7 @@ class ReadBatches:
         request.add_run(piece.chunk, piece.begin + len(early), buffer[len(early) :])
         return buffer
 
-    def _block(self, piece: BlockPiece, buffer: Array) -> tuple[int, Block]:
+    def _tile(self, piece: TileRead, buffer: Array) -> tuple[int, Tile]:
         dtype = stored_dtype(self._reader.index.dtype(piece.tensor))
         sizes, order = piece.at.sizes, piece.order
         own = buffer[: piece.at.volume * dtype.itemsize]
@@ -144,12 +142,12 @@ class ReadBatches:
             self._early = (piece.chunk, piece.end, buffer[len(own) :].copy())
             self._check(piece, own)
         if order is None or piece.begin < 0:
-            return piece.tensor, Block(piece.offsets, own.view(dtype).reshape(sizes))
+            return piece.tensor, Tile(piece.offsets, own.view(dtype).reshape(sizes))
         stored = own.view(dtype).reshape([sizes[d] for d in order])
         array = np.ascontiguousarray(stored.transpose(np.argsort(order)))
-        return piece.tensor, Block(piece.offsets, array)
+        return piece.tensor, Tile(piece.offsets, array)
 
-    def _check(self, piece: BlockPiece, own: Array) -> None:
+    def _check(self, piece: TileRead, own: Array) -> None:
         """The checksum of a whole payload, which the engine does not compare if it sees it in pieces."""
         begins = piece.begin == 0 and piece.follows
         if not begins and self._sum[:2] != (piece.chunk, piece.begin):

@@ -1,0 +1,177 @@
+"""The entries of a checkpoint, from its index: tensors, by modules too, and values.
+
+No tensor is read, and torch is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.plain import MAX_PLAIN_BYTES
+from dcp.storage.formats.torch.python_values import decode_value, python_value
+from dcp.storage.stores.base import Store
+
+__all__ = [
+    "ModuleNode",
+    "ObjectRow",
+    "TensorRow",
+    "module_tree",
+    "object_row",
+    "object_rows",
+    "tensor_rows",
+]
+
+_Place: TypeAlias = tuple[int, int, int]
+
+_BLOBS_AT_ONCE = 1024
+_MAX_SHOWN_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor: its global shape, and the number, bytes and files of its chunks."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRow:
+    """One non-tensor value. ``value`` counts only where ``is_plain`` (or harmless otherwise); others stay
+    pickled, ``bytes`` long."""
+
+    fqn: str
+    is_plain: bool
+    value: Any
+    bytes: int
+    file: str | None
+
+
+@dataclass(slots=True)
+class ModuleNode:
+    """A module: what is below one dotted prefix. ``tensor`` is set where the name itself is a tensor."""
+
+    name: str
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+    tensor: TensorRow | None = None
+    children: dict[str, ModuleNode] = field(default_factory=dict)
+
+
+def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
+    """All tensors in the order of the index."""
+    sizes = np.zeros(index.tensor_count, dtype=np.int64)
+    np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
+    chunks = np.diff(index.chunk_start).tolist()
+    shape_start, shape_values = index.shape_start.tolist(), index.shape_values.tolist()
+    files = _files_of_tensors(index)
+    return [
+        TensorRow(
+            fqn,
+            index.dtype(row).name,
+            tuple(shape_values[shape_start[row] : shape_start[row + 1]]),
+            chunks[row],
+            size,
+            files[row],
+        )
+        for row, (fqn, size) in enumerate(zip(index.fqns, sizes.tolist(), strict=True))
+    ]
+
+
+def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
+    pairs = np.unique(np.stack([index.chunk_tensors, index.chunk_files]), axis=1)
+    ends = np.searchsorted(pairs[0], np.arange(index.tensor_count + 1)).tolist()
+    names = [index.files[file] for file in pairs[1].tolist()]
+    return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
+
+
+def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
+    """All non-tensor values in the order of the index.
+
+    Plain ones are decoded, and of those that are pickled the harmless ones of up to 64 KiB.
+    """
+    objects = index.objects
+    values = [decode_value(data) for data in objects.values]
+    columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
+    pickled = {
+        (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
+    }
+    decoded = _plain_values(store, index, [place for place in sorted(pickled) if place[2] <= MAX_PLAIN_BYTES])
+    rows = []
+    for fqn, file, offset, length, plain in zip(objects.fqns, *columns, strict=True):
+        name = index.files[file] if file != UNKNOWN else None
+        if plain != UNKNOWN:
+            size_bytes = len(objects.values[plain]) if name is None else length
+            rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
+            continue
+        place = file, offset, length
+        rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), length, name))
+    return rows
+
+
+def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
+    """One non-tensor value, decoded if it is harmless."""
+    objects = index.objects
+    at = objects.position[fqn]
+    place = int(objects.files[at]), int(objects.offsets[at]), int(objects.lengths[at])
+    plain = int(objects.plain[at])
+    name = index.files[place[0]] if place[0] != UNKNOWN else None
+    if plain != UNKNOWN:
+        data = objects.values[plain]
+        return ObjectRow(fqn, True, decode_value(data), len(data) if name is None else place[2], name)
+    found = _plain_values(store, index, [place]) if place[2] <= _MAX_SHOWN_BYTES else {}
+    return ObjectRow(fqn, place in found, found.get(place), place[2], name)
+
+
+def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
+    """What at ``places`` (file, offset, length) is harmless, decoded without running anything."""
+    found: dict[_Place, Any] = {}
+    with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
+        for first in range(0, len(places), _BLOBS_AT_ONCE):
+            some = places[first : first + _BLOBS_AT_ONCE]
+            for place, blob in zip(some, engine.read_blobs(some), strict=True):
+                with contextlib.suppress(CheckpointFormatError):
+                    found[place] = _plain_value(blob)
+    return found
+
+
+def _plain_value(blob: bytes) -> Any:
+    """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
+    opened = ObjectBlob(blob)
+    return python_value(opened.decoded, opened.pickle_bytes)
+
+
+def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
+    """Tensors grouped by the dots in their names, with sums; the root has an empty name."""
+    root = ModuleNode("")
+    for row in rows:
+        elements = 1
+        for size in row.shape:
+            elements *= size
+        node = root
+        _count(node, elements, row.bytes)
+        for part in row.fqn.split("."):
+            node = node.children.setdefault(part, ModuleNode(part))
+            _count(node, elements, row.bytes)
+        node.tensor = row
+    return root
+
+
+def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
+    node.tensors += 1
+    node.elements += elements
+    node.bytes += size_bytes
