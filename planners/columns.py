@@ -2,8 +2,8 @@
 
 One numpy array per attribute instead of one object per item. Ragged columns follow
 `dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
-by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns` comes back; `LoadColumns` stays
-local.
+by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
+(`dcp.storage.engine.write_tables`) comes back; `LoadColumns` stays local.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = [
     "SaveColumns",
     "SaveObjects",
     "WantedColumns",
-    "WriteColumns",
     "told_name",
 ]
 
@@ -99,29 +98,6 @@ class SaveColumns(HeldBoxes):
     planner_data: Mapping[str, Path] | None = None
     notes: Sequence[Note] = ()
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class WriteColumns:
-    """What one rank has to write, in the order of its file.
-
-    ``items`` is the row in the rank's own `SaveColumns` (whose source tensor has the bytes), the box
-    ``offsets``/``sizes`` is global, ``local_offsets`` is its place in that source tensor: the same box as
-    planned or a part of it (a large replicated tensor split over its replicas). ``chunks`` is the chunk's row
-    in the checkpoint's index. ``shares`` is the row (in these columns) whose payload this one shares, -1 for
-    an own one. ``objects`` are rows of the rank's `SaveObjects` to write, ``object_rows`` their rows in the
-    index.
-    """
-
-    items: Int64
-    box_start: Int64
-    offsets: Int64
-    sizes: Int64
-    local_offsets: Int64
-    chunks: Int64
-    shares: Int64
-    objects: Int64
-    object_rows: Int64
 
 
 @dataclass(frozen=True, eq=False)

@@ -150,7 +150,7 @@ class _StateFlattener:
         fqns = [prefix + key for key in keys] if prefix else keys
         if not self.flat.keys().isdisjoint(fqns):
             return False
-        self.flat.update(zip(fqns, entries, strict=True))
+        self.flat.update(zip(fqns, entries, strict=True) if prefix else mapping)
         self.paths.update(zip(fqns, zip(*map(itertools.repeat, path), keys, strict=False), strict=True))
         return True
 

@@ -27,43 +27,11 @@ from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 from dcp.storage.geometry.ragged import row_matrix
 from dcp.storage.geometry.strides import contiguous_positions
-from dcp.storage.tensors import as_copied, dtype_codes, is_addressable, narrow, torch_dtype
+from dcp.storage.tensors import LocalMemory, as_copied, is_addressable, narrow, torch_dtype
 
-__all__ = ["Destinations", "ReadRequest", "classify"]
+__all__ = ["ReadRequest", "classify"]
 
 _STAGED_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class Destinations:
-    """Local tensors to read into, and what is known of their memory.
-
-    ``is_plain``: C-contiguous in CPU memory, neither conjugated nor negated, so that bytes which are read to
-    ``pointers`` become the values; addresses of others are of no meaning. ``dtype_codes`` is 0 for a dtype
-    that no checkpoint has. Shapes are ragged: ``shape_start``, ``shape_values``.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    is_plain: npt.NDArray[np.bool_]
-    pointers: Int64
-    dtype_codes: npt.NDArray[np.uint8]
-    shape_start: Int64
-    shape_values: Int64
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Destinations:
-        """Ask ``tensors``."""
-        is_plain = [is_addressable(tensor) and tensor.is_contiguous() for tensor in tensors]
-        addresses = [t.data_ptr() if plain else 0 for t, plain in zip(tensors, is_plain, strict=True)]
-        shapes = [tensor.shape for tensor in tensors]
-        return cls(
-            tensors,
-            np.array(is_plain, np.bool_),
-            np.array(addresses, np.int64),
-            dtype_codes(tensors),
-            starts([len(shape) for shape in shapes]),
-            np.fromiter(chain.from_iterable(shapes), np.int64),
-        )
 
 
 class _BoxRead(NamedTuple):
@@ -85,7 +53,7 @@ class ReadRequest:
 
     chunks: Int64
     dests: Int64
-    destinations: Destinations
+    destinations: LocalMemory
     box_start: Int64
     storage_offsets: Int64
     dest_offsets: Int64
@@ -114,7 +82,7 @@ class ReadRequest:
         return cls(
             np.array(chunks, np.int64),
             np.arange(len(tensors), dtype=np.int64),
-            Destinations.of(tensors),
+            LocalMemory.of(tensors),
             starts(ndims),
             *flat,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,16 +9,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from dcp.storage.engine.memory import gather_small
-from dcp.storage.engine.write import JOINED_BYTES, DataFile, WriteOutcome
+from dcp.storage.engine.write import JOINED_BYTES, DataFile, file_bytes
+from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
-from dcp.storage.tensors import byte_pieces, narrow, whole_memories
+from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
 
-__all__ = ["FilePartition", "WriteRequest", "Written", "collect", "write_partition"]
+__all__ = ["EncodedObjects", "FilePartition", "PartitionWriter"]
 
 _ALIKE_FROM = 8
 """Tensors of one dtype and shape, one after the other, from which on they are written together."""
@@ -27,155 +25,144 @@ _ALIKE_FROM = 8
 _ALIKE_BYTES = 256 << 10
 
 
-@dataclass(frozen=True)
-class WriteRequest:
-    """What a rank has to write, row by row in file order.
+class EncodedObjects(NamedTuple):
+    """Values as they are stored: torch.save bytes, and plain msgpack bytes or None. Equal blobs are stored
+    once."""
 
-    Row i is a box of ``sources[i]`` (a local tensor on any device), of ``payload_bytes[i]``: where it begins
-    and its extent are the values of ``local_offsets`` and ``sizes`` from ``box_start[i]`` on. Its bytes are
-    those of row ``shares[i]`` if that is not -1. ``blobs`` are the objects' torch.save bytes and ``values``
-    their plain msgpack encodings or None; equal blobs are stored once.
-    """
-
-    sources: Sequence[torch.Tensor]
-    dtype_codes: npt.NDArray[np.uint8]
-    box_start: Int64
-    sizes: Int64
-    local_offsets: Int64
-    payload_bytes: Int64
-    shares: Int64
-    blobs: Sequence[bytes] = ()
-    values: Sequence[bytes | None] = ()
-
-    @cached_property
-    def own_rows(self) -> Int64:
-        """The rows that are written."""
-        return np.flatnonzero(self.shares < 0)
-
-    @cached_property
-    def distinct_blobs(self) -> list[bytes]:
-        """``blobs``, each once."""
-        return list(dict.fromkeys(self.blobs))
-
-    def of_row(self, values: Int64, row: int) -> tuple[int, ...]:
-        """A row's part of ``sizes`` or ``local_offsets``."""
-        return tuple(values[self.box_start[row] : self.box_start[row + 1]].tolist())
-
-    def alike(self, rows: Int64) -> Iterator[Int64]:
-        """``rows``, cut wherever the dtype or the extent of the box changes."""
-        ndims, codes = np.diff(self.box_start)[rows], self.dtype_codes[rows]
-        differs = (codes[1:] != codes[:-1]) | (ndims[1:] != ndims[:-1])
-        compared = np.flatnonzero(~differs & (ndims[1:] > 0))
-        if len(compared):
-            counts = ndims[compared]
-            before, after = (
-                self.sizes[expand_ranges(self.box_start[rows[compared + step]], counts)] for step in (0, 1)
-            )
-            differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
-        edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(rows)]
-        return (rows[begin:end] for begin, end in pairwise(edges) if begin < end)
+    blobs: Sequence[bytes]
+    plain: Sequence[bytes | None]
 
 
 @dataclass
 class FilePartition:
-    """One data file with the rows that go into it."""
+    """The rows that go into one data file."""
 
     rows: Int64
     with_objects: bool = False
 
 
-class Written(NamedTuple):
-    """A partition's complete file, and where the objects are in it."""
+class PartitionWriter:
+    """Writes what ``columns`` say of the tensors in ``memory``, and ``objects``, one for each of their rows.
 
-    file: DataFile
-    objects: list[tuple[int, int, int]]
-
-
-def write_partition(
-    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, partition: FilePartition
-) -> list[tuple[int, int, int]]:
-    """Write the rows and objects of ``partition``; returns (offset, length, CRC-32) by object."""
-    objects: list[tuple[int, int, int]] = []
-    if partition.with_objects:
-        distinct = request.distinct_blobs
-        stored = dict(zip(distinct, file.blobs(distinct), strict=True))
-        objects = [stored[blob] for blob in request.blobs]
-    for alike in request.alike(partition.rows):
-        first, rows = int(alike[0]), alike.tolist()
-        code, sizes = int(request.dtype_codes[first]), request.of_row(request.sizes, first)
-        if len(rows) >= _ALIKE_FROM and request.payload_bytes[first] <= JOINED_BYTES:
-            rows = _write_alike(request, on_bytes, file, rows)
-        for row in rows:
-            source = request.sources[row]
-            if source.shape != sizes:
-                source = narrow(source, request.of_row(request.local_offsets, row), sizes)
-            file.tensor(code, sizes, source.nbytes, byte_pieces(source))
-            if on_bytes is not None:
-                on_bytes(source.nbytes)
-    file.finish()
-    return objects
-
-
-def _write_alike(
-    request: WriteRequest, on_bytes: Callable[[int], None] | None, file: DataFile, rows: list[int]
-) -> list[int]:
-    """Write small tensors of one dtype and shape many at a time; returns the rows from where that ends.
-
-    It ends at a tensor that is not all of its row's bytes in its own memory.
+    ``on_bytes`` is called with the payload bytes of what was written, from the writing threads.
     """
-    code, sizes = int(request.dtype_codes[rows[0]]), request.of_row(request.sizes, rows[0])
-    size = int(request.payload_bytes[rows[0]])
-    step = max(1, _ALIKE_BYTES // max(size, 256))
-    for begin in range(0, len(rows), step):
-        sources = [request.sources[row] for row in rows[begin : begin + step]]
-        addresses = whole_memories(sources, math.prod(sizes))
-        if addresses is None:
-            return rows[begin:]
-        payloads = gather_small(addresses, size)
-        file.alike(code, sizes, payloads)
-        if on_bytes is not None:
-            on_bytes(payloads.nbytes)
-    return []
 
+    def __init__(
+        self,
+        columns: WriteColumns,
+        memory: LocalMemory,
+        objects: EncodedObjects,
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self._columns = columns
+        self._memory = memory
+        self._objects = objects
+        self._on_bytes = on_bytes if on_bytes is not None else lambda size: None
+        self._dtype_codes = memory.dtype_codes[columns.sources]
+        self.payload_bytes = columns.payload_bytes(memory.dtype_codes)
 
-def collect(
-    request: WriteRequest,
-    written: Sequence[Written],
-    partitions: Sequence[FilePartition],
-) -> WriteOutcome:
-    """One outcome in request order; shared rows get the place of the row that they share."""
-    rows = len(request.shares)
-    files = [part.file for part in written]
-    order = np.concatenate([partition.rows for partition in partitions])
-    target = np.where(request.shares < 0, np.arange(rows, dtype=np.int64), request.shares)
-    place = np.full(rows, -1, dtype=np.int64)
-    place[order] = np.arange(len(order))
-    take = place[target]
+    @cached_property
+    def _blobs(self) -> list[bytes]:
+        """The objects' bytes, each once."""
+        return list(dict.fromkeys(self._objects.blobs))
 
-    def column(name: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        parts = [np.array(getattr(file.rows, name), dtype=np.int64) for file in files]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    def file_bytes(self, partition: FilePartition, *, torch_compatible: bool) -> int:
+        """How large the file becomes, about."""
+        rows = partition.rows
+        payload_bytes = int(self.payload_bytes[rows].sum())
+        objects = sum(map(len, self._blobs)) if partition.with_objects else 0
+        return file_bytes(payload_bytes, len(rows), torch_compatible=torch_compatible) + objects
 
-    counts = column("crc_counts")
-    crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
-    number_with_objects = next(
-        (number for number, partition in enumerate(partitions) if partition.with_objects), 0
-    )
-    objects = written[number_with_objects].objects
-    offsets, lengths, crcs = np.array(objects, dtype=np.int64).reshape(-1, 3).T.copy()
-    return WriteOutcome(
-        files=[file.name for file in files],
-        file_sizes=[file.size_bytes for file in files],
-        chunk_files=np.repeat(np.arange(len(files)), [len(file.rows.record_offsets) for file in files])[take],
-        record_offsets=column("record_offsets")[take],
-        record_lengths=column("record_lengths")[take],
-        payload_offsets=column("payload_offsets")[take],
-        payload_lengths=column("payload_lengths")[take],
-        crc_counts=counts[take],
-        crcs=column("crcs").astype(np.uint32)[crc_rows],
-        object_files=np.full(len(objects), number_with_objects, dtype=np.int64),
-        object_offsets=offsets,
-        object_lengths=lengths,
-        object_crcs=crcs,
-        object_values=list(request.values),
-    )
+    def write(self, file: DataFile, partition: FilePartition) -> list[tuple[int, int, int]]:
+        """Write the rows and objects of a partition, and finish its file; returns (offset, length, CRC-32) by
+        object."""
+        objects: list[tuple[int, int, int]] = []
+        if partition.with_objects:
+            stored = dict(zip(self._blobs, file.blobs(self._blobs), strict=True))
+            objects = [stored[blob] for blob in self._objects.blobs]
+        for rows in self._alike(partition.rows):
+            if len(rows) >= _ALIKE_FROM and self.payload_bytes[rows[0]] <= JOINED_BYTES:
+                self._write_alike(file, rows)
+            else:
+                self._write_each(file, rows)
+        file.finish()
+        return objects
+
+    def _alike(self, rows: Int64) -> Iterator[Int64]:
+        """``rows``, cut wherever the dtype or the extent of the box changes."""
+        start, sizes = self._columns.box_start, self._columns.sizes
+        ndims, codes = np.diff(start)[rows], self._dtype_codes[rows]
+        differs = (codes[1:] != codes[:-1]) | (ndims[1:] != ndims[:-1])
+        compared = np.flatnonzero(~differs & (ndims[1:] > 0))
+        if len(compared):
+            counts = ndims[compared]
+            before, after = (sizes[expand_ranges(start[rows[compared + step]], counts)] for step in (0, 1))
+            differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
+        edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(rows)]
+        return (rows[begin:end] for begin, end in pairwise(edges) if begin < end)
+
+    def _write_each(self, file: DataFile, rows: Int64) -> None:
+        """Write tensors of one dtype and shape one by one."""
+        columns, tensors = self._columns, self._memory.tensors
+        code, sizes = int(self._dtype_codes[rows[0]]), columns.of_row(columns.sizes, int(rows[0]))
+        for row, number in zip(rows.tolist(), columns.sources[rows].tolist(), strict=True):
+            source = tensors[number]
+            if source.shape != sizes:
+                source = narrow(source, columns.of_row(columns.local_offsets, row), sizes)
+            file.tensor(code, sizes, source.nbytes, byte_pieces(source))
+            self._on_bytes(source.nbytes)
+
+    def _write_alike(self, file: DataFile, rows: Int64) -> None:
+        """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""
+        columns, memory = self._columns, self._memory
+        code, sizes = int(self._dtype_codes[rows[0]]), columns.of_row(columns.sizes, int(rows[0]))
+        size, sources = int(self.payload_bytes[rows[0]]), columns.sources[rows]
+        is_whole = memory.is_plain[sources] & (memory.volumes[sources] == np.prod(sizes, dtype=np.int64))
+        step = max(1, _ALIKE_BYTES // max(size, 256))
+        for begin in range(0, len(rows), step):
+            if not is_whole[begin : begin + step].all():
+                self._write_each(file, rows[begin : begin + step])
+                continue
+            payloads = gather_small(memory.pointers[sources[begin : begin + step]], size)
+            file.alike(code, sizes, payloads)
+            self._on_bytes(payloads.nbytes)
+
+    def outcome(
+        self,
+        files: Sequence[DataFile],
+        partitions: Sequence[FilePartition],
+        objects: Sequence[Sequence[tuple[int, int, int]]],
+    ) -> WriteOutcome:
+        """What became of all rows, in their order; shared rows get the place of the row they share.
+
+        ``objects`` are what `write` returned of each partition.
+        """
+        shares = self._columns.shares
+        order = np.concatenate([partition.rows for partition in partitions])
+        place = np.full(len(shares), -1, dtype=np.int64)
+        place[order] = np.arange(len(order))
+        take = place[np.where(shares < 0, np.arange(len(shares), dtype=np.int64), shares)]
+
+        def column(name: str) -> Int64:
+            return np.concatenate([np.array(getattr(file.rows, name), dtype=np.int64) for file in files])
+
+        counts = column("crc_counts")
+        crc_rows = expand_ranges(starts(counts)[:-1][take], counts[take])
+        number = next((n for n, partition in enumerate(partitions) if partition.with_objects), 0)
+        offsets, lengths, crcs = np.array(objects[number], dtype=np.int64).reshape(-1, 3).T.copy()
+        return WriteOutcome(
+            files=[file.name for file in files],
+            file_sizes=[file.size_bytes for file in files],
+            chunk_files=np.repeat(np.arange(len(files)), [len(part.rows) for part in partitions])[take],
+            record_offsets=column("record_offsets")[take],
+            record_lengths=column("record_lengths")[take],
+            payload_offsets=column("payload_offsets")[take],
+            payload_lengths=column("payload_lengths")[take],
+            crc_counts=counts[take],
+            crcs=column("crcs").astype(np.uint32)[crc_rows],
+            object_files=np.full(len(offsets), number, dtype=np.int64),
+            object_offsets=offsets,
+            object_lengths=lengths,
+            object_crcs=crcs,
+            object_values=list(self._objects.plain),
+        )

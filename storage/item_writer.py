@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.storage.engine.write import DataFile, file_bytes
+from dcp.storage.engine.write import DataFile
 from dcp.storage.errors import PlanError
 from dcp.storage.tensors import byte_pieces, dtype_code
 
-if TYPE_CHECKING:
-    from dcp.storage.writer import FileSystemWriter
-
-__all__ = ["ItemWriter", "StoredChunk"]
+__all__ = ["StoredChunk", "write_items"]
 
 
 class StoredChunk(NamedTuple):
@@ -33,85 +30,78 @@ class StoredChunk(NamedTuple):
     dtype_code: int
 
 
-class ItemWriter:
-    """Writes the items of torch's plan objects, as a planner resolves them."""
+def write_items(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    new_file: Callable[[int, int], DataFile],
+    sync: Callable[[], None],
+    *,
+    single_file: bool,
+) -> list[WriteResult]:
+    """Write the items of a plan, as ``planner`` resolves them; complete files, or none and the error.
 
-    def __init__(self, writer: FileSystemWriter, planner: SavePlanner) -> None:
-        self._writer = writer
-        self._planner = planner
-        self._file: DataFile | None = None
-        self._results: list[WriteResult] = []
+    ``new_file`` makes one for so many payload bytes in so many records, ``sync`` is called when all are
+    complete; ``single_file`` takes one for all.
+    """
+    results: list[WriteResult] = []
+    files: list[DataFile] = []
+    try:
+        for part in [items] if single_file else [[item] for item in items]:
+            if part:
+                files.append(new_file(_payload_bytes(part), len(part)))
+                results += [_write_item(files[-1], planner, item) for item in part]
+                files[-1].finish()
+        sync()
+    except BaseException:
+        for file in files:
+            file.abort()
+        raise
+    return results
 
-    def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Write all of ``items``; complete files, or none and the error."""
-        finished: list[DataFile] = []
-        try:
-            single = self._writer.single_file_per_rank
-            for item in items:
-                if self._file is None:
-                    self._file = self._writer.new_file(self._expected_bytes(items if single else [item]))
-                file = self._file
-                self._results.append(self._write_item(file, item))
-                if not self._writer.single_file_per_rank:
-                    file.finish()
-                    finished.append(file)
-                    self._file = None
-            if self._file is not None:
-                self._file.finish()
-            if self._writer.sync_files:
-                self._writer.store.sync()
-        except BaseException:
-            for file in [*finished, *([self._file] if self._file else [])]:
-                file.abort()
-            raise
-        return self._results
 
-    def _expected_bytes(self, items: Sequence[WriteItem]) -> int:
-        """The size of a file with ``items``; those that are no tensors are small, and known only later."""
-        payload_bytes = 0
-        for item in items:
-            if item.tensor_data is not None:
-                elements = math.prod(item.tensor_data.chunk.sizes)
-                payload_bytes += elements * item.tensor_data.properties.dtype.itemsize
-        return file_bytes(payload_bytes, len(items), torch_compatible=self._writer.torch_compatible)
+def _payload_bytes(items: Sequence[WriteItem]) -> int:
+    """Of the tensors; values are small, and known only later."""
+    tensors = [item.tensor_data for item in items if item.tensor_data is not None]
+    return sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in tensors)
 
-    def _write_item(self, file: DataFile, item: WriteItem) -> WriteResult:
-        data = self._planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO:
-            if not isinstance(data, io.BytesIO):
-                raise PlanError(
-                    f"the planner resolved {item.index.fqn!r} to {type(data).__name__}, not BytesIO",
-                    fqn=item.index.fqn,
-                )
-            blob = data.getvalue()
-            offset, length, crc = file.blob(blob)
-            place = StoredChunk(file.name, offset, length, offset, length, (crc,), 0)
-            return WriteResult(item.index, length, place)
-        return self._write_tensor(file, item, data)
 
-    def _write_tensor(self, file: DataFile, item: WriteItem, data: object) -> WriteResult:
-        fqn, planned = item.index.fqn, item.tensor_data
-        if not isinstance(data, torch.Tensor) or planned is None:
-            raise PlanError(f"the planner resolved tensor {fqn!r} to {type(data).__name__}", fqn=fqn)
-        tensor = data.detach()
-        sizes = tuple(planned.chunk.sizes)
-        if tuple(tensor.shape) != sizes or tensor.dtype != planned.properties.dtype:
+def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteResult:
+    data = planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        if not isinstance(data, io.BytesIO):
             raise PlanError(
-                f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, its plan says "
-                f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in "
-                "create_local_plan too",
-                fqn=fqn,
+                f"the planner resolved {item.index.fqn!r} to {type(data).__name__}, not BytesIO",
+                fqn=item.index.fqn,
             )
-        code = dtype_code(tensor.dtype, fqn=fqn)
-        row = file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
-        rows = file.rows
-        place = StoredChunk(
-            file.name,
-            rows.record_offsets[row],
-            rows.record_lengths[row],
-            rows.payload_offsets[row],
-            rows.payload_lengths[row],
-            tuple(rows.crcs[rows.crc_starts[row] :]),
-            code,
+        offset, length, crc = file.blob(data.getvalue())
+        place = StoredChunk(file.name, offset, length, offset, length, (crc,), 0)
+        return WriteResult(item.index, length, place)
+    return _write_tensor(file, item, data)
+
+
+def _write_tensor(file: DataFile, item: WriteItem, data: object) -> WriteResult:
+    fqn, planned = item.index.fqn, item.tensor_data
+    if not isinstance(data, torch.Tensor) or planned is None:
+        raise PlanError(f"the planner resolved tensor {fqn!r} to {type(data).__name__}", fqn=fqn)
+    tensor = data.detach()
+    sizes = tuple(planned.chunk.sizes)
+    if tuple(tensor.shape) != sizes or tensor.dtype != planned.properties.dtype:
+        raise PlanError(
+            f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, its plan says "
+            f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in "
+            "create_local_plan too",
+            fqn=fqn,
         )
-        return WriteResult(item.index, tensor.nbytes, place)
+    code = dtype_code(tensor.dtype, fqn=fqn)
+    row = file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
+    rows = file.rows
+    place = StoredChunk(
+        file.name,
+        rows.record_offsets[row],
+        rows.record_lengths[row],
+        rows.payload_offsets[row],
+        rows.payload_lengths[row],
+        tuple(rows.crcs[len(rows.crcs) - rows.crc_counts[row] :]),
+        code,
+    )
+    return WriteResult(item.index, tensor.nbytes, place)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.destinations import Destinations, ReadRequest, classify
+from dcp.storage.destinations import ReadRequest, classify
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ReadStats, Verify
 from dcp.storage.errors import (
@@ -45,7 +45,7 @@ from dcp.storage.tensors import finish_device_work
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import NoFileSystem, is_supported
 
-__all__ = ["Destinations", "FileSystemReader", "ReadRequest", "uses_columns"]
+__all__ = ["FileSystemReader", "ReadRequest", "uses_columns"]
 
 _BATCH_BYTES = 256 << 20
 """A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +14,12 @@ import torch
 from dcp.storage.engine.memory import view
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Int64
+from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.geometry.boxes import Box, split_box
+from dcp.storage.geometry.ragged import row_products
 
 __all__ = [
+    "LocalMemory",
     "as_copied",
     "byte_pieces",
     "dtype_code",
@@ -25,14 +29,11 @@ __all__ = [
     "is_whole_memory",
     "narrow",
     "torch_dtype",
-    "whole_memories",
 ]
 
 _SLAB_BYTES = 4 << 20
 _COPY_BELOW_BYTES = 128 << 10
 """Below this a strided or device tensor is copied whole, above it goes through one reused buffer."""
-
-_is_cpu = attrgetter("is_cpu")
 
 _TORCH_BY_CODE: dict[int, torch.dtype] = {
     code: getattr(torch, dtype.name) for code, dtype in dtypes.BY_CODE.items() if hasattr(torch, dtype.name)
@@ -72,18 +73,46 @@ def is_whole_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def whole_memories(tensors: Sequence[torch.Tensor], elements: int) -> Int64 | None:
-    """The addresses of ``tensors``, which are of one dtype, if each has as many elements, in memory as
-    `is_whole_memory` says; else None."""
-    tensor = torch.Tensor
-    alike = (
-        {elements}.issuperset(map(tensor.numel, tensors))
-        and all(map(_is_cpu, tensors))
-        and all(map(tensor.is_contiguous, tensors))
-        and not any(map(tensor.is_neg, tensors))
-        and not (tensors[0].is_complex() and any(map(tensor.is_conj, tensors)))
-    )
-    return np.fromiter(map(tensor.data_ptr, tensors), np.int64, len(tensors)) if alike else None
+@dataclass(frozen=True, eq=False)
+class LocalMemory:
+    """A rank's local tensors, to save them or to load into them, and what is known of their memory.
+
+    ``is_plain``: the elements stand at ``pointers`` in C order, in CPU memory, neither conjugated nor
+    negated; addresses of others are of no meaning. ``dtype_codes`` is 0 for a dtype that no checkpoint has.
+    Shapes are ragged: ``shape_start``, ``shape_values``.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    is_plain: npt.NDArray[np.bool_]
+    pointers: Int64
+    dtype_codes: npt.NDArray[np.uint8]
+    shape_start: Int64
+    shape_values: Int64
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> LocalMemory:
+        """Ask ``tensors``."""
+        is_plain = [is_addressable(tensor) and tensor.is_contiguous() for tensor in tensors]
+        addresses = [t.data_ptr() if plain else 0 for t, plain in zip(tensors, is_plain, strict=True)]
+        shapes = [tensor.shape for tensor in tensors]
+        return cls(
+            tensors,
+            np.array(is_plain, np.bool_),
+            np.array(addresses, np.int64),
+            dtype_codes(tensors),
+            starts([len(shape) for shape in shapes]),
+            np.fromiter(chain.from_iterable(shapes), np.int64),
+        )
+
+    @cached_property
+    def volumes(self) -> Int64:
+        """Number of elements by tensor."""
+        return row_products(self.shape_values, self.shape_start)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors; memory that several share counts for each."""
+        return int((self.volumes * itemsizes(self.dtype_codes)).sum())
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:

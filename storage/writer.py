@@ -1,7 +1,7 @@
 """torch's StorageWriter over a store: `FileSystemWriter`.
 
 It serves two callers. Stock `torch.distributed.checkpoint.save`, and custom planners, call the interface's
-methods with plans made of objects. `dcp.save` with our own planner hands over columns (`WriteRequest`) and
+methods with plans made of objects. `dcp.save` with our own planner hands over columns (`WriteColumns`) and
 gets columns back (`WriteOutcome`). Both end in `engine.write.DataFile` and `commit`.
 """
 
@@ -24,18 +24,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp.storage import commit, torch_metadata
-from dcp.storage.engine.write import DataFile, WriteOutcome, data_file_name, file_bytes
+from dcp.storage.engine.write import DataFile, data_file_name, file_bytes
+from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
-from dcp.storage.file_partitions import FilePartition, WriteRequest, Written, collect, write_partition
+from dcp.storage.file_partitions import EncodedObjects, FilePartition, PartitionWriter
 from dcp.storage.formats.index import CheckpointIndex, Int64
-from dcp.storage.item_writer import ItemWriter
+from dcp.storage.item_writer import write_items
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.traffic import traffic_since
-from dcp.storage.tensors import finish_device_work
+from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["FileSystemWriter", "WriteRequest", "uses_columns"]
+__all__ = ["FileSystemWriter", "uses_columns"]
 
 _TWO_FILES_ABOVE_BYTES = 64 << 20
 """Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as
@@ -201,8 +202,11 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             if self.store.stat(data_file_name(self.rank, 0, self.save_id)) is not None:
                 # torch's plan cache repeats the storage_data of an earlier save to the same id
                 self.save_id = _new_save_id()
+        results = write_items(
+            plan.items, planner, self._new_file, self._sync, single_file=self.single_file_per_rank
+        )
         future: Future[list[WriteResult]] = Future()
-        future.set_result(ItemWriter(self, planner).write(plan.items))
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -295,15 +299,11 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Remove the data files of the current save, of all ranks, unless they are committed."""
         commit.discard(self.store, self.save_id, self.names)
 
-    def new_file(self, expected_bytes: int | None = None) -> DataFile:
-        """The next data file of this rank."""
-        return self._create(self._take_numbers(1)[0], expected_bytes)
-
     def _take_numbers(self, count: int) -> range:
         first, self._files_written = self._files_written, self._files_written + count
         return range(first, first + count)
 
-    def _create(self, number: int, expected_bytes: int | None = None) -> DataFile:
+    def _create(self, number: int, expected_bytes: int) -> DataFile:
         return DataFile(
             self.store,
             data_file_name(self.rank, number, self.save_id),
@@ -312,65 +312,73 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             expected_bytes=expected_bytes,
         )
 
+    def _new_file(self, payload_bytes: int, records: int) -> DataFile:
+        expected = file_bytes(payload_bytes, records, torch_compatible=self.torch_compatible)
+        return self._create(self._take_numbers(1)[0], expected)
+
+    def _sync(self) -> None:
+        if self.sync_files:
+            self.store.sync()
+
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def write_request(
-        self, request: WriteRequest, on_bytes: Callable[[int], None] | None = None
+    def write_columns(
+        self,
+        columns: WriteColumns,
+        memory: LocalMemory,
+        objects: EncodedObjects,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> WriteOutcome:
         """Write this rank's rows and objects; the files are complete when it returns, and gone if it raises.
 
-        ``on_bytes`` is called with the payload bytes of each tensor written, from the writing threads.
+        ``on_bytes`` is called with the payload bytes of what was written, from the writing threads.
         """
-        own = request.own_rows
-        partitions = self._partitions(own, request.payload_bytes[own], bool(request.blobs))
-        if not partitions:
-            return _empty_outcome(len(request.shares))
-        files: list[DataFile] = []
+        writing = PartitionWriter(columns, memory, objects, on_bytes)
+        own = columns.own_rows
+        parts = self._partitions(own, writing.payload_bytes[own], bool(objects.blobs))
+        if not parts:
+            return _empty_outcome(len(columns.shares))
+        files: dict[int, DataFile] = {}
 
-        def write(number: int, partition: FilePartition) -> Written:
+        def write(number: int, part: FilePartition) -> list[tuple[int, int, int]]:
             # Created only now: with a file for each tensor there may be more than a process can have open.
-            payload_bytes = int(request.payload_bytes[partition.rows].sum())
-            expected = file_bytes(payload_bytes, len(partition.rows), torch_compatible=self.torch_compatible)
-            if partition.with_objects:
-                expected += sum(map(len, request.distinct_blobs))
-            file = self._create(number, expected)
-            files.append(file)
-            return Written(file, write_partition(request, on_bytes, file, partition))
+            expected = writing.file_bytes(part, torch_compatible=self.torch_compatible)
+            file = files[number] = self._create(number, expected)
+            return writing.write(file, part)
 
-        numbers = self._take_numbers(len(partitions))
+        numbers = self._take_numbers(len(parts))
         try:
-            if len(partitions) == 1:
-                written = [write(numbers[0], partitions[0])]
+            if len(parts) == 1:
+                placed = [write(numbers[0], parts[0])]
             else:
-                finish_device_work(request.sources)
-                with WorkerThreads(min(len(partitions), max(2, self.thread_count)), "dcp-write") as pool:
-                    written = list(pool.map(write, numbers, partitions))
+                finish_device_work(memory.tensors)
+                with WorkerThreads(min(len(parts), max(2, self.thread_count)), "dcp-write") as pool:
+                    placed = list(pool.map(write, numbers, parts))
         except BaseException:
-            for file in files:
+            for file in files.values():
                 file.abort()
             raise
-        if self.sync_files:
-            self.store.sync()
-        return collect(request, written, partitions)
+        self._sync()
+        return writing.outcome([files[number] for number in numbers], parts, placed)
 
     def _partitions(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[FilePartition]:
         if not len(rows) and not has_objects:
             return []
         if not self.single_file_per_rank and len(rows):
-            partitions = [FilePartition(rows[place : place + 1]) for place in range(len(rows))]
+            parts = [FilePartition(rows[place : place + 1]) for place in range(len(rows))]
             if has_objects:
-                partitions.append(FilePartition(rows[:0], with_objects=True))
-            return partitions
+                parts.append(FilePartition(rows[:0], with_objects=True))
+            return parts
         total = int(payloads.sum())
         count = self.thread_count
         if not self.sync_files and total >= _TWO_FILES_ABOVE_BYTES:
             count = max(count, 2)
         count = max(1, min(count, len(rows)))
         numbers = np.minimum(count - 1, (np.cumsum(payloads) - payloads) * count // max(total, 1))
-        partitions = [FilePartition(part) for number in range(count) if len(part := rows[numbers == number])]
-        partitions = partitions or [FilePartition(rows)]
-        partitions[0].with_objects = has_objects
-        return partitions
+        parts = [FilePartition(part) for number in range(count) if len(part := rows[numbers == number])]
+        parts = parts or [FilePartition(rows)]
+        parts[0].with_objects = has_objects
+        return parts
 
 
 def uses_columns(writer: StorageWriter) -> bool:

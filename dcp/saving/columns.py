@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import astuple, replace
-from operator import attrgetter
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.columns import WriteColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
@@ -27,15 +25,13 @@ from dcp.progress import reporting
 from dcp.ranks.options import of_save
 from dcp.saving.engine import SaveAttempt, SaveEngine, SaveTask
 from dcp.saving.provenance import provenance_of
-from dcp.saving.rank_state import RankState, encoded_object
+from dcp.saving.rank_state import RankState
 from dcp.storage.engine.assemble import assemble_index
-from dcp.storage.engine.write import WriteOutcome
+from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.formats.open import open_index
-from dcp.storage.geometry.ragged import row_products
 from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import FileSystemWriter, WriteRequest
+from dcp.storage.writer import FileSystemWriter
 
 __all__ = ["ColumnSave", "ColumnSaveEngine", "cache_of"]
 
@@ -212,7 +208,7 @@ class ColumnSave(SaveAttempt):
             if ranks.is_coordinator or not self._together:
                 writer.prepare()
             self._local = self._part()
-            self.size_bytes = sum(map(attrgetter("nbytes"), self._local.sources))
+            self.size_bytes = self._local.memory.size_bytes
         return self._local
 
     def _local_plan(self) -> bytes:
@@ -234,7 +230,7 @@ class ColumnSave(SaveAttempt):
             columns,
             dedup_to_lowest_rank=self._plan_options.dedup_to_lowest_rank,
             split_bytes=self._plan_options.split_bytes,
-            check_replicas=self._plan_options.replica_check != "off",
+            check_replicas=self._check != "off",
         )
         save_id = self._writer.save_id
         extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan)
@@ -261,48 +257,21 @@ class ColumnSave(SaveAttempt):
     def _write(self, plan: bytes) -> bytes:
         columns = self._received(plan) if self._known is None else self._known
         begun = time.perf_counter()
-        request = self._request(columns)
-        total = int(request.payload_bytes[request.own_rows].sum())
-        with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
-            outcome = self._writer.write_request(request, on_bytes)
-        self.seconds["write"] = time.perf_counter() - begun
-        return replace(outcome, seconds=dict(self.seconds), traffic=self._writer.traffic).encode()
-
-    def _request(self, columns: WriteColumns) -> WriteRequest:
         if self._local is None:
             raise CheckpointError("the save was not planned")
-        local = self._local.columns
-        codes = local.dtype_codes[local.item_tensors[columns.items]]
-        cache: dict[bytes, bytes] = {}
-        fqns, values = local.objects.fqns, self._local.objects
-        # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
-        blobs: list[bytes] = []
-        plains: list[bytes | None] = []
-        for row in columns.objects.tolist():
-            blob, plain = encoded_object(fqns[row], values[row], cache)
-            blobs.append(blob)
-            plains.append(plain)
-        sources = self._local.sources
-        return WriteRequest(
-            sources=[sources[number] for number in local.item_sources[columns.items].tolist()],
-            dtype_codes=codes,
-            box_start=columns.box_start,
-            sizes=columns.sizes,
-            local_offsets=columns.local_offsets,
-            payload_bytes=row_products(columns.sizes, columns.box_start) * itemsizes(codes),
-            shares=columns.shares,
-            blobs=blobs,
-            values=plains,
-        )
+        memory, objects = self._local.memory, self._local.encoded_objects(columns.objects)
+        total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
+        with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
+            outcome = self._writer.write_columns(columns, memory, objects, on_bytes)
+        self.seconds["write"] = time.perf_counter() - begun
+        return replace(outcome, seconds=dict(self.seconds), traffic=self._writer.traffic).encode()
 
     def _commit(self, parts: list[bytes]) -> bytes:
         if self._plan is None:
             raise CheckpointError("the save was not planned")
         begun = time.perf_counter()
         outcomes = [WriteOutcome.decode(part) for part in parts]
-        chunks = [columns.chunks for columns in self._plan.writes]
-        objects = [columns.object_rows for columns in self._plan.writes]
-        index: CheckpointIndex = assemble_index(self._plan.index, chunks, objects, outcomes)
+        index = assemble_index(self._plan.index, self._plan.writes, outcomes)
         provenance = provenance_of(self._ranks)
         provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
         if any(outcome.traffic for outcome in outcomes):

@@ -18,7 +18,10 @@ from dcp.planners.save.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save.planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
 from dcp.saving.objects import encode_object
 from dcp.storage.errors import PlanError
+from dcp.storage.file_partitions import EncodedObjects
+from dcp.storage.formats.index import Int64
 from dcp.storage.near_names import listed
+from dcp.storage.tensors import LocalMemory
 
 __all__ = ["EncodedObject", "RankState", "warn_of_foreign", "warn_of_keys"]
 
@@ -38,14 +41,14 @@ class EncodedObject(NamedTuple):
 class RankState:
     """One rank's part of a state dict.
 
-    ``sources`` are the local tensors by the source numbers of ``columns``: the state's own, on any device, or
+    ``memory`` has the local tensors by the source numbers of ``columns``: the state's own, on any device, or
     staged copies. ``objects`` are the values by object row, encoded where they must not change any more.
     ``replicated`` (by item) says which boxes other ranks may hold too. ``digested``: the columns have the
     digests of the replica check.
     """
 
     columns: SaveColumns
-    sources: Sequence[torch.Tensor]
+    memory: LocalMemory
     objects: Sequence[Any]
     replicated: npt.NDArray[np.uint8]
     digested: bool = False
@@ -56,17 +59,35 @@ class RankState:
 
         The coordinator logs a warning of values that only a trusted checkpoint gives back.
         """
-        columns, sources, objects = planner.create_local_columns(digests=digests)
+        columns, memory, objects = planner.create_local_columns(digests=digests)
         if planner.is_coordinator:
             warn_of_foreign(columns.objects.fqns, objects)
             warn_of_keys(planner.foreign_keys)
-        return cls(columns, sources, objects, planner.item_replicated, digested=digests)
+        return cls(columns, memory, objects, planner.item_replicated, digested=digests)
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """The local tensors."""
+        return self.memory.tensors
 
     def encoded(self) -> RankState:
         """The same with all values encoded: later changes of lists and dicts do not reach them."""
         cache: dict[bytes, bytes] = {}
         named = zip(self.columns.objects.fqns, self.objects, strict=True)
         return replace(self, objects=[encoded_object(fqn, value, cache) for fqn, value in named])
+
+    def encoded_objects(self, rows: Int64) -> EncodedObjects:
+        """The values of object rows ``rows``, encoded."""
+        cache: dict[bytes, bytes] = {}
+        fqns, values = self.columns.objects.fqns, self.objects
+        # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
+        blobs: list[bytes] = []
+        plains: list[bytes | None] = []
+        for row in rows.tolist():
+            blob, plain = encoded_object(fqns[row], values[row], cache)
+            blobs.append(blob)
+            plains.append(plain)
+        return EncodedObjects(blobs, plains)
 
     def with_digests(self, check: ReplicaCheck) -> RankState:
         """The same with the digests that the replica check compares."""

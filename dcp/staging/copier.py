@@ -124,12 +124,12 @@ class Staging:
         self._arena = arena
         self._samples = samples
         self._copies = HostCopies(
-            targets=layout.views,
+            targets=layout.memory.tensors,
             sources=sources,
             sizes_bytes=layout.sizes_bytes,
             itemsizes=layout.itemsizes,
             pointers=pointers,
-            target_pointers=pointers_of(layout.views),
+            target_pointers=layout.memory.pointers,
             contiguous=plain,
         )
         on_device = np.zeros(len(sources), np.bool_)
@@ -149,9 +149,8 @@ class Staging:
             self._copier.host.copy(self._copies, self._here)
         finally:
             arrive()
-        views = self.layout.views
-        plain = np.ones(len(views), np.bool_)
-        return self._samples.differing(views, pointers=self._copies.target_pointers, plain=plain)
+        memory = self.layout.memory
+        return self._samples.differing(memory.tensors, pointers=memory.pointers, plain=memory.is_plain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,4 +165,4 @@ class DictStaging:
         wrong = self.staging.run()
         if wrong:
             raise changed_error(self.tree.fqns(wrong))
-        return self.tree.rebuilt(self.staging.layout.views)
+        return self.tree.rebuilt(self.staging.layout.memory.tensors)

@@ -13,6 +13,7 @@ import torch
 from dcp.planners.columns import SaveColumns
 from dcp.staging.memory.arena import HostArena
 from dcp.storage.formats.index import Int64
+from dcp.storage.tensors import LocalMemory
 
 __all__ = ["ALIGNMENT_BYTES", "ArenaLayout", "SourceStructure", "pointers_of", "ties_of"]
 
@@ -70,8 +71,9 @@ def _equal(mine: object, others: object) -> bool:
 class ArenaLayout:
     """Views of an arena by source: contiguous, of the sources' shapes and dtypes, the same one for ties.
 
-    ``number`` is another one for every layout made in this process. ``copied`` are the sources to copy: all
-    but ties of earlier ones and empty ones. ``offsets`` and ``sizes_bytes`` are by source.
+    ``number`` is another one for every layout made in this process. ``memory`` has the views. ``copied`` are
+    the sources to copy: all but ties of earlier ones and empty ones. ``offsets`` and ``sizes_bytes`` are by
+    source.
     """
 
     number: int
@@ -80,7 +82,7 @@ class ArenaLayout:
     offsets: Int64
     sizes_bytes: Int64
     itemsizes: Int64
-    views: list[torch.Tensor]
+    memory: LocalMemory
     copied: Int64
 
     @classmethod
@@ -98,7 +100,8 @@ class ArenaLayout:
         with torch.inference_mode(False):  # else the next save could not write to them outside of that mode
             views = _views(sources, offsets.tolist(), structure.first.tolist(), arena)
         copied = np.flatnonzero(own & (sizes > 0))
-        return cls(next(_numbers), structure, arena.generation, offsets, sizes, itemsizes, views, copied)
+        memory = LocalMemory.of(views)
+        return cls(next(_numbers), structure, arena.generation, offsets, sizes, itemsizes, memory, copied)
 
     def fits(self, structure: SourceStructure, arena: HostArena) -> bool:
         """Whether the views can take what ``structure`` describes."""

@@ -126,7 +126,7 @@ class DefaultStager(TorchDefaultStager):
             staging = self._copier.begin(slot, local.sources, structure_of)
             layout = staging.layout
             staged = StagedState(
-                replace(local, sources=layout.views),
+                replace(local, memory=layout.memory),
                 layout.offsets,
                 slot.arena,
                 layout.number,

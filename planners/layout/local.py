@@ -31,11 +31,11 @@ from dcp.planners.layout.local_tensor import (
     local_tensor,
 )
 from dcp.planners.layout.placements import LocalBox
-from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows
+from dcp.storage.tensors import LocalMemory
 
 __all__ = ["DTYPE_CODES", "LocalTensors", "collect_tensors"]
 
@@ -53,7 +53,7 @@ class _Codes(dict[torch.dtype, int]):
 
 
 _CODES = _Codes(DTYPE_CODES)
-_dtype, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
+_dtype, _is_cpu, _requires_grad = map(attrgetter, ("dtype", "is_cpu", "requires_grad"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
 
@@ -62,37 +62,17 @@ _MAX_LISTED = 20
 class LocalTensors(HeldBoxes):
     """All tensors of one rank; ``item_sharded`` and ``stride_orders`` as in `SaveColumns`.
 
-    ``item_sources`` indexes ``sources`` (plain local tensors; they may require grad, so copy under no_grad).
+    ``item_sources`` indexes ``memory`` (plain local tensors; they may require grad, so copy under no_grad).
     ``item_replicated`` is 1 where another rank may hold the same box. ``requires_grad`` is asked for saves
     only, and 0 else. ``objects`` are the values that are no tensors.
-
-    By source: ``pointers``, its address; ``is_dense``, whether its memory has the elements in C order,
-    neither conjugated nor negated; its shape (``source_shape_start``, ``source_shape_values``).
     """
 
     requires_grad: npt.NDArray[np.uint8]
     item_sharded: npt.NDArray[np.uint8]
     item_replicated: npt.NDArray[np.uint8]
-    sources: list[torch.Tensor]
-    source_dtype_codes: npt.NDArray[np.uint8]
-    source_shape_start: Int64
-    source_shape_values: Int64
-    pointers: Int64
-    is_dense: npt.NDArray[np.bool_]
+    memory: LocalMemory
     objects: dict[str, Any]
     stride_orders: dict[int, tuple[int, ...]]
-
-    def destinations(self) -> Destinations:
-        """The sources, to load into."""
-        is_cpu = np.array([source.is_cpu for source in self.sources], np.bool_)
-        return Destinations(
-            self.sources,
-            self.is_dense & is_cpu,
-            self.pointers,
-            self.source_dtype_codes,
-            self.source_shape_start,
-            self.source_shape_values,
-        )
 
 
 class _Form(NamedTuple):
@@ -172,6 +152,7 @@ class _SourceFacts:
     pointers: Int64
     is_contiguous: npt.NDArray[np.bool_]
     is_lazy: npt.NDArray[np.bool_]
+    is_cpu: npt.NDArray[np.bool_]
 
     @classmethod
     def ask(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
@@ -181,7 +162,9 @@ class _SourceFacts:
         for number in np.flatnonzero(np.isin(codes, _COMPLEX)).tolist():
             is_lazy[number] |= sources[number].is_conj()
         pointers = np.fromiter(map(tensor.data_ptr, sources), np.int64, count)
-        return cls(codes, pointers, np.fromiter(map(tensor.is_contiguous, sources), np.bool_, count), is_lazy)
+        is_contiguous = np.fromiter(map(tensor.is_contiguous, sources), np.bool_, count)
+        is_cpu = np.fromiter(map(_is_cpu, sources), np.bool_, count)
+        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu)
 
 
 @dataclass(eq=False)
@@ -309,12 +292,14 @@ class _Builder:
             shape_start=starts(shapes.counts(numbers)),
             shape_values=shapes.take(numbers),
             **self._items(numbers, starts(source_counts)),
-            sources=self.sources,
-            source_dtype_codes=facts.codes,
-            source_shape_start=starts(source_ndims.take(numbers)),
-            source_shape_values=source_shapes.take(numbers),
-            pointers=facts.pointers,
-            is_dense=facts.is_contiguous & ~facts.is_lazy,
+            memory=LocalMemory(
+                self.sources,
+                facts.is_contiguous & ~facts.is_lazy & facts.is_cpu,
+                facts.pointers,
+                facts.codes,
+                starts(source_ndims.take(numbers)),
+                source_shapes.take(numbers),
+            ),
             objects=self.objects,
             stride_orders=self._stride_orders(source_rows, facts),
         )

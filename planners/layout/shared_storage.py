@@ -15,7 +15,7 @@ __all__ = ["item_ties"]
 
 def item_ties(columns: LocalTensors) -> Int64:
     """``SaveColumns.item_ties`` of a rank's tensors."""
-    sources, pointers = columns.sources, columns.pointers
+    sources, pointers = columns.memory.tensors, columns.memory.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
     _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
     shared = (counts[inverse] > 1) & (pointers != 0)

@@ -32,10 +32,10 @@ from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, ch
 from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
 from dcp.planners.per_rank import current_rank, rank_holder, rank_key, rank_number
 from dcp.planners.wire.torch_plans import index_from_metadata, read_items
-from dcp.storage.destinations import Destinations
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
+from dcp.storage.tensors import LocalMemory
 
 __all__ = ["DefaultLoadPlanner", "PerRankLoad", "uses_columns"]
 
@@ -171,7 +171,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, Destinations]:
+    def create_load_columns(self, index: CheckpointIndex) -> tuple[LoadColumns, LocalMemory]:
         """(what to read, local tensors by destination number).
 
         The tensors are the state dict's own and may require grad. Raises one error with everything that does
@@ -179,7 +179,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """
         with garbage_collection_paused():
             columns, _, local = self._plan(index)
-            return columns, local.destinations()
+            return columns, local.memory
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""

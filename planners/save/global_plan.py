@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import SaveColumns, WriteColumns
+from dcp.planners.columns import SaveColumns
 from dcp.planners.save.balance import Balancer, Replicated, WritePart, tie_clusters
 from dcp.planners.save.merge import MergedObjects, MergedTensors, merge_objects, merge_tensors
 from dcp.planners.save.replica_sets import Holders
@@ -25,6 +25,7 @@ from dcp.planners.save.validate import (
     check_volumes,
     raise_problems,
 )
+from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.container_notes import Note, Noted, merge_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
 from dcp.storage.formats.native.format import DCP
@@ -62,6 +63,7 @@ class Items:
     offsets: Int64
     sizes: Int64
     local_offsets: Int64
+    sources: Int64
     digests: npt.NDArray[np.uint64]
     ties: Int64
     volumes: Int64
@@ -82,6 +84,7 @@ def _gather_items(all_columns: Sequence[SaveColumns], tensors: MergedTensors) ->
         offsets=np.concatenate([columns.item_offsets for columns in all_columns]),
         sizes=sizes,
         local_offsets=np.concatenate([columns.item_local_offsets for columns in all_columns]),
+        sources=np.concatenate([columns.item_sources for columns in all_columns]),
         digests=np.concatenate([columns.item_digests for columns in all_columns]),
         ties=np.concatenate([columns.item_ties for columns in all_columns]),
         volumes=row_products(sizes, start),
@@ -265,8 +268,8 @@ def _writes(
     ndims = np.diff(pieces.start)[order]
     box_start = starts(ndims)
     flat = expand_ranges(pieces.start[order], ndims)
-    offsets, sizes, local_offsets = pieces.offsets[flat], pieces.sizes[flat], pieces.local_offsets[flat]
-    ties, rows = items.ties[pieces.items][order], rows[order]
+    sizes, local_offsets = pieces.sizes[flat], pieces.local_offsets[flat]
+    ties, sources = items.ties[pieces.items][order], items.sources[pieces.items][order]
     writes = []
     for rank in range(world_size):
         begin, end = int(bounds[rank]), int(bounds[rank + 1])
@@ -276,9 +279,8 @@ def _writes(
         mine = np.flatnonzero(owners[object_rows] == rank)
         writes.append(
             WriteColumns(
-                items=rows[begin:end],
+                sources=sources[begin:end],
                 box_start=own_start,
-                offsets=offsets[box],
                 sizes=sizes[box],
                 local_offsets=local_offsets[box],
                 chunks=order[begin:end],

@@ -1,7 +1,7 @@
 """The plan of the save before, used again as long as no rank's part has changed.
 
 The cache belongs to whoever saves again and again (one manager's session, one writer instance), with an
-instance on each rank. A rank whose part is what it was, by a digest of its structure, says which plan it has
+instance on each rank. A rank whose part has the structure that it had says which plan it has
 for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
 which change from save to save, are no part of the structure. That replicas still hold equal values is checked
 by folds (`dcp.planners.save.replica_sets`); where they do not, a full plan finds out which and names them.
@@ -11,11 +11,9 @@ A plan is used only after its save was committed, and forgotten on any failure.
 
 from __future__ import annotations
 
-import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import msgpack
@@ -23,15 +21,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp.planners.columns import RankSets, SaveColumns, WriteColumns
+from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_fingerprints import folds_of
 from dcp.planners.save.replica_sets import differing, replica_sets
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
+from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
-from dcp.storage.formats.index import Int64
+from dcp.storage.formats.index import Int64, Path
 
 __all__ = ["PlanCache", "PlannedPart"]
 
@@ -83,32 +82,34 @@ class _Structure:
     comparable: bytes
     options: bytes
 
-    @cached_property
-    def digest(self) -> bytes:
-        """128 bits over names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order."""
-        columns, paths = self.columns, self.columns.planner_data
-        return _hashed(
-            [
-                _packed(list(columns.fqns)),
-                _packed(list(columns.objects.fqns)),
-                _packed(None if paths is None else [list(paths.keys()), list(paths.values())]),
-                encode_notes(columns.notes),
-                _packed(sorted((row, list(order)) for row, order in columns.stride_orders.items())),
-                *(np.ascontiguousarray(getattr(columns, name)).tobytes() for name in _STRUCTURE),
-                np.ascontiguousarray(self.replicated).tobytes(),
-                self.comparable,
-                self.options,
-            ]
+    def same_as(self, other: _Structure) -> bool:
+        """Whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are equal."""
+        mine, others = self.columns, other.columns
+        return (
+            self.comparable == other.comparable
+            and self.options == other.options
+            and np.array_equal(self.replicated, other.replicated)
+            and all(np.array_equal(getattr(mine, name), getattr(others, name)) for name in _STRUCTURE)
+            and tuple(mine.fqns) == tuple(others.fqns)
+            and tuple(mine.objects.fqns) == tuple(others.objects.fqns)
+            and _entries(mine.planner_data) == _entries(others.planner_data)
+            and mine.stride_orders == others.stride_orders
+            and encode_notes(mine.notes) == encode_notes(others.notes)
         )
+
+
+def _entries(paths: Mapping[str, Path] | None) -> tuple[list[str], list[Path]] | None:
+    """Names and paths in their order, which two equal dicts may not have in common."""
+    return None if paths is None else (list(paths), list(paths.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class _RankPlan:
-    """What a rank keeps: its part of the plan ``plan_id``, made for the structure of that digest, and what it
+    """What a rank keeps: its part of the plan ``plan_id``, the structure it was made for, and what it
     folds."""
 
     plan_id: bytes
-    structure: bytes
+    structure: _Structure
     writes: WriteColumns
     sets: RankSets
     check: ReplicaCheck
@@ -156,7 +157,7 @@ class PlanCache:
             part.columns, part.replicated, (object_digests != 0).tobytes(), _packed([check, *options])
         )
         mine = self._mine
-        if mine is None or mine.structure != self._structure.digest:
+        if mine is None or not mine.structure.same_as(self._structure):
             self._mine = None
             return b""
         folds = folds_of(mine.sets, part.columns, part.sources, object_digests, mine.check)
@@ -178,7 +179,7 @@ class PlanCache:
         columns = part.columns
         items, objects = len(columns.item_tensors), len(columns.objects.fqns)
         sets = decode_rank_sets(extra[_ID_BYTES:], items=items, objects=objects)
-        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure.digest, writes, sets, check)
+        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, sets, check)
 
     def commit(self) -> None:
         """The save is committed: the plan that it went by may serve the next one."""
@@ -226,11 +227,3 @@ class PlanCache:
 
 def _packed(value: Any) -> bytes:
     return bytes(msgpack.packb(value, unicode_errors="surrogatepass"))
-
-
-def _hashed(parts: Sequence[bytes]) -> bytes:
-    """BLAKE2b of byte strings with their lengths, so that none can run into the next."""
-    state = hashlib.blake2b(np.array([len(part) for part in parts], "<i8").tobytes(), digest_size=16)
-    for part in parts:
-        state.update(part)
-    return state.digest()

@@ -35,6 +35,7 @@ from dcp.planners.wire.torch_plans import (
 )
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Path
+from dcp.storage.tensors import LocalMemory
 
 __all__ = ["DefaultSavePlanner", "item_digests", "uses_columns"]
 
@@ -108,9 +109,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
 
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def create_local_columns(
-        self, *, digests: bool = True
-    ) -> tuple[SaveColumns, list[torch.Tensor], list[Any]]:
+    def create_local_columns(self, *, digests: bool = True) -> tuple[SaveColumns, LocalMemory, list[Any]]:
         """(columns, local tensors by source number, object values by object row).
 
         The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
@@ -132,9 +131,9 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             stride_orders=local.stride_orders,
         )
         if digests:
-            values = item_digests(columns, local.item_replicated, local.sources, check)
+            values = item_digests(columns, local.item_replicated, local.memory.tensors, check)
             columns = replace(columns, item_digests=values)
-        return columns, local.sources, objects
+        return columns, local.memory, objects
 
     # -- torch's interface -----------------------------------------------------------------------------------
 

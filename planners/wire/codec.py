@@ -17,7 +17,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import RankSets, SaveColumns, SaveObjects, WriteColumns
+from dcp.planners.columns import RankSets, SaveColumns, SaveObjects
+from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.container_notes import Note, decode_notes, encode_notes
@@ -41,7 +42,7 @@ __all__ = [
     "encode_write_columns",
 ]
 
-VERSION = 1
+VERSION = 2
 
 SectionCache = dict[bytes, Any]
 """Decoded sections by their bytes; lives as long as one global plan."""
@@ -49,8 +50,8 @@ SectionCache = dict[bytes, Any]
 _SAVE_PARTS = ("names", "object_names", "paths", "notes", "items")
 _ITEM_COLUMNS = ("item_tensors", "item_sources", "item_sharded", "item_ties")
 _BOX_COLUMNS = ("item_offsets", "item_sizes", "item_local_offsets")
-_WRITE_COLUMNS = ("items", "chunks", "shares", "objects", "object_rows")
-_WRITE_BOXES = ("offsets", "sizes", "local_offsets")
+_WRITE_COLUMNS = ("sources", "chunks", "shares", "objects", "object_rows")
+_WRITE_BOXES = ("sizes", "local_offsets")
 
 
 def _pack(value: Any) -> bytes:
@@ -274,7 +275,7 @@ def decode_write_columns(data: bytes) -> WriteColumns:
         )
     budget = Budget(len(data))
     column = {name: decode_column(raw[name], budget) for name in wanted}
-    ndims, rows = column.pop("ndims"), len(column["items"])
+    ndims, rows = column.pop("ndims"), len(column["sources"])
     if not len(ndims) == len(column["chunks"]) == len(column["shares"]) == rows or (ndims < 0).any():
         raise CheckpointFormatError("a write plan's columns disagree in length")
     if (ndims > 64).any() or any(len(column[name]) != int(ndims.sum()) for name in _WRITE_BOXES):

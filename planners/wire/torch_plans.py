@@ -26,12 +26,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedColumns, WriteColumns
+from dcp.planners.columns import LoadColumns, SaveColumns, SaveObjects, WantedColumns
 from dcp.planners.layout.local import DTYPE_CODES
+from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.geometry.boxes import Box
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [
@@ -179,14 +181,12 @@ def plan_from_writes(
 ) -> SavePlan:
     """``plan`` reduced to what its rank writes, in its order; items of split boxes name their part."""
     position = {id(item): number for number, item in enumerate(plan.items)}
-    start, chunk_start = writes.box_start.tolist(), index.chunk_start
-    tensors = index.chunk_tensors[writes.chunks]
-    hints = (writes.chunks - chunk_start[tensors]).tolist()
-    offsets, sizes = writes.offsets.tolist(), writes.sizes.tolist()
+    hints = writes.chunks - index.chunk_start[index.chunk_tensors[writes.chunks]]
     placed: list[tuple[int, int, WriteItem]] = []
-    for row, (number, hint) in enumerate(zip(writes.items.tolist(), hints, strict=True)):
-        item, box = tensor_items[number], slice(start[row], start[row + 1])
-        placed.append((position[id(item)], row, _placed(item, offsets[box], sizes[box], hint)))
+    rows = (writes.sources.tolist(), writes.chunks.tolist(), hints.tolist())
+    for row, (number, chunk, hint) in enumerate(zip(*rows, strict=True)):
+        item = tensor_items[number]
+        placed.append((position[id(item)], row, _placed(item, index.box(chunk), hint)))
     for number in writes.objects.tolist():
         item = object_items[number]
         placed.append((position[id(item)], 0, item))
@@ -195,12 +195,12 @@ def plan_from_writes(
     )
 
 
-def _placed(item: WriteItem, offsets: list[int], sizes: list[int], hint: int) -> WriteItem:
-    index = MetadataIndex(item.index.fqn, offsets, hint)
+def _placed(item: WriteItem, box: Box, hint: int) -> WriteItem:
+    index = MetadataIndex(item.index.fqn, box.offsets, hint)
     data = item.tensor_data
-    if data is None or list(data.chunk.sizes) == sizes:
+    if data is None or tuple(data.chunk.sizes) == box.sizes:
         return dataclasses.replace(item, index=index)
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     return dataclasses.replace(
         item, index=index, type=WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=chunk)
     )

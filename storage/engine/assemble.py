@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.write import WriteOutcome
+from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges
@@ -17,18 +17,15 @@ __all__ = ["assemble_index"]
 
 
 def assemble_index(
-    planned: CheckpointIndex,
-    chunks: Sequence[Int64],
-    objects: Sequence[Int64],
-    outcomes: Sequence[WriteOutcome],
+    planned: CheckpointIndex, writes: Sequence[WriteColumns], outcomes: Sequence[WriteOutcome]
 ) -> CheckpointIndex:
-    """``planned`` with its file, record, payload and CRC columns filled in.
+    """``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to write
+    and what it wrote.
 
-    ``chunks[r]`` are the index rows of rank r's write plan in order, ``objects[r]`` those of its objects.
     Raises PlanError if any chunk or object of the plan has no place.
     """
     file_base = np.cumsum([0, *(len(outcome.files) for outcome in outcomes)])
-    rows = _concatenate(chunks)
+    rows = _concatenate([columns.chunks for columns in writes])
     total = planned.chunk_count
     chunk_files = _scatter(
         planned.chunk_count, rows, [o.chunk_files + file_base[r] for r, o in enumerate(outcomes)]
@@ -38,7 +35,7 @@ def assemble_index(
         fqn = planned.fqns[int(planned.chunk_tensors[missing])]
         raise PlanError(f"no rank wrote chunk {planned.box(missing)} of {fqn!r}", fqn=fqn)
     crc_start, crcs = _crcs(planned.chunk_count, rows, outcomes)
-    object_rows = _concatenate(objects)
+    object_rows = _concatenate([columns.object_rows for columns in writes])
     count = len(planned.objects)
     object_files = _scatter(
         count, object_rows, [o.object_files + file_base[r] for r, o in enumerate(outcomes)]

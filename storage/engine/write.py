@@ -7,18 +7,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc32_rows
-from dcp.storage.formats.index import Int64
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import clearing_up
 
-__all__ = ["JOINED_BYTES", "DataFile", "WriteOutcome", "data_file_name", "file_bytes"]
+__all__ = ["JOINED_BYTES", "DataFile", "data_file_name", "file_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,64 +43,6 @@ def file_bytes(payload_bytes: int, records: int, *, torch_compatible: bool) -> i
     return payload_bytes + records * _RECORD_BYTES if torch_compatible else payload_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteOutcome:
-    """Where one rank's chunks and objects ended up; what the coordinator needs for the index.
-
-    Row i of the chunk columns belongs to row i of the rank's write plan. ``crc_counts`` says how many of
-    ``crcs`` are row i's. ``files`` are indexed by ``chunk_files`` and ``object_files``. ``traffic`` is what
-    the rank asked of the storage's service, as `Store.traffic` has it.
-    """
-
-    files: list[str] = field(default_factory=list)
-    file_sizes: list[int] = field(default_factory=list)
-    chunk_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    record_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    record_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    payload_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    payload_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    crc_counts: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    crcs: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
-    object_files: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_offsets: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_lengths: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_crcs: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    object_values: list[bytes | None] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    traffic: dict[str, float] = field(default_factory=dict)
-
-    _ARRAYS = (
-        ("chunk_files", "<i8"),
-        ("record_offsets", "<i8"),
-        ("record_lengths", "<i8"),
-        ("payload_offsets", "<i8"),
-        ("payload_lengths", "<i8"),
-        ("crc_counts", "<i8"),
-        ("crcs", "<u4"),
-        ("object_files", "<i8"),
-        ("object_offsets", "<i8"),
-        ("object_lengths", "<i8"),
-        ("object_crcs", "<i8"),
-    )
-
-    def encode(self) -> bytes:
-        """Packed bytes for the way to the coordinator."""
-        columns = {
-            name: np.asarray(getattr(self, name)).astype(kind).tobytes() for name, kind in self._ARRAYS
-        }
-        plain = ("files", "file_sizes", "object_values", "seconds", "traffic")
-        lists = {name: getattr(self, name) for name in plain}
-        return bytes(msgpack.packb(columns | lists))
-
-    @classmethod
-    def decode(cls, data: bytes) -> WriteOutcome:
-        """The inverse of `encode`."""
-        fields = msgpack.unpackb(data)
-        for name, kind in cls._ARRAYS:
-            fields[name] = np.frombuffer(fields[name], dtype=kind)
-        return cls(**fields)
-
-
 def _integers() -> array[int]:
     return array("q")
 
@@ -116,7 +56,6 @@ class _Rows:
     payload_offsets: array[int] = field(default_factory=_integers)
     payload_lengths: array[int] = field(default_factory=_integers)
     crc_counts: array[int] = field(default_factory=_integers)
-    crc_starts: array[int] = field(default_factory=_integers)
     crcs: array[int] = field(default_factory=_integers)
 
 
@@ -189,7 +128,6 @@ class DataFile:
         rows.payload_offsets.append(payload_offset)
         rows.payload_lengths.append(payload_bytes)
         rows.crc_counts.append(len(crcs))
-        rows.crc_starts.append(len(rows.crcs))
         rows.crcs.extend(crcs)
         return len(rows.record_offsets) - 1
 
@@ -222,7 +160,6 @@ class DataFile:
             (rows.payload_offsets, begins + len(prefix)),
             (rows.record_lengths, np.full(count, length)),
             (rows.payload_lengths, np.full(count, size)),
-            (rows.crc_starts, len(rows.crcs) + summed * np.arange(count)),
             (rows.crc_counts, np.full(count, summed)),
             (rows.crcs, crcs[: count * summed]),
         ):

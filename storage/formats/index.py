@@ -319,7 +319,7 @@ def _first_problem(index: CheckpointIndex) -> str | None:
         column = getattr(index, name)
         if len(column) != rows + 1 or column[0] != 0 or column[-1] != total or (np.diff(column) < 0).any():
             return f"positions {name} do not ascend from 0 to {total}"
-    if len(index.position) != tensors:
+    if len(set(index.fqns)) != tensors:  # not by `position`, which only loads need
         return "two tensors have one name"
     if tensors and not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all():
         return "unknown dtype code"
@@ -421,7 +421,7 @@ def _object_problem(index: CheckpointIndex) -> str | None:
             return f"object column {name} has the wrong length"
     if len(objects.position) != len(objects):
         return "two objects have one name"
-    if not objects.position.keys().isdisjoint(index.position):
+    if not objects.position.keys().isdisjoint(index.fqns):
         return "an object and a tensor have one name"
     if len(objects) == 0:
         return None

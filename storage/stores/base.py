@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
@@ -45,6 +46,7 @@ __all__ = [
     "content_version",
     "is_name",
     "place_text",
+    "version_of_published",
 ]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
@@ -68,14 +70,33 @@ class FileInfo:
     modified_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
 class Version:
     """Which content a small file has now: opaque, to be compared for equality only.
 
-    Equal versions mean equal content, so that a replacement that compares versions loses no update.
+    Equal versions mean equal content, so that a replacement that compares versions loses no update. The token
+    may be given as a function, for what is seldom compared and costs something to make.
     """
 
-    token: str
+    __slots__ = ("_token",)
+
+    def __init__(self, token: str | Callable[[], str]) -> None:
+        self._token = token
+
+    @property
+    def token(self) -> str:
+        """What is compared."""
+        if not isinstance(self._token, str):
+            self._token = self._token()
+        return self._token
+
+    def __eq__(self, other: object) -> bool:
+        return self.token == other.token if isinstance(other, Version) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    def __repr__(self) -> str:
+        return f"Version({self.token!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +206,17 @@ def place_text(place: object) -> str:
 
 def content_version(data: Buffer) -> Version:
     """The version of a file by its content, for backends that have no cheaper stamp as trustworthy."""
-    return Version(f"sha256:{hashlib.sha256(data).hexdigest()}")
+    return Version(_content_token(data))
+
+
+def version_of_published(data: Buffer) -> Version:
+    """`content_version` of what was just published; of bytes, which cannot change, found when it is asked
+    for."""
+    return Version(partial(_content_token, data)) if isinstance(data, bytes) else content_version(data)
+
+
+def _content_token(data: Buffer) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def byte_view(data: Buffer) -> memoryview:

@@ -38,6 +38,7 @@ from dcp.storage.stores.base import (
     content_version,
     is_name,
     place_text,
+    version_of_published,
 )
 from dcp.storage.stores.buffers import POOL
 from dcp.storage.stores.posix_files import (
@@ -259,7 +260,7 @@ class PosixStore(Store):
             raise
         if durable:
             self.sync()
-        return content_version(data)
+        return version_of_published(data)
 
     def delete(self, name: str) -> None:
         """Open handles still read it."""

@@ -121,12 +121,12 @@ def write(plan: GlobalSavePlan, ranks: Sequence[Mapping[str, Held]]) -> Disk:
     """Carry out a save plan; asserts that no chunk is written twice."""
     disk = Disk()
     for writes, tensors in zip(plan.writes, ranks, strict=True):
-        columns, total = save_columns(tensors), 0
+        total = 0
         locals_ = [held.local for held in tensors.values()]
         for row, chunk in enumerate(writes.chunks.tolist()):
             box = slice(int(writes.box_start[row]), int(writes.box_start[row + 1]))
             where = zip(writes.local_offsets[box].tolist(), writes.sizes[box].tolist(), strict=True)
-            source = locals_[int(columns.item_sources[int(writes.items[row])])]
+            source = locals_[int(writes.sources[row])]
             assert chunk not in disk.payloads, "a chunk is written twice"
             disk.payloads[chunk] = source[tuple(slice(at, at + size) for at, size in where)].copy()
             assert list(disk.payloads[chunk].shape) == writes.sizes[box].tolist()

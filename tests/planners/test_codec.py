@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.global_plan import plan_save
 from dcp.planners.wire.codec import (
+    VERSION,
     decode_rank_sets,
     decode_save_columns,
     decode_write_columns,
@@ -144,7 +145,7 @@ def column(*values: int) -> list[Any]:
 
 
 HOSTILE = [
-    (None, "version", 2),
+    (None, "version", VERSION + 1),
     (None, "items", 7),
     (None, "names", b"\xc1"),
     ("names", "dtypes", column(200, 1)),
@@ -184,7 +185,7 @@ def test_malformed_paths_are_refused() -> None:
     ("name", "value"),
     [
         ("version", 9),
-        ("items", column(1)),
+        ("sources", column(1)),
         ("ndims", column(2, 2)),
         ("shares", column(-1, 1)),
         ("shares", column(-2, -1)),

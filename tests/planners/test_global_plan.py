@@ -40,7 +40,7 @@ def test_the_lowest_rank_can_write_all_replicas() -> None:
     """dedup_to_lowest_rank gives every replica to the lowest rank that has it, however large."""
     tensors = {"a": whole((64,)), "b": whole((8,))}
     plan = plan_save([save_columns(tensors)] * 3, dedup_to_lowest_rank=True, split_bytes=16)
-    assert [len(writes.items) for writes in plan.writes] == [2, 0, 0]
+    assert [len(writes.sources) for writes in plan.writes] == [2, 0, 0]
 
 
 def test_a_large_replica_is_split_over_its_holders() -> None:
@@ -96,7 +96,7 @@ def test_files_follow_the_state_dict() -> None:
     """Each rank writes in the order of its own columns."""
     tensors = {name: whole((3,)) for name in ("z", "a", "m", "b")}
     for writes in plan_save([save_columns(tensors)] * 2).writes:
-        assert writes.items.tolist() == sorted(writes.items.tolist())
+        assert writes.sources.tolist() == sorted(writes.sources.tolist())
 
 
 def test_the_index_lists_chunks_by_tensor_and_position() -> None:

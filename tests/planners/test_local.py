@@ -64,7 +64,7 @@ def test_plain_tensors_become_columns() -> None:
     assert local.requires_grad.tolist() == [1, 0]
     assert local.shape_values.tolist() == local.item_sizes.tolist() == [2, 3]
     assert local.shape_start.tolist() == [0, 2, 2]
-    assert local.sources[0] is weight
+    assert local.memory.tensors[0] is weight
     assert local.objects == {"lr": 0.1}
 
 
@@ -90,7 +90,7 @@ def test_the_protocol_of_torch_is_honoured() -> None:
     local = collect_tensors({"rows": torch.ones(2, 3).as_subclass(Rows)})
     assert local.shape_values.tolist() == [8, 3]
     assert local.item_offsets.tolist() == [2, 0]
-    assert local.sources[0].sum() == 6
+    assert local.memory.tensors[0].sum() == 6
 
 
 class TwoParts(Rows):
@@ -144,10 +144,10 @@ def test_columns_say_of_each_tensor_what_it_says_alone() -> None:
             )
             source = items[item][1]
             assert source == next(own_sources)
-            assert local.pointers[source] == piece.source.data_ptr()
-            begin, end = local.source_shape_start[source], local.source_shape_start[source + 1]
-            assert tuple(local.source_shape_values[begin:end].tolist()) == piece.source.shape
-            assert local.is_dense[source] == piece.source.is_contiguous()
+            assert local.memory.pointers[source] == piece.source.data_ptr()
+            begin, end = local.memory.shape_start[source : source + 2]
+            assert tuple(local.memory.shape_values[begin:end].tolist()) == piece.source.shape
+            assert local.memory.is_plain[source] == piece.source.is_contiguous()
 
 
 def test_what_can_be_read_into_where_it_is() -> None:
@@ -160,7 +160,7 @@ def test_what_can_be_read_into_where_it_is() -> None:
         "negated": complex_numbers.conj().imag,
         "conjugated": complex_numbers.conj(),
     }
-    destinations = collect_tensors(state, purpose="load").destinations()
+    destinations = collect_tensors(state, purpose="load").memory
     assert destinations.is_plain.tolist() == [True, False, False, False, False]
     assert destinations.pointers[0] == state["dense"].data_ptr()
     assert destinations.tensors[4] is state["conjugated"]
@@ -196,10 +196,10 @@ def test_lazy_views_are_saved_by_value_and_loaded_into_as_they_are() -> None:
     """A conjugated or negated view is resolved to save it; to load, it must stay the caller's memory."""
     conjugated = torch.tensor([1 + 2j]).conj()
     state = {"conjugated": conjugated, "negated": conjugated.imag, "again": conjugated.resolve_conj()}
-    saved = collect_tensors(state).sources
+    saved = collect_tensors(state).memory.tensors
     assert [source.is_conj() or source.is_neg() for source in saved] == [False] * 3
     assert [source.tolist() for source in saved] == [[1 - 2j], [-2.0], [1 - 2j]]
-    wanted = collect_tensors(state, purpose="load").sources
+    wanted = collect_tensors(state, purpose="load").memory.tensors
     assert wanted[0].data_ptr() == conjugated.data_ptr() and wanted[0].is_conj()
 
 

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.planners.columns import RankSets, SaveColumns, SaveObjects, WriteColumns
+from dcp.planners.columns import RankSets, SaveColumns, SaveObjects
 from dcp.planners.per_rank import PerRank
 from dcp.planners.save.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner, item_digests
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
+from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
 from dcp.storage.formats.index import starts
 from tests.planners.simulation import Held, save_columns, tensor_shapes, worlds
@@ -295,8 +296,8 @@ def test_names_of_one_rank_are_not_those_of_another() -> None:
         planner = DefaultSavePlanner()
         planner.rank = rank
         planner.set_up_planner(values)
-        columns, sources, _ = planner.create_local_columns(digests=False)
-        return Part.of(columns, sources)
+        columns, memory, _ = planner.create_local_columns(digests=False)
+        return Part.of(columns, memory.tensors)
 
     job = Job.of(1)
     saves = [job.save([part_of(rank)]) for rank in (0, 0, 1, 1, 0)]

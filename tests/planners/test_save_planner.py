@@ -308,12 +308,12 @@ def test_columns_carry_digests_only_for_what_others_may_hold(fake_ranks: Any) ->
             "opaque": object,
         }
     )
-    columns, sources, objects = planner.create_local_columns()
+    columns, memory, objects = planner.create_local_columns()
     assert [digest != 0 for digest in columns.item_digests.tolist()] == [True, False, True]
     assert columns.item_sharded.tolist() == [0, 1, 1]
     assert [digest != 0 for digest in columns.objects.digests.tolist()] == [True, False]
     assert objects == [0.1, object]
-    assert [tuple(source.shape) for source in sources] == [(4,), (1,), (2,)]
+    assert [tuple(source.shape) for source in memory.tensors] == [(4,), (1,), (2,)]
     alone = planner.create_local_columns(digests=False)[0]
     assert not alone.item_digests.any()
     assert not alone.objects.digests.any()

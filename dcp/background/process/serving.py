@@ -35,7 +35,7 @@ from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOrder, agreeing_seconds, carry_out
 from dcp.saving.rank_state import RankState
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
-from dcp.storage.tensors import torch_dtype
+from dcp.storage.tensors import LocalMemory, torch_dtype
 from dcp.storage.writer import FileSystemWriter
 from dcp.version import __version__
 
@@ -321,7 +321,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._arenas: dict[int, torch.Tensor] = {}
-        self._layouts: dict[int, dict[int, list[torch.Tensor]]] = {}
+        self._layouts: dict[int, dict[int, LocalMemory]] = {}
         self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
@@ -353,14 +353,13 @@ class _Memory:
         memory = self._arenas[layout["arena"]]
         offsets = np.frombuffer(layout["offsets"], np.int64).tolist()
         shapes = iter(np.frombuffer(layout["shapes"], np.int64).tolist())
-        self._layouts[layout["arena"]] = {
-            layout["key"]: [
-                pickled_state.tensor_view(
-                    memory, offset, tuple(next(shapes) for _ in range(ndim)), torch_dtype(code)
-                )
-                for offset, ndim, code in zip(offsets, layout["ndims"], layout["dtype_codes"], strict=True)
-            ]
-        }
+        views = [
+            pickled_state.tensor_view(
+                memory, offset, tuple(next(shapes) for _ in range(ndim)), torch_dtype(code)
+            )
+            for offset, ndim, code in zip(offsets, layout["ndims"], layout["dtype_codes"], strict=True)
+        ]
+        self._layouts[layout["arena"]] = {layout["key"]: LocalMemory.of(views)}
 
     def _state(self, body: dict[str, Any], fds: list[int]) -> RankState | dict[str, Any]:
         if "staging_error" in body:

@@ -141,16 +141,16 @@ class _Memo:
         known, begin = self._strings, self._count
         with contextlib.suppress(KeyError):  # mostly all of them are known, or none is
             return np.fromiter(map(known.__getitem__, texts), dtype=_UINT32, count=len(texts))
-        distinct = dict.fromkeys(texts)
-        if known.keys().isdisjoint(distinct):
-            fresh = list(distinct)
-        else:
-            fresh = [text for text in distinct if text not in known]
-        known.update(zip(fresh, count(begin), strict=False))
-        self.definitions.extend(_memoized_strings(fresh))
-        self._count += len(fresh)
-        if len(fresh) == len(texts):
+        fresh = dict(zip(texts, count(begin), strict=False))
+        if len(fresh) == len(texts) and fresh.keys().isdisjoint(known):
+            known |= fresh
+            self.definitions.extend(_memoized_strings(texts))
+            self._count += len(texts)
             return np.arange(begin, self._count, dtype=_UINT32)
+        unknown = [text for text in fresh if text not in known]
+        known.update(zip(unknown, count(begin), strict=False))
+        self.definitions.extend(_memoized_strings(unknown))
+        self._count += len(unknown)
         return np.fromiter(map(known.__getitem__, texts), dtype=_UINT32, count=len(texts))
 
     def named(self, module: str, name: str) -> bytes:

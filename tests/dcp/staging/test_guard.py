@@ -67,7 +67,7 @@ def test_what_does_not_change_passes(specs: list[TensorSpec], guard: Guard) -> N
     tensors = [resolved(tensor) for tensor in make_tensors(specs).values()]
     staging = begun(tensors, guard)
     assert staging.run() == []
-    for source, staged in zip(tensors, staging.layout.views, strict=True):
+    for source, staged in zip(tensors, staging.layout.memory.tensors, strict=True):
         assert bits(source) == bits(staged)
 
 
@@ -143,7 +143,7 @@ def test_off_compares_nothing() -> None:
     staging = begun([tensor], "off")
     tensor.fill_(1)
     assert staging.run() == []
-    assert staging.layout.views[0].tolist() == [1] * 10
+    assert staging.layout.memory.tensors[0].tolist() == [1] * 10
 
 
 def test_the_error_names_sixteen_tensors_and_counts_all() -> None:
