@@ -19,6 +19,7 @@ from dcp.demo.s3_server import S3Server
 from dcp.planners.garbage_collection import garbage_collection_paused
 from tests.support.fault_proxy import FaultProxy
 from tests.support.forking import set_preload
+from tests.support.warm_writers import use_warm_writers
 
 # Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
 # tried with --hypothesis-profile=default.
@@ -77,6 +78,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     set_preload()
+    use_warm_writers()
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,16 @@ A process has one such server, which imports what was asked for last; so one lis
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Final
 
-__all__ = ["PRELOADED", "forkserver_context", "set_preload"]
+__all__ = ["PRELOADED", "ensure_fork_server", "forkserver_context", "set_preload"]
+
+_ROOT: Final = Path(__file__).parents[2]
 
 PRELOADED: Final = [
     "pytest",
@@ -26,15 +31,27 @@ PRELOADED: Final = [
     "tests.support.ranks",
     "tests.support.small_parts_worker",
     "tests.support.versions",
+    "tests.support.warm_writers_server",
 ]
 """It has no threads after them, so its forks are safe."""
 
 _context = multiprocessing.get_context("forkserver")
+_server: Final = multiprocessing.forkserver._forkserver
+_ensure_running: Final = _server.ensure_running
 
 
 def set_preload() -> None:
     """Once all test modules are imported: the benchmarks, which some try, ask for modules of their own."""
     _context.set_forkserver_preload(PRELOADED)
+    _server.ensure_running = ensure_fork_server  # type: ignore[method-assign]
+
+
+def ensure_fork_server() -> None:
+    """It is started in the checkout, wherever a test is: it finds ours there, and is silent where it does
+    not."""
+    is_there = _server._forkserver_pid is not None  # type: ignore[attr-defined]
+    with contextlib.nullcontext() if is_there else contextlib.chdir(_ROOT):
+        _ensure_running()
 
 
 def forkserver_context() -> ForkServerContext:

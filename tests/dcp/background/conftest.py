@@ -8,13 +8,15 @@ import pytest
 
 from dcp import AsyncCheckpointerType
 from dcp.background.session import AsyncSession
+from tests.support.warm_writers import cold_writers
 from tests.support.writer_process import TIMEOUT_SECONDS
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[AsyncSession]:
-    """One writer process for many tests: starting one costs seconds."""
+    """One writer process for many tests, because it is started as users have it, which costs seconds."""
     kind = AsyncCheckpointerType.PROCESS
-    made = AsyncSession(no_dist=True, kind=kind, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
+    with cold_writers():
+        made = AsyncSession(no_dist=True, kind=kind, in_flight=2, timeout_seconds=TIMEOUT_SECONDS, start=True)
     yield made
     made.close(240)

@@ -1,0 +1,195 @@
+"""Writer processes of tests come from a process that has torch imported, because each would import it again.
+
+The fork server of the tests (`tests.support.forking`) forks that process once it has imported all. A writer
+gets what a new process would: a session of its own, the environment, the folder and the output of its
+trainer, and no descriptor but its socket. `cold_writers` has them started as users have it, and so has what
+runs as a program of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import dcp.background.process.serving  # noqa: F401 - what a writer imports
+from dcp.background.process import child
+from dcp.background.process.main import main
+from tests.support.forking import ensure_fork_server
+
+__all__ = ["cold_writers", "fork_off", "use_warm_writers"]
+
+_ADDRESS: Final = "TESTS_WARM_WRITERS"
+"""The variable that names the socket, in the environment of all processes of one test process."""
+
+_START_SECONDS: Final = 240.0
+_NUMBER: Final = struct.Struct("=q")
+_LENGTH_BYTES: Final = 1 << 20
+_PR_SET_PDEATHSIG: Final = 1
+_OUTPUTS: Final = (1, 2)
+_EXECUTABLE: Final = sys.executable
+_start_cold: Final = child._popen
+
+
+def use_warm_writers() -> None:
+    """In this process, and in those that the fork server makes from now on."""
+    os.environ[_ADDRESS] = f"tests-{uuid.uuid4().hex}"
+    child._popen = _start
+
+
+@contextlib.contextmanager
+def cold_writers() -> Iterator[None]:
+    """Writers of this process are started as users have it, until the end of the block."""
+    before, child._popen = child._popen, _start_cold
+    try:
+        yield
+    finally:
+        child._popen = before
+
+
+class _Started:
+    """A writer, with as much of `subprocess.Popen` as is asked of it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._status: int | None = None
+        self.pid = _receive_number(connection)
+
+    def kill(self) -> None:
+        """SIGKILL, unless it is known to have ended."""
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, negative for a signal; TimeoutExpired."""
+        with self._lock:
+            if self._status is None:
+                self._connection.settimeout(timeout)
+                try:
+                    self._status = _receive_number(self._connection)
+                except TimeoutError:
+                    raise subprocess.TimeoutExpired("writer", timeout or 0.0) from None
+                self._connection.close()
+            return self._status
+
+
+def _receive_number(connection: socket.socket) -> int:
+    number: int = _NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))[0]
+    return number
+
+
+def _start(theirs: socket.socket, nice: int) -> Any:
+    if sys.executable != _EXECUTABLE:  # a test is about what happens where it is not there
+        return _start_cold(theirs, nice)
+    order = pickle.dumps((os.getpid(), nice, str(Path.cwd()), child.child_environment()))
+    connection = _connect()
+    socket.send_fds(connection, [_NUMBER.pack(len(order)) + order], [theirs.fileno(), *_OUTPUTS])
+    return _Started(connection)
+
+
+def _connect() -> socket.socket:
+    if multiprocessing.parent_process() is None:
+        ensure_fork_server()
+    give_up = time.monotonic() + _START_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect("\0" + os.environ[_ADDRESS])
+            return connection
+        except ConnectionRefusedError:
+            connection.close()
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
+
+
+# -- the process that is forked ------------------------------------------------------------------------------
+
+
+def _serve(listener: socket.socket) -> None:
+    os.closerange(3, listener.fileno())
+    os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
+    while True:
+        connection, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if os.fork() == 0:
+            listener.close()
+            _keep(connection)
+        connection.close()
+
+
+def _keep(connection: socket.socket) -> None:
+    """Start one writer, tell of its end, and end."""
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 1 + len(_OUTPUTS))
+        length = _NUMBER.unpack(data[: _NUMBER.size])[0]
+        order = data[_NUMBER.size :]
+        while len(order) < length:
+            order += connection.recv(length - len(order))
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _be_writer(fds, *pickle.loads(order))
+        for fd in fds:
+            os.close(fd)
+        connection.sendall(_NUMBER.pack(pid))
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError):
+            connection.sendall(_NUMBER.pack(status))
+    finally:
+        os._exit(0)
+
+
+def _be_writer(fds: list[int], trainer: int, nice: int, folder: str, environment: dict[str, str]) -> None:
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, fd in zip(_OUTPUTS, fds[1:], strict=True):
+            os.dup2(fd, number)
+        os.closerange(3, fds[0])
+        os.closerange(fds[0] + 1, os.sysconf("SC_OPEN_MAX"))
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        paths = environment["PYTHONPATH"].split(os.pathsep)
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+        os.getppid = lambda: trainer  # its own is the process that tells of its end
+        main([str(fds[0]), str(trainer), str(nice)])
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def fork_off() -> None:
+    """That process, of the fork server, which has no threads."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + os.environ[_ADDRESS])
+    listener.listen(64)
+    server = os.getpid()
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == server:
+            _serve(listener)
+        os._exit(0)
+    listener.close()
+    child._popen = _start
