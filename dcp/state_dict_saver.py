@@ -8,7 +8,7 @@ them, by torch's protocol (`dcp.engines`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,9 +32,9 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
 from dcp.ranks.handshake import told_to_all
 from dcp.saving.columns import cache_of
-from dcp.saving.engine import RankPart, SaveEngine
+from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.order import SaveOrder, SaveOutcome, carry_out
+from dcp.saving.order import SaveOutcome, carry_out
 from dcp.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -138,19 +138,30 @@ def save_with(
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    coordinator: int = 0,
+    has_stateful: bool = True,
 ) -> tuple[Metadata, SaveOutcome]:
-    """`save`, with what it did on this rank."""
+    """`save`, with what it did on this rank; without ``has_stateful`` all values are saved as they are."""
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
 
     def ranks_of_attempt() -> Ranks:
-        bound = options.timeout_seconds
-        return Ranks(process_group, use_dist=not alone, timeout_seconds=bound, operation="save")
+        return Ranks(
+            process_group,
+            use_dist=not alone,
+            coordinator=coordinator,
+            timeout_seconds=options.timeout_seconds,
+            operation="save",
+        )
+
+    def part(ranks: Ranks) -> RankPart:
+        state = stateful_to_plain(state_dict) if has_stateful else state_dict
+        return engine.part(state, rank=ranks.rank, is_coordinator=ranks.is_coordinator)
 
     with told_to_all(ranks_of_attempt()):
         writer = choose_writer(storage_writer, checkpoint_id, storage_options)
         engine = save_engine(writer, planner, options)
     cache = _cache_for(storage_writer, planner)
-    return _saved(engine, lambda: stateful_to_plain(state_dict), ranks_of_attempt, options, cache)
+    return carry_out(SaveOrder(engine, options), part, lambda _: ranks_of_attempt(), cache=cache)
 
 
 @plain_errors
@@ -242,27 +253,17 @@ def save_state_dict(
 ) -> Metadata:
     """`save` as it was called before torch 2.2; `Stateful` values are saved as they are."""
     storage_writer.reset()
-    alone = works_alone(process_group, no_dist=no_dist, operation="save")
-    ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="save")
-    options = SaveOptions()
-    engine = save_engine(storage_writer, planner, options)
-    metadata, _ = _saved(engine, lambda: state_dict, lambda: ranks, options)
+    metadata, _ = save_with(
+        state_dict,
+        SaveOptions(),
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        coordinator=coordinator_rank,
+        has_stateful=False,
+    )
     return metadata
-
-
-def _saved(
-    engine: SaveEngine,
-    state: Callable[[], dict[str, Any]],
-    ranks_of_attempt: Callable[[], Ranks],
-    options: SaveOptions,
-    cache: PlanCache | None = None,
-) -> tuple[Metadata, SaveOutcome]:
-    """Save what ``state`` gives, which is asked in the first step so that its failure reaches all ranks."""
-
-    def part(ranks: Ranks) -> RankPart:
-        return engine.part(state(), rank=ranks.rank, is_coordinator=ranks.is_coordinator)
-
-    return carry_out(SaveOrder(engine, options), part, lambda _: ranks_of_attempt(), cache=cache)
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

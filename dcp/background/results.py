@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp.background.error_codec import Verdict
 from dcp.background.future import SaveFuture, SaveOutcome
-from dcp.saving.order import SaveOrder
+from dcp.saving.engine import SaveOrder
 from dcp.storage.errors import CheckpointConflictError, WriterProcessError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index

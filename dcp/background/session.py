@@ -37,9 +37,8 @@ from dcp.engines import save_engine
 from dcp.progress import harmless
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
 from dcp.ranks.handshake import begin
-from dcp.saving.engine import RankPart, SaveEngine
+from dcp.saving.engine import RankPart, SaveEngine, SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.order import SaveOrder
 from dcp.staging.guarding.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.storage.errors import CheckpointError, StagingError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from dcp.background.future import SaveFuture
 from dcp.background.worker import BackgroundWriter, Payload, payload_of
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.saving.order import RanksFor, SaveOrder, carry_out
+from dcp.saving.engine import SaveOrder
+from dcp.saving.order import RanksFor, carry_out
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["ThreadWriter"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dcp.background.future import SaveFuture
-    from dcp.saving.order import SaveOrder
+    from dcp.saving.engine import SaveOrder
     from dcp.saving.rank_state import RankState
 
 __all__ = ["BackgroundWriter", "Payload", "StagedDict", "payload_of"]

@@ -22,8 +22,9 @@ from dcp.planners.wire.codec import (
     encode_write_columns,
 )
 from dcp.progress import reporting
+from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
-from dcp.saving.engine import SaveAttempt, SaveEngine, SaveTask
+from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.provenance import provenance_of
 from dcp.saving.rank_state import RankState
 from dcp.storage.engine.assemble import assemble_index
@@ -80,9 +81,11 @@ class ColumnSaveEngine(SaveEngine):
         )
         return RankState.collect(planner, digests=False)
 
-    def attempt(self, task: SaveTask) -> ColumnSave:
+    def attempt(
+        self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
+    ) -> ColumnSave:
         """One attempt on columns."""
-        return ColumnSave(self, task, self._plan)
+        return ColumnSave(order, part, ranks, cache, self.storage, self._plan)
 
 
 class ColumnSave(SaveAttempt):
@@ -93,11 +96,19 @@ class ColumnSave(SaveAttempt):
     wait for the others' and the answer) and ``global_plan`` (on the coordinator) are parts of it.
     """
 
-    def __init__(self, engine: ColumnSaveEngine, task: SaveTask, plan: PlanOptions) -> None:
-        super().__init__(engine, task)
-        self._writer = engine.storage
+    def __init__(
+        self,
+        order: SaveOrder,
+        part: PartOf,
+        ranks: Ranks,
+        cache: PlanCache | None,
+        writer: FileSystemWriter,
+        plan: PlanOptions,
+    ) -> None:
+        super().__init__(order, part, ranks)
+        self._writer = writer
         self._plan_options = plan
-        self._cache = task.cache
+        self._cache = cache
         self._offered = 0.0
         self._local: RankState | None = None
         self._plan: GlobalSavePlan | None = None
@@ -231,6 +242,7 @@ class ColumnSave(SaveAttempt):
             dedup_to_lowest_rank=self._plan_options.dedup_to_lowest_rank,
             split_bytes=self._plan_options.split_bytes,
             check_replicas=self._check != "off",
+            with_sets=self._cache is not None,
         )
         save_id = self._writer.save_id
         extras = [b""] * len(parts) if self._cache is None else self._cache.planned(self._plan)

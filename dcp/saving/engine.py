@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +24,28 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["RankPart", "SaveAttempt", "SaveEngine", "SaveTask"]
+__all__ = ["PartOf", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder"]
 
 RankPart = Any
 """What a rank has, as the engine takes it: a `RankState`, or for torch's protocol the state dict."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveTask:
-    """One attempt: to save what ``part`` gives, which is asked in the first step so that its failure reaches
-    all ranks. ``before`` are seconds of phases that came before; ``cache``, on all ranks or on none, lets the
-    plan of the save before serve again."""
+PartOf = Callable[["Ranks"], RankPart]
+"""Gives what this rank of those has. It is asked in the first step, so that its failure reaches all ranks."""
 
-    part: Callable[[], RankPart]
-    ranks: Ranks
+
+@dataclass
+class SaveOrder:
+    """What to save and how, as it travels to who carries it out. ``seconds`` are phases that came before.
+
+    ``options.retries`` further attempts follow on storage errors, after ``options.retry_pause_seconds``,
+    doubled each time.
+    """
+
+    engine: SaveEngine
     options: SaveOptions
-    before: Mapping[str, float] = field(default_factory=dict)
-    cache: PlanCache | None = None
+    serial: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class SaveEngine(ABC):
@@ -60,8 +65,11 @@ class SaveEngine(ABC):
         """What rank ``rank`` has."""
 
     @abstractmethod
-    def attempt(self, task: SaveTask) -> SaveAttempt:
-        """One attempt, to be run."""
+    def attempt(
+        self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
+    ) -> SaveAttempt:
+        """One attempt, to be run. ``cache``, on all ranks or on none, lets the plan of the save before serve
+        again."""
 
 
 class SaveAttempt(ABC):
@@ -71,12 +79,13 @@ class SaveAttempt(ABC):
     served again, are known after `run`.
     """
 
-    def __init__(self, engine: SaveEngine, task: SaveTask) -> None:
-        self._task = task
-        self._storage = engine.storage
-        self._ranks = task.ranks
-        self._options = task.options
-        self._together = task.options.use_collectives
+    def __init__(self, order: SaveOrder, part: PartOf, ranks: Ranks) -> None:
+        self._order = order
+        self._part_of = part
+        self._storage = order.engine.storage
+        self._ranks = ranks
+        self._options = order.options
+        self._together = order.options.use_collectives
         self._scattered = False
         self._answer = b""
         self.seconds: dict[str, float] = {}
@@ -140,8 +149,8 @@ class SaveAttempt(ABC):
         self._scattered = len(set(places)) > 1
 
     def _part(self) -> RankPart:
-        part = self._task.part()
-        self.seconds.update(self._task.before)  # staging may have ended only now
+        part = self._part_of(self._ranks)
+        self.seconds.update(self._order.seconds)  # staging may have ended only now
         return part
 
     def _plan_together(self) -> bytes:

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
-from dcp.saving.engine import RankPart, SaveEngine, SaveTask
-from dcp.saving.options import SaveOptions
+from dcp.saving.engine import PartOf, SaveOrder
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -27,7 +26,7 @@ from dcp.storage.errors import (
     StorageFullError,
 )
 
-__all__ = ["RanksFor", "SaveOrder", "SaveOutcome", "agreeing_seconds", "carry_out", "is_passing"]
+__all__ = ["RanksFor", "SaveOutcome", "agreeing_seconds", "carry_out", "is_passing"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +48,9 @@ class SaveOutcome:
     plan_reused: bool = False
 
 
-@dataclass
-class SaveOrder:
-    """What to save and how. ``seconds`` are phases that came before.
-
-    ``options.retries`` further attempts follow on storage errors, after ``options.retry_pause_seconds``,
-    doubled each time.
-    """
-
-    engine: SaveEngine
-    options: SaveOptions
-    serial: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 def carry_out(
     order: SaveOrder,
-    part: Callable[[Ranks], RankPart],
+    part: PartOf,
     ranks_for: RanksFor,
     *,
     abort: threading.Event | None = None,
@@ -109,7 +94,7 @@ def agreeing_seconds(timeout_seconds: float) -> float:
 
 def _attempt(
     order: SaveOrder,
-    part: Callable[[Ranks], RankPart],
+    part: PartOf,
     ranks: Ranks,
     number: int,
     abort: threading.Event | None,
@@ -119,9 +104,8 @@ def _attempt(
     options = order.options
     if abort is not None:
         watched = _watched(abort, options.progress, show=ranks.is_coordinator)
-        options = replace(options, progress=watched)
-    task = SaveTask(part=lambda: part(ranks), ranks=ranks, options=options, before=order.seconds, cache=cache)
-    attempt = order.engine.attempt(task)
+        order = replace(order, options=replace(options, progress=watched))
+    attempt = order.engine.attempt(order, part, ranks, cache)
     metadata = attempt.run()
     save_id = str(getattr(order.engine.writer, "save_id", ""))
     seconds = attempt.seconds | {"save": time.perf_counter() - begun}

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp.planners.save.options import PlanOptions
 from dcp.ranks.options import of_save
-from dcp.saving.engine import SaveAttempt, SaveEngine, SaveTask
+from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.provenance import provenance_of
 from dcp.saving.rank_state import warn_of_foreign, warn_of_keys
 from dcp.storage.errors import CheckpointError
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
 
+    from dcp.planners.save.plan_cache import PlanCache
     from dcp.planners.save.planner import DefaultSavePlanner
+    from dcp.ranks.collectives import Ranks
     from dcp.storage.writer import FileSystemWriter
 
 __all__ = ["ProtocolSave", "ProtocolSaveEngine"]
@@ -54,16 +56,18 @@ class ProtocolSaveEngine(SaveEngine):
         """The state dict itself: what is in it, the planner finds out."""
         return state
 
-    def attempt(self, task: SaveTask) -> ProtocolSave:
-        """One attempt; no plan of others is kept."""
-        return ProtocolSave(self, task)
+    def attempt(
+        self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None
+    ) -> ProtocolSave:
+        """One attempt; no plan is kept for the next."""
+        return ProtocolSave(self, order, part, ranks)
 
 
 class ProtocolSave(SaveAttempt):
     """One attempt by torch's protocol; its metadata are those that the planner made."""
 
-    def __init__(self, engine: ProtocolSaveEngine, task: SaveTask) -> None:
-        super().__init__(engine, task)
+    def __init__(self, engine: ProtocolSaveEngine, order: SaveOrder, part: PartOf, ranks: Ranks) -> None:
+        super().__init__(order, part, ranks)
         self._writer, self._planner, self._ours = engine.writer, engine.planner, engine.ours
         self._made: Metadata | None = None
 

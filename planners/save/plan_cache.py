@@ -25,7 +25,7 @@ from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.digest import ReplicaCheck
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_fingerprints import folds_of
-from dcp.planners.save.replica_sets import differing, replica_sets
+from dcp.planners.save.replica_sets import differing
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
@@ -214,14 +214,13 @@ class PlanCache:
         return self._joint.plan
 
     def planned(self, plan: GlobalSavePlan) -> list[bytes]:
-        """Keep a new plan for `commit`; returns what each rank receives."""
+        """Keep a new plan, made with its sets, for `commit`; returns what each rank receives."""
         self._joint = self._next_joint = None
-        ranks = len(plan.writes)
-        sets = replica_sets(plan.holders, ranks)
+        sets = plan.sets
         if sets is None:
-            return [b""] * ranks
+            return [b""] * len(plan.writes)
         plan_id = uuid.uuid4().bytes
-        self._next_joint = _JointPlan(plan_id, replace(plan, holders=None), [mine.numbers for mine in sets])
+        self._next_joint = _JointPlan(plan_id, replace(plan, sets=None), [mine.numbers for mine in sets])
         return [plan_id + encode_rank_sets(mine) for mine in sets]
 
 

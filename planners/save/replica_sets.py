@@ -9,48 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import RankSets
-from dcp.storage.formats.index import Int64, starts
+from dcp.planners.columns import RankSets, SaveColumns
+from dcp.planners.save.boxes import Boxes, Items
+from dcp.planners.save.merge import MergedObjects
+from dcp.storage.formats.index import Int64
 
-if TYPE_CHECKING:
-    from dcp.planners.columns import SaveColumns
-    from dcp.planners.save.global_plan import Boxes, Items
-    from dcp.planners.save.merge import MergedObjects
-
-__all__ = ["Holders", "differing", "replica_sets"]
-
-
-@dataclass(frozen=True, eq=False)
-class Holders:
-    """Which rows of which ranks were compared as replicas.
-
-    Items of all ranks (``ranks``, ``rows``, whether their digest is ``known``) and the distinct boxes:
-    ``members[start[b]:start[b + 1]]`` are the items of box b, ascending by rank. Objects: ``object_rows[r]``
-    maps rank r's rows to rows of the index, ``objects_known[r]`` says which had a digest.
-    """
-
-    ranks: Int64
-    rows: Int64
-    known: npt.NDArray[np.bool_]
-    members: Int64
-    start: Int64
-    object_rows: list[Int64]
-    objects_known: list[npt.NDArray[np.bool_]]
-
-    @classmethod
-    def of(
-        cls, items: Items, boxes: Boxes, objects: MergedObjects, all_columns: Sequence[SaveColumns]
-    ) -> Holders:
-        """The holders in a global plan."""
-        known = [columns.objects.digests != 0 for columns in all_columns]
-        return cls(
-            items.ranks, items.rows, items.digests != 0, boxes.members, boxes.start, objects.rows, known
-        )
+__all__ = ["differing", "replica_sets"]
 
 
 def _no_int64() -> Int64:
@@ -67,19 +35,20 @@ class _Members:
     keys: npt.NDArray[np.uint64]
 
 
-def replica_sets(holders: Holders | None, world_size: int) -> list[RankSets] | None:
-    """The sets by rank; None where a rank holds a box twice, which only a full plan compares."""
-    if holders is None:
-        return [RankSets(_no_int64(), starts([]), _no_int64(), starts([]), _no_int64())] * world_size
-    items, objects = _members_of_boxes(holders), _members_of_objects(holders)
-    if items is None:
+def replica_sets(
+    items: Items, boxes: Boxes, objects: MergedObjects, all_columns: Sequence[SaveColumns]
+) -> list[RankSets] | None:
+    """The sets by rank of what has digests; None where a rank holds a box twice, which only a full plan
+    compares."""
+    of_boxes, of_objects = _members_of_boxes(items, boxes), _members_of_objects(objects, all_columns)
+    if of_boxes is None:
         return None
-    keys, numbers = np.unique(np.concatenate([items.keys, objects.keys]), return_inverse=True)
-    of_items, of_objects = numbers[: len(items.keys)], numbers[len(items.keys) :]
+    keys, numbers = np.unique(np.concatenate([of_boxes.keys, of_objects.keys]), return_inverse=True)
+    box_numbers, object_numbers = numbers[: len(of_boxes.keys)], numbers[len(of_boxes.keys) :]
     by_rank = []
-    for rank in range(world_size):
-        item_sets, item_rows = _of_rank(items, of_items, rank)
-        object_sets, object_rows = _of_rank(objects, of_objects, rank)
+    for rank in range(len(all_columns)):
+        item_sets, item_rows = _of_rank(of_boxes, box_numbers, rank)
+        object_sets, object_rows = _of_rank(of_objects, object_numbers, rank)
         mine = np.union1d(item_sets, object_sets)
         by_rank.append(
             RankSets(
@@ -100,18 +69,17 @@ def _of_rank(members: _Members, sets: Int64, rank: int) -> tuple[Int64, Int64]:
     return sets[order], members.rows[order]
 
 
-def _members_of_boxes(holders: Holders) -> _Members | None:
-    boxes = np.repeat(np.arange(len(holders.start) - 1), np.diff(holders.start))
-    known = holders.known[holders.members]
-    items, boxes = holders.members[known], boxes[known]
-    members = _members(boxes, holders.ranks[items], holders.rows[items])
-    again = (members.groups[1:] == members.groups[:-1]) & (members.ranks[1:] == members.ranks[:-1])
-    return None if again.any() else members
+def _members_of_boxes(items: Items, boxes: Boxes) -> _Members | None:
+    known = items.digests[boxes.members] != 0
+    members, groups = boxes.members[known], np.repeat(np.arange(len(boxes.start) - 1), np.diff(boxes.start))
+    found = _members(groups[known], items.ranks[members], items.rows[members])
+    again = (found.groups[1:] == found.groups[:-1]) & (found.ranks[1:] == found.ranks[:-1])
+    return None if again.any() else found
 
 
-def _members_of_objects(holders: Holders) -> _Members:
-    rows = [np.flatnonzero(known) for known in holders.objects_known]
-    groups = np.concatenate([of[mine] for of, mine in zip(holders.object_rows, rows, strict=True)])
+def _members_of_objects(objects: MergedObjects, all_columns: Sequence[SaveColumns]) -> _Members:
+    rows = [np.flatnonzero(columns.objects.digests) for columns in all_columns]
+    groups = np.concatenate([of[mine] for of, mine in zip(objects.rows, rows, strict=True)])
     ranks = np.repeat(np.arange(len(rows)), [len(mine) for mine in rows])
     order = np.argsort(groups, kind="stable")
     return _members(groups[order], ranks[order], np.concatenate(rows)[order])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.save.boxes import Boxes, Items
 from dcp.planners.save.merge import MergedObjects, MergedTensors, describe_sides, rank_list
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
 from dcp.storage.geometry.ragged import by_ndim
-
-if TYPE_CHECKING:
-    from dcp.planners.save.global_plan import Boxes, Items
 
 __all__ = [
     "check_bounds",
@@ -87,12 +84,6 @@ def check_kinds(tensors: MergedTensors, objects: MergedObjects) -> list[str]:
     return problems
 
 
-def _box_text(items: Items, item: int) -> str:
-    begin, end = items.start[item], items.start[item + 1]
-    pairs = zip(items.offsets[begin:end].tolist(), items.sizes[begin:end].tolist(), strict=True)
-    return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
-
-
 def check_bounds(items: Items, tensors: MergedTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
     """(items inside of their tensors, what is wrong with the others)."""
     counts = np.diff(items.start)
@@ -106,7 +97,7 @@ def check_bounds(items: Items, tensors: MergedTensors) -> tuple[npt.NDArray[np.b
     if bad.any():
         inside[filled] = ~np.logical_or.reduceat(bad, items.start[:-1][filled])
     problems = [
-        f"rank {items.ranks[item]}: box {_box_text(items, item)} of "
+        f"rank {items.ranks[item]}: box {items.box_text(item)} of "
         f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "
         f"{tensors.shape(int(items.tensors[item]))}"
         for item in np.flatnonzero(~inside).tolist()
@@ -128,8 +119,8 @@ def check_boxes(
             one, other = int(group.rows[i]), int(group.rows[j])
             overlapped.add(int(items.tensors[one]))
             problems.append(
-                f"{tensors.fqns[int(items.tensors[one])]!r}: box {_box_text(items, one)} of rank "
-                f"{items.ranks[one]} and {_box_text(items, other)} of rank {items.ranks[other]} overlap"
+                f"{tensors.fqns[int(items.tensors[one])]!r}: box {items.box_text(one)} of rank "
+                f"{items.ranks[one]} and {items.box_text(other)} of rank {items.ranks[other]} overlap"
             )
     if complete:
         problems += _gaps(items.volumes[first], box_tensors, tensors, volumes, overlapped)
@@ -162,12 +153,12 @@ def check_replica_digests(items: Items, boxes: Boxes, tensors: MergedTensors) ->
     lowest = np.minimum.reduceat(known, boxes.start[:-1])
     mismatches = []
     for box in np.flatnonzero((highest != 0) & (highest != lowest)).tolist():
-        members = boxes.members[boxes.start[box] : boxes.start[box + 1]]
+        members = boxes.of(box)
         sides: dict[int, list[int]] = {}
         for item in members.tolist():
             if items.digests[item]:
                 sides.setdefault(int(items.digests[item]), []).append(int(items.ranks[item]))
         fqn = tensors.fqns[int(items.tensors[members[0]])]
-        where = f"tensor {fqn!r}, box {_box_text(items, int(members[0]))}, differs between replicas"
+        where = f"tensor {fqn!r}, box {items.box_text(int(members[0]))}, differs between replicas"
         mismatches.append((fqn, f"{where}: {describe_sides(list(sides.values()))}"))
     return mismatches

@@ -21,7 +21,7 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.saving import columns as columnar_save
 from dcp.saving.columns import ColumnSaveEngine, cache_of
-from dcp.saving.engine import SaveTask
+from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.rank_state import RankState
 from dcp.storage.errors import ReplicaMismatchError, StorageError
@@ -114,13 +114,13 @@ def save_steps(rank: int, world_size: int, folder: str) -> list[Step]:
         planner, ranks = DefaultSavePlanner(), CountingRanks(use_dist=True)
         planner.rank = rank
 
-        def local(step: int = step, planner: DefaultSavePlanner = planner) -> RankState:
+        def local(_: Ranks, step: int = step, planner: DefaultSavePlanner = planner) -> RankState:
             planner.set_up_planner(state(rank, world_size, step))
             return RankState.collect(planner, digests=False)
 
         writer = FileSystemWriter(place, sync_files=False)
         engine = ColumnSaveEngine(writer, planner, PlanOptions.of(planner))
-        save = engine.attempt(SaveTask(part=local, ranks=ranks, options=SaveOptions(), cache=cache))
+        save = engine.attempt(SaveOrder(engine, SaveOptions()), local, ranks, cache)
         save.run()
         loaded = loads(rank, world_size, place, step)
         steps.append(Step(dict(ranks.said), save.plan_reused, set(save.seconds), loaded))

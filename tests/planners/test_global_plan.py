@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dcp.planners.layout.placements import LocalBox
-from dcp.planners.save.global_plan import LARGE_OBJECT_BYTES, plan_save
+from dcp.planners.save.dealing import LARGE_OBJECT_BYTES
+from dcp.planners.save.global_plan import plan_save
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from tests.planners.simulation import Held, save_columns, whole_tensor, write
 

@@ -146,6 +146,7 @@ class Job:
             [part.digested(self.check) for part in parts],
             split_bytes=self.split_bytes,
             check_replicas=self.check != "off",
+            with_sets=True,
         )
 
 

@@ -17,7 +17,7 @@ from dcp.background.process import pickled_state
 from dcp.background.process.child import Child
 from dcp.background.worker import Payload
 from dcp.planners.columns import SaveColumns, SaveObjects
-from dcp.saving.order import SaveOrder
+from dcp.saving.engine import SaveOrder
 from dcp.staging.stager import StagedState
 from dcp.storage.errors import CheckpointError
 from dcp.storage.tensors import dtype_code

@@ -31,8 +31,9 @@ from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.ranks.presence import Presence
+from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.order import SaveOrder, agreeing_seconds, carry_out
+from dcp.saving.order import agreeing_seconds, carry_out
 from dcp.saving.rank_state import RankState
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import LocalMemory, torch_dtype

@@ -26,7 +26,8 @@ from dcp.background.results import end_future
 from dcp.background.worker import BackgroundWriter, Payload
 from dcp.progress import Progress
 from dcp.ranks.collectives import Channel, Ranks
-from dcp.saving.order import SaveOrder, agreeing_seconds
+from dcp.saving.engine import SaveOrder
+from dcp.saving.order import agreeing_seconds
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
 
 __all__ = ["ProcessWriter"]

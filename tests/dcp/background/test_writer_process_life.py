@@ -23,8 +23,8 @@ from dcp.background.future import SaveFuture
 from dcp.background.results import end_future
 from dcp.background.session import AsyncSession
 from dcp.engines import save_engine
+from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.order import SaveOrder
 from dcp.storage.errors import WriterProcessError
 from dcp.storage.stores import PosixStore
 from tests.support.gates import FileGate, open_gated
