@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 
-from dcp.planners.load.empty_state_planner import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.planners.load.planner import DefaultLoadPlanner
+from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.planners.save.planner import DefaultSavePlanner
 
 __all__ = [

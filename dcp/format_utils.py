@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from dcp.conversion.run import convert
-from dcp.planners.load.dynamic_planner import DynamicMetaLoadPlanner
+from dcp.planners.load.torch_planners import DynamicMetaLoadPlanner
 from dcp.storage.foreign_readers import BroadcastingTorchSaveReader
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch
 
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest, Region, Runs
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Region
 from dcp.storage.engine.reading.units import Unit
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import PlanError
@@ -99,7 +99,7 @@ class ReadRequest:
 
 def classify(
     engine: ReadEngine, request: ReadRequest
-) -> tuple[Runs, list[Region], list[Unit], list[BoxRequest]]:
+) -> tuple[ByteRuns, list[Region], list[Unit], list[BoxRequest]]:
     """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request: units, or
     boxes where the engine joins what it reads."""
     runs, others = _plain_runs(engine, request)
@@ -127,18 +127,18 @@ def classify(
     return _joined(runs, more), regions, units, staged
 
 
-def _joined(runs: Runs, more: Sequence[tuple[int, int, int, int]]) -> Runs:
+def _joined(runs: ByteRuns, more: Sequence[tuple[int, int, int, int]]) -> ByteRuns:
     if not more:
         return runs
     columns = np.array(more, np.int64).T
-    whole = zip((getattr(runs, field.name) for field in fields(Runs)), columns, strict=True)
-    return Runs(*(np.concatenate(parts) for parts in whole))
+    whole = zip((getattr(runs, field.name) for field in fields(ByteRuns)), columns, strict=True)
+    return ByteRuns(*(np.concatenate(parts) for parts in whole))
 
 
 # -- all rows at once ----------------------------------------------------------------------------------------
 
 
-def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, Int64]:
+def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[ByteRuns, Int64]:
     """(rows that are one run in the payload and one in plain memory of the stored dtype, numbers of the
     others)."""
     index, memory = engine.index, request.destinations
@@ -170,7 +170,7 @@ def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[Runs, Int64]:
         volumes[rows] = lengths.prod(axis=1)
     found = np.flatnonzero(is_run)
     itemsizes = index.itemsizes[tensors[found]]
-    runs = Runs(
+    runs = ByteRuns(
         chunks=chunks[found],
         payload_positions=positions[found] * itemsizes,
         sizes_bytes=volumes[found] * itemsizes,

@@ -1,1 +1,4 @@
-"""What training waits for: asynchronous saves, training loops, staging from a device."""
+"""What training waits for: asynchronous saves, training loops, staging from a device.
+
+Saves that are waited for are in `benchmarks.rounds`.
+"""

@@ -1,1 +1,4 @@
-"""Conversions, ours and stock's."""
+"""Conversions, ours and stock's.
+
+The checkpoints that are converted are saved here, too; nothing else measures conversions.
+"""

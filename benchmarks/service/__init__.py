@@ -1,1 +1,4 @@
-"""The catalog and the service under load."""
+"""The catalog and the service under load: scans, lists, downloads, its start.
+
+What training waits for is measured elsewhere.
+"""

@@ -1,4 +1,7 @@
-"""The command line: one module per command, all of them without torch."""
+"""The command line: arguments, tables, errors as lines. Without torch.
+
+A command is a module of `subcommands`; what it finds out is a function of the library.
+"""
 
 from dcp.cli.app import main
 

@@ -7,23 +7,8 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Commands
-from dcp.cli.subcommands import (
-    cat,
-    convert,
-    db,
-    demo,
-    diff,
-    gc,
-    keys,
-    ls,
-    rm,
-    roots,
-    serve,
-    show,
-    stats,
-    verify,
-    worker,
-)
+from dcp.cli.subcommands import cat, convert, demo, diff, gc, ls, rm, show, stats, verify
+from dcp.cli.subcommands.service import db, keys, roots, serve, worker
 from dcp.version import __version__
 
 __all__ = ["app", "main"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dcp.loading.report import LoadReport
 from dcp.loading.targets import GivenState
-from dcp.planners.load.options import LoadOptions, LoadTask
+from dcp.planners.load.options import LoadAttempt, LoadOptions
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed
@@ -89,7 +89,7 @@ class LoadEngine(ABC):
 
     def _attempt(self, targets: GivenState, filled: set[str]) -> LoadReport:
         report = LoadReport()
-        task = LoadTask(
+        attempt = LoadAttempt(
             options=self._given,
             unasked=targets.unasked,
             must_fill=frozenset(filled),
@@ -97,7 +97,7 @@ class LoadEngine(ABC):
         )
         planner, ranks = self._ours, self.ranks
         if planner is not None:
-            planner.begin_load(ranks.rank, ranks.world_size, task)
+            planner.begin_load(ranks.rank, ranks.world_size, attempt)
         try:
             self.plan(targets, report)
             self.read(report)

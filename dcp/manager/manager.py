@@ -22,12 +22,12 @@ from dcp.manager import exit_hooks
 from dcp.manager.catalog.registration import CatalogRegistration, registrar_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
 from dcp.manager.cleanup.retention import Retention
+from dcp.manager.coordination.schedule import Schedule
+from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.ledger import SaveLedger
 from dcp.manager.restore import Restored, restore
 from dcp.manager.save_executor import Mode, SaveSettings, check_group, save_executor
-from dcp.manager.schedule import Schedule
-from dcp.manager.step_coordinator import StepCoordinator
 from dcp.manager.step_saver import StepSaver, WhenBusy
 from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of

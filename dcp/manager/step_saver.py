@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.manager.cleanup.post_commit import PostCommitWorker
+from dcp.manager.coordination.schedule import Reason
+from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import Events
 from dcp.manager.ledger import SaveLedger
 from dcp.manager.save_executor import SaveExecutor
-from dcp.manager.schedule import Reason
-from dcp.manager.step_coordinator import StepCoordinator
 from dcp.storage.errors import CheckpointError
 from dcp.storage.writer import FileSystemWriter
 

@@ -13,9 +13,9 @@ import torch
 
 from dcp.planners.by_value import encode_by_value
 from dcp.planners.columns import SaveColumns, SaveObjects
-from dcp.planners.load.trust import foreign_values
 from dcp.planners.save.digest import ReplicaCheck, digest_bytes
 from dcp.planners.save.planner import OPAQUE_OBJECT_BYTES, DefaultSavePlanner, item_digests
+from dcp.planners.save.trust import foreign_values
 from dcp.saving.objects import encode_object
 from dcp.storage.errors import PlanError
 from dcp.storage.file_partitions import EncodedObjects

@@ -1,15 +1,26 @@
-"""Values from their torch.save bytes."""
+"""Values from their torch.save bytes.
+
+Those that torch refuses though they are harmless are decoded without running a pickle.
+`torch.serialization.safe_globals` would do for some of those, but it is global to the process, so that other
+threads would load with it too, and numpy's functions believe what they are told.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dcp.planners.load.safe_object import safe_object
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
+from dcp.storage.formats.torch.python_values import python_value
+from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
 __all__ = ["load_object"]
 
@@ -35,7 +46,7 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
         refused = _refused(fqn, str(error), weights_only=weights_only)
         if weights_only and head == b"PK":
             try:
-                return safe_object(buffer.getvalue()[begin:])
+                return _safe_object(buffer.getvalue()[begin:])
             except CheckpointFormatError:  # torch's reasons are the ones that its users know
                 raise refused from error
         raise refused from error
@@ -59,3 +70,37 @@ def _refused(fqn: str, text: str, *, weights_only: bool) -> CheckpointFormatErro
         "load with weights_only=False, or allow the class with torch.serialization.add_safe_globals",
         fqn=fqn,
     )
+
+
+def _safe_object(blob: bytes) -> Any:
+    """The value of torch.save bytes, tensors in it included.
+
+    Raises UnsafeObjectError where it is not harmless, another CheckpointFormatError where it is damaged or
+    makes more of its bytes than an honest value does.
+    """
+    opened = ObjectBlob(blob)
+
+    def tensor(facts: TensorPickle) -> torch.Tensor:
+        name = dtypes.BY_CODE[facts.dtype_code].name
+        elements = opened.elements(facts)
+        try:
+            dtype: torch.dtype = getattr(torch, name)
+            data = torch.frombuffer(elements, dtype=dtype) if elements.size else torch.empty(0, dtype=dtype)
+            return data.reshape(facts.sizes).requires_grad_(facts.requires_grad)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(f"this torch makes no such tensor of {name}") from error
+
+    special: dict[type, Callable[[Any], Any]] = {
+        TensorPickle: tensor,
+        SizePickle: torch.Size,
+        Dtype: lambda dtype: getattr(torch, dtype.name),
+        DevicePickle: _device,
+    }
+    return python_value(opened.decoded, opened.pickle_bytes, special)
+
+
+def _device(device: DevicePickle) -> torch.device:
+    try:
+        return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointFormatError(f"there is no device {device.type[:40]!r}") from error

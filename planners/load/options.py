@@ -11,7 +11,7 @@ from dcp.planners.load.unexpected import Unexpected
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
 
-__all__ = ["LoadDtype", "LoadOptions", "LoadTask", "PerRankLoad"]
+__all__ = ["LoadAttempt", "LoadDtype", "LoadOptions", "PerRankLoad"]
 
 PerRankLoad = Literal["exact", "keep"]
 """What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
@@ -69,7 +69,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadTask:
+class LoadAttempt:
     """One load, as its planner is told of it.
 
     ``unasked``: keys of the top level whose entries the caller left out, because nothing of them can be

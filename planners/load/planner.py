@@ -23,10 +23,10 @@ from dcp.planners.layout.local import LocalTensors, collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.materialise import has_meta_tensor, materialise
-from dcp.planners.load.choice import LoadSelection, choose, per_rank_path
+from dcp.planners.load.load_selection import LoadSelection, choose, per_rank_path
 from dcp.planners.load.objects import load_object
 from dcp.planners.load.optimizer_dicts import prefixes_without_state
-from dcp.planners.load.options import LoadOptions, LoadTask, PerRankLoad
+from dcp.planners.load.options import LoadAttempt, LoadOptions, PerRankLoad
 from dcp.planners.load.plan import LoadFindings, plan_load
 from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
@@ -99,33 +99,33 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.lost_keys: tuple[str, ...] = ()
         self.left_per_rank: tuple[str, ...] = ()
         self.materialised_keys: tuple[str, ...] = ()
-        self._choice: LoadSelection | None = None
+        self._selection: LoadSelection | None = None
         self._planned: tuple[LoadSelection, Sequence[str]] | None = None
-        self._load_task = LoadTask()
+        self._attempt = LoadAttempt()
         self._touched: frozenset[str] = frozenset()
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._lookup = BoxLookup()
 
-    def begin_load(self, rank: int, world_size: int, task: LoadTask | None = None) -> None:
+    def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt | None = None) -> None:
         """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""
         self.rank, self.world_size = rank, world_size
-        self._load_task = task if task is not None else LoadTask()
-        self._choice = self._planned = None
+        self._attempt = attempt if attempt is not None else LoadAttempt()
+        self._selection = self._planned = None
         self.unexpected_keys, self.lost_keys, self.left_per_rank = (), (), ()
         self.materialised_keys = ()
-        self._touched = self._load_task.must_fill
+        self._touched = self._attempt.must_fill
         self._later, self._copies = [], []
 
     def end_load(self) -> None:
         """The load is done, be it well or not: what was found stays, what it was asked for does not."""
-        self._load_task = LoadTask()
+        self._attempt = LoadAttempt()
         self._tell_autograd()
 
     @property
     def _load_options(self) -> LoadOptions:
         """Those that the present load was given, over the planner's own."""
-        return self._load_task.options.over(self)
+        return self._attempt.options.over(self)
 
     def set_up_planner(
         self,
@@ -183,14 +183,14 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""
-        if self._load_task.stores_later:
+        if self._attempt.stores_later:
             self._later.append(([fqn], [value]))
         else:
             self._put(fqn, value)
 
     def store_objects(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
         """`store_object` of many."""
-        if self._load_task.stores_later:
+        if self._attempt.stores_later:
             self._later.append((fqns, values))
         else:
             self._put_all(fqns, values)
@@ -245,26 +245,26 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         options = self._load_options
         selection, renamed = Selection.of(options.only, options.exclude), renamer(options.rename)
         self._use_legacy_keys(index, selection, renamed)
-        self._choice = choice = choose(
+        self._selection = chosen = choose(
             self.state_dict,
             index,
             selection=selection,
             renamed=renamed,
             keep=self._per_rank_name if options.per_rank == "keep" else None,
             world_size=self.world_size if self.world_size is not None else _current_world_size(),
-            unasked=self._load_task.unasked,
+            unasked=self._attempt.unasked,
         )
-        return choice
+        return chosen
 
     @property
     def untouched_keys(self) -> frozenset[str]:
         """Keys of the top level of which nothing was loaded, though they have entries."""
-        if self._choice is None or self._choice.values is self.state_dict:
+        if self._selection is None or self._selection.values is self.state_dict:
             return frozenset()
         tops = self.mappings if self.flatten_state_dict else {}
         touched, every = (
             {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
-            for fqns in (self._choice.values, self.state_dict)
+            for fqns in (self._selection.values, self.state_dict)
         )
         return frozenset(every - touched)
 
@@ -273,8 +273,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """Entries that the load, be it done or failed, may have changed, and those that it had to fill."""
         if self._planned is None:
             return self._touched
-        choice, waiting = self._planned
-        return self._touched | (choice.values.keys() - {*self.missing_keys, *waiting})
+        chosen, waiting = self._planned
+        return self._touched | (chosen.values.keys() - {*self.missing_keys, *waiting})
 
     def _tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
@@ -290,7 +290,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         options = self._load_options
         given = [name for name in ("only", "exclude", "rename") if getattr(options, name) is not None]
         given += ["per_rank"] if options.per_rank != "exact" else []
-        if given and self._choice is None:
+        if given and self._selection is None:
             raise PlanError(
                 f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
                 "DefaultLoadPlanner.create_local_plan"
@@ -308,14 +308,14 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return self.rank if self.rank is not None else current_rank()
 
     def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalTensors]:
-        options, choice = self._load_options, self._choose(index)
-        local = collect_tensors(self._destinations(choice), purpose="load")
+        options, chosen = self._load_options, self._choose(index)
+        local = collect_tensors(self._destinations(chosen), purpose="load")
         object_fqns = tuple(local.objects)
         wanted = WantedColumns(
             **local.held(),
             object_fqns=object_fqns,
-            stored_fqns=choice.stored_names(local.fqns),
-            stored_object_fqns=choice.stored_names(object_fqns),
+            stored_fqns=chosen.stored_names(local.fqns),
+            stored_object_fqns=chosen.stored_names(object_fqns),
         )
         columns = plan_load(
             index,
@@ -324,44 +324,44 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             cast=options.dtype == "cast",
             is_per_rank=lambda fqn: self._per_rank_name(fqn) is not None,
         )
-        self._note(choice, columns.extra)
-        waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self._load_task.stores_later else []
-        self._planned = choice, waiting
+        self._note(chosen, columns.extra)
+        waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self._attempt.stores_later else []
+        self._planned = chosen, waiting
         return columns, wanted, local
 
-    def _destinations(self, choice: LoadSelection) -> Mapping[str, Any]:
+    def _destinations(self, chosen: LoadSelection) -> Mapping[str, Any]:
         """The chosen entries; in place of `PerRank` tensors new memory, if they may be kept.
 
         The checkpoint that is loaded after this one turned out to be damaged may leave them as they are.
         """
-        if not self._load_task.stores_later or self._load_options.per_rank != "keep":
-            return choice.values
-        values = dict(choice.values)
-        for fqn, value in choice.values.items():
+        if not self._attempt.stores_later or self._load_options.per_rank != "keep":
+            return chosen.values
+        values = dict(chosen.values)
+        for fqn, value in chosen.values.items():
             if isinstance(value, torch.Tensor) and self._per_rank_name(fqn) is not None:
                 values[fqn] = torch.empty_like(value.detach())
                 self._copies.append((fqn, value, values[fqn]))
         return values
 
-    def _note(self, choice: LoadSelection, findings: LoadFindings) -> None:
+    def _note(self, chosen: LoadSelection, findings: LoadFindings) -> None:
         """What there is to tell about the plan. Raises PlanError unless it fills what it must."""
         self.missing_keys, self.cast_keys = findings.missing, findings.cast
-        self.unexpected_keys = self._of_no_other_rank(choice.unexpected(findings.unexpected), choice)
-        self.kept_per_rank = choice.kept
+        self.unexpected_keys = self._of_no_other_rank(chosen.unexpected(findings.unexpected), chosen)
+        self.kept_per_rank = chosen.kept
         options = self._load_options
         if options.unexpected == "error" and self.flatten_state_dict and self.unexpected_keys:
             self.lost_keys = names_within(
                 self.unexpected_keys, self.original_state_dict, self.mappings, renamer(options.rename)
             )
             self._check_own_optimizers()
-        missing, names = set(findings.missing), choice.names or {}
+        missing, names = set(findings.missing), chosen.names or {}
         self.renamed_keys = {
             fqn: names[fqn]
-            for fqn in (choice.values if names else ())
+            for fqn in (chosen.values if names else ())
             if names[fqn] != fqn and fqn not in missing
         }
         stale = sorted(
-            name for name in self._load_task.must_fill if name in missing or name not in choice.values
+            name for name in self._attempt.must_fill if name in missing or name not in chosen.values
         )
         if stale:
             raise PlanError(
@@ -381,12 +381,12 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         if lost and self.metadata is not None:
             raise unexpected_keys(list(self.metadata.state_dict_metadata), lost)
 
-    def _of_no_other_rank(self, unexpected: tuple[str, ...], choice: LoadSelection) -> tuple[str, ...]:
+    def _of_no_other_rank(self, unexpected: tuple[str, ...], chosen: LoadSelection) -> tuple[str, ...]:
         """Without what other ranks have of the `PerRank` values here, be they loaded or kept."""
         found = {name: holder for name in unexpected if (holder := rank_holder(name)) is not None}
         if not found:
             return unexpected
-        stored = choice.names or {}
+        stored = chosen.names or {}
         own = (stored.get(fqn, fqn) for fqn in self.state_dict if self._per_rank_name(fqn) is not None)
         holders = {rank_holder(name) for name in own} - {None}
         of_ranks = {name: holder for name, holder in found.items() if holder in holders}
@@ -429,8 +429,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         index = index_from_metadata(self.metadata)
         columns, wanted, _ = self._plan(index)
-        choice = self._choice
-        matches = choice.matches if choice is not None else None
+        chosen = self._selection
+        matches = chosen.matches if chosen is not None else None
         return LoadPlan(read_items(columns, wanted, index), planner_data=matches)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

@@ -1,1 +1,4 @@
-"""Plans as columns, as bytes between ranks, and as torch's objects."""
+"""Plans as columns, as bytes between ranks, and as torch's objects.
+
+How ranks exchange them is `dcp.ranks`.
+"""

@@ -1,1 +1,4 @@
-"""What the bytes mean: index, manifest, records, and the formats of torch and safetensors. No torch here."""
+"""What the bytes mean: one folder a family of formats, and the index that all are read into. Without torch.
+
+Which bytes are fetched, and how, is `dcp.storage.engine`; where they are kept, `dcp.storage.stores`.
+"""

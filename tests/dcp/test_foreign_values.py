@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 import dcp
-from dcp.planners.load.trust import foreign_values
+from dcp.planners.save.trust import foreign_values
 from tests.dcp.compat.test_harmless_values import ARRAYS, SCALARS, STDLIB
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
 
-from dcp.planners.load.options import LoadTask
+from dcp.planners.load.options import LoadAttempt
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Matches, Selection, check_matches, renamer
 from dcp.planners.per_rank import PerRank
@@ -361,7 +361,7 @@ def test_a_kept_value_on_the_meta_device_stays_there() -> None:
 def test_values_wait_for_the_load_to_succeed() -> None:
     """Objects, and tensors of `PerRank` values that the next checkpoint may leave as they are."""
     planner, state = resuming(1, 2, per_rank="keep")
-    planner.begin_load(1, 2, LoadTask(stores_later=True))
+    planner.begin_load(1, 2, LoadAttempt(stores_later=True))
     planner.set_up_planner(state)
     _, destinations = planner.create_load_columns(two_ranks(2))
     own = state["loader"].value
@@ -383,7 +383,7 @@ def test_a_checkpoint_that_cannot_replace_what_a_failed_load_filled_is_refused()
     state = {"w": torch.zeros(2), "v": torch.zeros(2)}
     chosen(planner, state, index_of({"w": torch.ones(2), "v": torch.ones(2)}))
     assert planner.touched_keys == {"w", "v"}
-    planner.begin_load(0, 1, LoadTask(must_fill=planner.touched_keys))
+    planner.begin_load(0, 1, LoadAttempt(must_fill=planner.touched_keys))
     planner.set_up_planner(state)
     with pytest.raises(PlanError, match=r"'v'.*two checkpoints"):
         planner.create_load_columns(index_of({"w": torch.ones(2)}))

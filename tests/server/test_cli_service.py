@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dcp.cli.app import app
-from dcp.cli.subcommands.serve import _roots
+from dcp.cli.subcommands.service.serve import _roots
 from dcp.server.database.engine import Database
 from dcp.server.process.serving import flags_environment
 from dcp.server.security.keys import find_key

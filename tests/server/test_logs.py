@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from dcp.server.process.logs import configure_logs, redact
+from dcp.server.process.logs import configure_logs
+from dcp.server.security.redaction import redact
 from dcp.server.settings import Settings
 from tests.support.app import running_app
 

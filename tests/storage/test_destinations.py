@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import dcp
 from dcp.storage.destinations import ReadRequest, classify
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.errors import PlanError
 from dcp.storage.reader import FileSystemReader
 
@@ -100,7 +100,7 @@ def request_of(engine: ReadEngine, wanted: list[Row]) -> ReadRequest:
     )
 
 
-def sorted_runs(runs: Runs) -> list[tuple[int, ...]]:
+def sorted_runs(runs: ByteRuns) -> list[tuple[int, ...]]:
     """The runs that have bytes, as tuples."""
     columns = (runs.chunks, runs.payload_positions, runs.sizes_bytes, runs.addresses)
     return sorted(run for run in zip(*(c.tolist() for c in columns), strict=True) if run[2])

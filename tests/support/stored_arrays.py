@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcp.storage.engine.reading.requests import Region, Runs
+from dcp.storage.engine.reading.requests import ByteRuns, Region
 from dcp.storage.engine.write import DataFile
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.stores import Store
@@ -53,12 +53,12 @@ def region_of(chunk: int, target: np.ndarray, offsets: tuple[int, ...]) -> Regio
     return Region(chunk, offsets, target.shape, target.ctypes.data, target.strides)
 
 
-def no_runs() -> Runs:
+def no_runs() -> ByteRuns:
     """Runs that ask for nothing."""
-    return Runs(*(np.zeros(0, np.int64) for _ in range(4)))
+    return ByteRuns(*(np.zeros(0, np.int64) for _ in range(4)))
 
 
-def runs_of(rows: list[tuple[int, int, np.ndarray]]) -> Runs:
+def runs_of(rows: list[tuple[int, int, np.ndarray]]) -> ByteRuns:
     """Runs that fill each array from a payload position (bytes) of a chunk on: (chunk, position, array)."""
     columns = [
         [chunk for chunk, _, _ in rows],
@@ -66,4 +66,4 @@ def runs_of(rows: list[tuple[int, int, np.ndarray]]) -> Runs:
         [target.nbytes for _, _, target in rows],
         [target.ctypes.data for _, _, target in rows],
     ]
-    return Runs(*(np.array(column, dtype=np.int64) for column in columns))
+    return ByteRuns(*(np.array(column, dtype=np.int64) for column in columns))

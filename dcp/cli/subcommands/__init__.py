@@ -1,4 +1,4 @@
 """One module for each subcommand of ``dcp``: its options, and what it prints.
 
-What it finds out is a function of the library.
+What it finds out is a function of the library. Those of the service are in `service`.
 """

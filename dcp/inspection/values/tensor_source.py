@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Self
 
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ReadStats, Region, Runs, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Region, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -106,7 +106,7 @@ class TensorSource:
         fills = stored.storage_offset_elements == 0 and stored.payload_bytes == index.payload_lengths[chunk]
         return stored.crc32 if fills else None
 
-    def run(self, runs: Runs, regions: Sequence[Region]) -> None:
+    def run(self, runs: ByteRuns, regions: Sequence[Region]) -> None:
         """Have the engine carry out a request; one at a time."""
         with self._running:
             self._engine.run(runs, regions)

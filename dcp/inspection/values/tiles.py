@@ -13,7 +13,7 @@ import numpy as np
 
 from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.inspection.values.tensor_source import TensorSource
-from dcp.storage.engine.reading.requests import Region, Runs
+from dcp.storage.engine.reading.requests import ByteRuns, Region
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.geometry.boxes import Box, contiguous_position
 
@@ -77,7 +77,7 @@ class BoxReads:
     def carry_out(self) -> None:
         """Read all of it."""
         columns = zip(*self._runs, strict=True) if self._runs else [()] * 4
-        runs = Runs(*(np.array(column, dtype=np.int64) for column in columns))
+        runs = ByteRuns(*(np.array(column, dtype=np.int64) for column in columns))
         self._reader.run(runs, self._regions)
 
 

@@ -12,7 +12,6 @@ from dcp.server.catalog.queries import listing
 from dcp.server.catalog.queries.known import check_filter, notes_of
 from dcp.server.http.dependencies import Caller, Db, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
-from dcp.server.process.logs import redact
 from dcp.server.scanning.registering import observe
 from dcp.server.schemas.checkpoints import (
     CheckpointAnswer,
@@ -23,6 +22,7 @@ from dcp.server.schemas.checkpoints import (
 )
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import CheckpointQuery
+from dcp.server.security.redaction import redact
 
 __all__ = ["router"]
 

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Path
 from dcp.server.catalog.roots import RootRow, list_roots, root_row
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Caller, ServiceDep, check_visible, requires
-from dcp.server.process.logs import redact
 from dcp.server.schemas.common import problems
 from dcp.server.schemas.roots import RootAnswer, RootList
 from dcp.server.security.principal import Principal
+from dcp.server.security.redaction import redact
 
 __all__ = ["RootName", "router"]
 

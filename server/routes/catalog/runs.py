@@ -11,10 +11,10 @@ from dcp.server.catalog.labelling.series import metric_series
 from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
 from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
 from dcp.server.http.dependencies import Caller, Db, requires
-from dcp.server.process.logs import redact
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import RunQuery
 from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer
+from dcp.server.security.redaction import redact
 
 __all__ = ["router"]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
 from dcp.storage.engine.reading.coalescing import coalesce_columns
-from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
 from dcp.storage.formats.index import Int64
 
@@ -30,10 +30,10 @@ class PlacedRuns:
 
     files: Int64
     offsets: Int64
-    runs: Runs
+    runs: ByteRuns
 
     @classmethod
-    def of(cls, runs: Runs, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
+    def of(cls, runs: ByteRuns, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
         """Runs of chunks whose payloads are resolved; without those that have no bytes."""
         files = chunk_files[runs.chunks]
         offsets = payload_offsets[runs.chunks] + runs.payload_positions

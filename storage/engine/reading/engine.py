@@ -21,7 +21,7 @@ import numpy as np
 
 from dcp.storage.engine.reading import scatter
 from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, join
-from dcp.storage.engine.reading.requests import BoxRequest, ReadStats, Region, Runs, Verify
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, ReadStats, Region, Verify
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker
@@ -62,7 +62,7 @@ class ReadEngine(ReadSource):
 
     def run(
         self,
-        runs: Runs,
+        runs: ByteRuns,
         regions: Sequence[Region],
         extra: Sequence[Unit] = (),
         boxes: Sequence[BoxRequest] = (),

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.edges import MAX_RECORDS, Edges
-from dcp.storage.engine.reading.joining import RequestPiece
+from dcp.storage.engine.reading.joining import NO_CHUNK, RequestPiece
 from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
@@ -31,6 +30,12 @@ from dcp.storage.geometry.strides import c_strides, dense_order
 from dcp.storage.stores.base import ReadHandle
 
 __all__ = ["Payloads"]
+
+_MAX_RECORDS = 4096
+"""Records whose ends are worth holding at a time: 32 MiB."""
+
+_EDGE_BYTES = 4096
+"""`torch.save` has its pickle and the payload's header within the first, its directory within the last."""
 
 
 class Payloads:
@@ -96,9 +101,9 @@ class Payloads:
             for chunk in unknown:
                 self._open_record(chunk, partial(_pread, self._handle(int(self._index.chunk_files[chunk]))))
             return
-        for first in range(0, len(unknown), MAX_RECORDS):
-            batch = unknown[first : first + MAX_RECORDS]
-            edges = Edges(self._index, batch, self._handle)
+        for first in range(0, len(unknown), _MAX_RECORDS):
+            batch = unknown[first : first + _MAX_RECORDS]
+            edges = _Edges(self._index, batch, self._handle)
             self._fetch(edges.pieces)
             for chunk in batch:
                 self._open_record(chunk, edges.reader(self._index, chunk))
@@ -189,3 +194,51 @@ class Payloads:
 
 def _pread(handle: ReadHandle, offset: int, length: int) -> bytes:
     return handle.pread(length, offset)
+
+
+class _Edges:
+    """The ends of the records of ``chunks``, as far as their files reach; `pieces` is what is to be read."""
+
+    def __init__(
+        self, index: CheckpointIndex, chunks: Iterable[int], handle: Callable[[int], ReadHandle]
+    ) -> None:
+        self._handle = handle
+        self._parts: dict[tuple[int, int], bytes] = {}
+        self._others: dict[tuple[int, int, int], bytes] = {}
+        self.pieces: list[RequestPiece] = []
+        for chunk in chunks:
+            file = int(index.chunk_files[chunk])
+            begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
+            if begin + length > handle(file).size_bytes:
+                continue  # whoever opens the record says what is wrong
+            for at, count in _ends(begin, length):
+                put = partial(self._keep, (file, at))
+                self.pieces.append(RequestPiece(file, at, count, NO_CHUNK, 0, 0, put))
+        self.pieces.sort(key=lambda piece: piece[:3])
+
+    def reader(self, index: CheckpointIndex, chunk: int) -> Callable[[int, int], bytes]:
+        """Reads (offset, length) of the chunk's file: from what is here, or else from the file."""
+        file = int(index.chunk_files[chunk])
+        ends = _ends(int(index.record_offsets[chunk]), int(index.record_lengths[chunk]))
+        parts = [(at, data) for at, _ in ends if (data := self._parts.get((file, at))) is not None]
+
+        def read(offset: int, length: int) -> bytes:
+            for at, data in parts:
+                if at <= offset and offset + length <= at + len(data):
+                    return data[offset - at : offset - at + length]
+            key = file, offset, length
+            if key not in self._others:  # one header serves all records of a safetensors blob
+                self._others[key] = self._handle(file).pread(length, offset)
+            return self._others[key]
+
+        return read
+
+    def _keep(self, key: tuple[int, int], data: memoryview) -> None:
+        self._parts[key] = bytes(data)
+
+
+def _ends(begin: int, length: int) -> Sequence[tuple[int, int]]:
+    """Offset and length of a record's both ends, or of all of it."""
+    if length <= 2 * _EDGE_BYTES:
+        return [(begin, length)]
+    return [(begin, _EDGE_BYTES), (begin + length - _EDGE_BYTES, _EDGE_BYTES)]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dcp.storage.formats.index import Int64
 
-__all__ = ["BoxRequest", "PutBox", "ReadStats", "Region", "Runs", "Verify"]
+__all__ = ["BoxRequest", "ByteRuns", "PutBox", "ReadStats", "Region", "Verify"]
 
 Verify = Literal["blocks", "full", "none"]
 """``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
@@ -19,7 +19,7 @@ only in part, and check them. ``none``: check nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class ByteRuns:
     """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to
     ``addresses``."""
 
@@ -29,7 +29,7 @@ class Runs:
     addresses: Int64
 
     @classmethod
-    def joined(cls, several: Sequence[Runs]) -> Runs:
+    def joined(cls, several: Sequence[ByteRuns]) -> ByteRuns:
         """All of ``several``, of which there is at least one."""
         if len(several) == 1:
             return several[0]
@@ -38,9 +38,9 @@ class Runs:
         )
         return cls(*map(np.concatenate, columns))
 
-    def take(self, rows: npt.NDArray[np.generic] | slice) -> Runs:
+    def take(self, rows: npt.NDArray[np.generic] | slice) -> ByteRuns:
         """Those at ``rows``."""
-        return Runs(
+        return ByteRuns(
             self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
         )
 

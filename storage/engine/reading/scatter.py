@@ -24,7 +24,7 @@ from dcp.storage.engine.reading.joining import (
     RequestPiece,
     join,
 )
-from dcp.storage.engine.reading.requests import BoxRequest, PutBox, Region, Runs
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, PutBox, Region
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.streaming_read import StreamingRead
 from dcp.storage.engine.reading.worker import ReadWorker
@@ -40,7 +40,7 @@ _CLUSTERS_PER_REQUEST = 8
 
 
 def plan(
-    source: ReadSource, runs: Runs, boxes: Iterable[BoxRequest], needed_bytes: int, threads: int
+    source: ReadSource, runs: ByteRuns, boxes: Iterable[BoxRequest], needed_bytes: int, threads: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
     """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
     busy."""
@@ -61,7 +61,7 @@ def plan(
 # -- pieces --------------------------------------------------------------------------------------------------
 
 
-def _clusters(source: ReadSource, runs: Runs, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
+def _clusters(source: ReadSource, runs: ByteRuns, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
     """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
     placed = PlacedRuns.of(runs, source.index.chunk_files, source.payloads.offsets)
     profile = source.profile

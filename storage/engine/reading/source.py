@@ -16,7 +16,7 @@ from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.joining import RequestPiece
 from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.payloads import Payloads
-from dcp.storage.engine.reading.requests import ReadStats, Runs, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Verify
 from dcp.storage.errors import CorruptCheckpointError, OptionError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import CheckpointIndex
@@ -86,7 +86,7 @@ class ReadSource:
         if self._crcs[start + block] != crc:
             raise self.corruption(chunk, block, self._crcs[start + block], crc)
 
-    def check_runs(self, stats: ReadStats, runs: Runs, got: npt.NDArray[np.uint32]) -> None:
+    def check_runs(self, stats: ReadStats, runs: ByteRuns, got: npt.NDArray[np.uint32]) -> None:
         """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
         one block, and of the others as `check_part`."""
         index, chunks = self.index, runs.chunks

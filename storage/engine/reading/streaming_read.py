@@ -16,7 +16,7 @@ from dcp.storage.engine.memory import view
 from dcp.storage.engine.reading.clusters import Cluster
 from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.joining import NO_CHUNK, JoinedRequest, RequestPiece
-from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import ReadHandle
@@ -40,7 +40,7 @@ class StreamingRead:
         self._verify = worker.source.verify != "none"
         self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
         self._findings: list[Callable[[], None]] = []
-        self._clusters: list[tuple[Runs, npt.NDArray[np.uint32]]] = []
+        self._clusters: list[tuple[ByteRuns, npt.NDArray[np.uint32]]] = []
 
     @property
     def follows(self) -> bool:
@@ -78,7 +78,7 @@ class StreamingRead:
             compare()
         if self._clusters:  # together, for there may be hundreds of them
             runs, crcs = zip(*self._clusters, strict=True)
-            self._worker.source.check_runs(self._worker.stats, Runs.joined(runs), np.concatenate(crcs))
+            self._worker.source.check_runs(self._worker.stats, ByteRuns.joined(runs), np.concatenate(crcs))
 
     def _passed_over(self, size_bytes: int) -> Iterator[memoryview]:
         while size_bytes > 0:

@@ -8,7 +8,7 @@ from functools import partial
 
 from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.fragments import within_blocks
-from dcp.storage.engine.reading.requests import Region, Runs
+from dcp.storage.engine.reading.requests import ByteRuns, Region
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.worker import MAX_CLUSTER_BYTES, ReadWorker
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -20,7 +20,7 @@ _UNIT_BYTES = 16 << 20
 Unit = Callable[[ReadWorker], None]
 
 
-def run_units(source: ReadSource, runs: Runs) -> Iterator[Unit]:
+def run_units(source: ReadSource, runs: ByteRuns) -> Iterator[Unit]:
     """Runs: small ones that lie closely by one read, large ones where they belong, block by block."""
     placed = PlacedRuns.of(runs, source.index.chunk_files, source.payloads.offsets)
     profile = source.profile

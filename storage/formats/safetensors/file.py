@@ -15,7 +15,7 @@ from typing import Any, Final
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import MAX_DIMENSIONS
-from dcp.storage.formats.json_documents import parse_json
+from dcp.storage.formats.safetensors.json_documents import parse_json
 
 __all__ = ["MAX_HEADER_BYTES", "SafetensorsEntry", "SafetensorsHeader", "parse_header"]
 

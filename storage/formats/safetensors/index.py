@@ -9,9 +9,9 @@ import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, starts
-from dcp.storage.formats.json_documents import parse_json
 from dcp.storage.formats.safetensors.file import SafetensorsHeader, parse_header
 from dcp.storage.formats.safetensors.format import SAFETENSORS
+from dcp.storage.formats.safetensors.json_documents import parse_json
 
 __all__ = ["index_of_safetensors_file"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp.background.session import own_channel
-from dcp.manager.agreement import Agreement, RankAgreement, Votes
+from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
 from dcp.ranks import channel
 from dcp.ranks.collectives import Channel
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError

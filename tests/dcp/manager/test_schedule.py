@@ -1,4 +1,4 @@
-"""When a loop saves: the rules of `dcp.manager.schedule`, with a clock of the test's own."""
+"""When a loop saves: the rules of `dcp.manager.coordination.schedule`, with a clock of the test's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.manager.schedule import Reason, Schedule
+from dcp.manager.coordination.schedule import Reason, Schedule
 
 
 def schedule(

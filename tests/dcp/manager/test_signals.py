@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from dcp.manager.signals import StopSignal
+from dcp.manager.coordination.signals import StopSignal
 from tests.support.crashes import Child, in_lab
 
 

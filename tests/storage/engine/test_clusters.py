@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcp.storage.engine.reading.clusters import PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Runs
+from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores import MemoryStore
@@ -38,7 +38,7 @@ def placed_runs(draw: st.DrawFn) -> PlacedRuns:
     rows.sort()
     files, offsets, sizes, positions = np.array(rows, np.int64).reshape(-1, 4).T
     numbers = np.arange(len(rows), dtype=np.int64)
-    return PlacedRuns(files, offsets, Runs(numbers, positions, sizes, numbers + 1))
+    return PlacedRuns(files, offsets, ByteRuns(numbers, positions, sizes, numbers + 1))
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcp.storage.engine.reading import units
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Runs, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores import MemoryStore, PosixStore
@@ -84,7 +84,7 @@ def test_small_runs_are_read_together_and_verified(tmp_path: Path) -> None:
     store = PosixStore(tmp_path / "c")
     index = write_arrays(store, arrays)
     targets = [np.zeros_like(array) for array in arrays]
-    runs = Runs(
+    runs = ByteRuns(
         np.arange(1000),
         np.zeros(1000, np.int64),
         np.array([t.nbytes for t in targets]),
@@ -111,7 +111,7 @@ def test_partly_needed_blocks_are_verified_only_on_request(
     data[int(index.payload_offsets[0]) + 10] ^= 1  # outside of what is wanted below
     path.write_bytes(data)
     target = np.zeros(3_000_000, np.uint8)
-    runs = Runs(*(np.array([v]) for v in (0, 1_000_000, target.nbytes, target.ctypes.data)))
+    runs = ByteRuns(*(np.array([v]) for v in (0, 1_000_000, target.nbytes, target.ctypes.data)))
     with ReadEngine(store, index, verify=verify) as engine:
         if caught:
             with pytest.raises(CorruptCheckpointError, match="t0"):
@@ -134,7 +134,7 @@ def test_a_flipped_bit_anywhere_in_a_payload_is_found(tmp_path: Path) -> None:
     path = tmp_path / "c" / "data.distcp"
     good = path.read_bytes()
     targets = [np.zeros(100, np.uint8), np.zeros_like(arrays[1]), np.zeros((3000, 10), np.uint8)]
-    runs = Runs(
+    runs = ByteRuns(
         np.arange(2),
         np.zeros(2, np.int64),
         np.array([t.nbytes for t in targets[:2]]),
@@ -163,6 +163,6 @@ def test_a_data_file_of_another_size_is_refused(tmp_path: Path, damage: str) -> 
     else:
         path.write_bytes(path.read_bytes()[:-1] if damage == "truncate" else path.read_bytes() + b"x")
     target = np.zeros_like(array)
-    runs = Runs(*(np.array([v]) for v in (0, 0, target.nbytes, target.ctypes.data)))
+    runs = ByteRuns(*(np.array([v]) for v in (0, 0, target.nbytes, target.ctypes.data)))
     with ReadEngine(store, index) as engine, pytest.raises(CorruptCheckpointError, match=r"data\.distcp"):
         engine.run(runs, [])

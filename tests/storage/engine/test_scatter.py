@@ -19,7 +19,7 @@ from dcp.storage.engine.reading import clusters, fragments, joining, scatter, un
 from dcp.storage.engine.reading import source as read_source
 from dcp.storage.engine.reading import worker as read_worker
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Region, Runs, Verify
+from dcp.storage.engine.reading.requests import ByteRuns, Region, Verify
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats import index as index_module
 from dcp.storage.formats.checksums import BLOCK_BYTES
@@ -137,7 +137,7 @@ def destinations(
     arrays: Sequence[np.ndarray],
     runs: Sequence[tuple[int, int, int]],
     regions: Sequence[tuple[int, list[tuple[int, int]], bool]],
-) -> tuple[Runs, list[Region], list[np.ndarray], list[bytes]]:
+) -> tuple[ByteRuns, list[Region], list[np.ndarray], list[bytes]]:
     """Requests, where they go, and the bytes that must be there."""
     targets, expected, rows, asked = [], [], [], []
     for number, first, size in runs:

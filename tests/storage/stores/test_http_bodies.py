@@ -17,8 +17,8 @@ import pytest
 
 from dcp.storage.stores.base import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
-from dcp.storage.stores.objects.http_bodies import BodyTransport, CalledOff, Receiver
 from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
+from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, Receiver
 from dcp.storage.stores.objects.s3.session import _tls
 from tests.support.receivers import CERTIFICATES
 

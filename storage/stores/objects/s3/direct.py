@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 from dcp.storage.stores.base import Inflow
 from dcp.storage.stores.objects.client import CALLED_OFF, Failure, ObjectInfo, RequestError
-from dcp.storage.stores.objects.http_bodies import BodyTransport, CalledOff, HttpResponse, Receiver
 from dcp.storage.stores.objects.s3.errors import answered
+from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, HttpResponse, Receiver
 
 __all__ = ["DirectReads", "SignedUrl", "presigned", "range_of", "sign"]
 

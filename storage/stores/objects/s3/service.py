@@ -30,11 +30,11 @@ from dcp.storage.stores.objects.client import (
     RequestError,
     Upload,
 )
-from dcp.storage.stores.objects.closing import close_with
-from dcp.storage.stores.objects.http_bodies import SLOWEST_BYTES_PER_SECOND, STEP_BYTES
 from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.s3.closing import close_with
 from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl, presigned, range_of, sign
 from dcp.storage.stores.objects.s3.errors import request_error
+from dcp.storage.stores.objects.s3.http_bodies import SLOWEST_BYTES_PER_SECOND, STEP_BYTES
 
 __all__ = ["S3Client"]
 

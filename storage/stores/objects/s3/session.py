@@ -8,7 +8,7 @@ from typing import Any, Final
 from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import get_cert_path
 
-from dcp.storage.stores.objects.http_bodies import BodyTransport
+from dcp.storage.stores.objects.s3.http_bodies import BodyTransport
 
 __all__ = ["OneAttemptSession"]
 

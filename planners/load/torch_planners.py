@@ -1,4 +1,4 @@
-"""torch's `_EmptyStateDictLoadPlanner`: loads without a state dict that says what is wanted."""
+"""torch's other load planners: one that makes the state dict, one for files without metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dcp.storage.errors import MissingKeyError, PlanError
 from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path
 
-__all__ = ["EmptyStateLoadPlanner"]
+__all__ = ["DynamicMetaLoadPlanner", "EmptyStateLoadPlanner"]
 
 
 class EmptyStateLoadPlanner(DefaultLoadPlanner):
@@ -81,3 +81,19 @@ class EmptyStateLoadPlanner(DefaultLoadPlanner):
 def _ancestors(path: Path) -> list[str]:
     """The flat names of what is at ``path``, and of all that it is nested in."""
     return list(accumulate(map(str, path), "{}.{}".format))
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Plans the load of a torch.save file, as torch's example has it::
+
+        dcp.load(
+            state_dict,
+            storage_reader=BroadcastingTorchSaveReader(),
+            planner=DynamicMetaLoadPlanner(),
+            checkpoint_id="model.pt",
+        )
+
+    torch's planner takes shapes and dtypes from the state dict, because its reader has read nothing yet. Ours
+    reads the file's own index first, so that this is `DefaultLoadPlanner`: what does not fit is an error that
+    names it, and values other than tensors load.
+    """

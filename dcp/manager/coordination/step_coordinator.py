@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 
-from dcp.manager.agreement import Agreement, RankAgreement, Votes
-from dcp.manager.schedule import Reason, Schedule
-from dcp.manager.signals import StopSignal
+from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
+from dcp.manager.coordination.schedule import Reason, Schedule
+from dcp.manager.coordination.signals import StopSignal
 from dcp.ranks.collectives import Channel
 from dcp.storage.errors import CheckpointError
 

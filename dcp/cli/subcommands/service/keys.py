@@ -17,8 +17,8 @@ from dcp.cli.common import (
     print_error,
     print_json,
 )
-from dcp.cli.subcommands.db import DatabaseUrl, open_database
-from dcp.cli.subcommands.serve import Config, read_settings
+from dcp.cli.subcommands.service.db import DatabaseUrl, open_database
+from dcp.cli.subcommands.service.serve import Config, read_settings
 from dcp.cli.tables import print_table
 
 __all__ = ["app"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcp.cli.common import EXIT_FAILURE, EXIT_FINDINGS, Debug, Json, errors_as_lines, print_error, print_json
-from dcp.cli.subcommands.serve import Config, read_settings
+from dcp.cli.subcommands.service.serve import Config, read_settings
 
 if TYPE_CHECKING:
     from dcp.server.database.engine import Database

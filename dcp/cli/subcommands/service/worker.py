@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dcp.cli.common import Debug, errors_as_lines
-from dcp.cli.subcommands.serve import Config, read_settings
+from dcp.cli.subcommands.service.serve import Config, read_settings
 
 __all__ = ["command"]
 
