@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -22,20 +22,19 @@ from dcp.manager import exit_hooks
 from dcp.manager.catalog.registration import CatalogRegistration, registrar_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
 from dcp.manager.cleanup.retention import Retention
-from dcp.manager.coordination.schedule import Schedule
-from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventCallback, Events
+from dcp.manager.kept_steps import KeptSteps
 from dcp.manager.ledger import SaveLedger
+from dcp.manager.options import ManagerOptions
 from dcp.manager.restore import Restored, restore
-from dcp.manager.save_executor import Mode, SaveSettings, check_group, save_executor
+from dcp.manager.save_executor import Mode, check_group, save_executor
 from dcp.manager.step_saver import StepSaver, WhenBusy
 from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
-from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
+from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.writer import FileSystemWriter
 
@@ -55,7 +54,7 @@ _POST_COMMIT_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
 
 
-class CheckpointManager:
+class CheckpointManager(KeptSteps):
     """Saves, keeps and restores the checkpoints of one training run::
 
         with dcp.CheckpointManager("ckpt", every_steps=100, keep=dcp.Retention(last=3)) as manager:
@@ -150,85 +149,44 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         catalog: str | CatalogRegistration | None = None,
     ) -> None:
-        _check_choice("when_busy", when_busy, ("wait", "skip", "raise"))
-        _check_choice("on_failure", on_failure, ("warn", "raise"))
-        _check_choice("verify_saved", verify_saved, ("sizes", "full", "off"))
-        if keep is not None and not isinstance(keep, Retention):
-            raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+        given = dict(locals())  # each is a field of the options
+        del given["self"]
+        options = self._options = ManagerOptions(**given)
         self._opener = OpenWith(storage_options)
         self._folders = StepFolders(root, name, open_store=self._opener)
-        self._make_writer = writer if writer is not None else FileSystemWriter
-        self._run = run
-        self._mode = mode
-        self._progress = progress
-        self._timeout_seconds = timeout_seconds
         self._ledger = SaveLedger(keep_failures=on_failure == "raise")
         self._closed = False
-        alone = works_alone(process_group, no_dist=no_dist, operation="save")
-        self._no_dist = alone
-        self._expects_no_group = alone and not no_dist and dist.is_available()
-        self._process_group = process_group
-        by_rank = {  # what would leave ranks in different steps
-            "mode": mode,
-            "every_steps": every_steps,
-            "every_seconds": every_seconds and "given",  # by the clock of rank 0
-            "save_first": save_first,
-            "when_busy": when_busy,
-            "on_failure": on_failure,
-            "retries": retries,
-            "handle_sigterm": handle_sigterm,
-            "agree_every_steps": agree_every_steps,
-        }
-        channel = None if alone else own_channel(process_group, timeout_seconds, options=by_rank)
-        self.rank = 0 if channel is None else channel.rank
-        self.world_size = 1 if channel is None else channel.world_size
+        self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
+        channel = None
+        if not self._no_dist:
+            channel = own_channel(process_group, timeout_seconds, options=options.alike())
+        self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
         self._registrar = registrar_of(catalog, self._folders, self.rank)
         told = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
-        schedule = Schedule(
-            every_steps=every_steps,
-            every_seconds=every_seconds,
-            save_first=save_first,
-            now_seconds=time.monotonic(),
+        self._coordinator = options.coordinator(channel)
+        self._post_commit = self._post_commit_worker() if self.rank == 0 else None
+        self._executor = save_executor(mode, options.save_settings(no_dist=self._no_dist))
+        exit_hooks.remember(self)
+
+    def _post_commit_worker(self) -> PostCommitWorker:
+        options, damaged = self._options, self._ledger.damaged
+        return PostCommitWorker(
+            self._folders, options.keep, options.verify_saved, self._events, on_damage=damaged
         )
-        self._coordinator = StepCoordinator(
-            schedule,
-            channel,
-            handle_sigterm=handle_sigterm,
-            exchange=handle_sigterm or on_failure == "raise" or schedule.needs_clock,
-            every_steps=agree_every_steps,
-            timeout_seconds=timeout_seconds,
-        )
-        self._post_commit = (
-            PostCommitWorker(self._folders, keep, verify_saved, self._events, on_damage=self._ledger.damaged)
-            if self.rank == 0
-            else None
-        )
-        self._executor = save_executor(
-            mode,
-            SaveSettings(
-                process_group,
-                alone,
-                planner,
-                stager,
-                SaveOptions(
-                    progress=progress,
-                    timeout_seconds=timeout_seconds,
-                    retries=retries,
-                    retry_pause_seconds=retry_pause_seconds,
-                ),
-            ),
-        )
-        self._saver = StepSaver(
+
+    @property
+    def _saver(self) -> StepSaver:
+        options = self._options
+        return StepSaver(
             self._coordinator,
             self._executor,
             self._ledger,
             self._events,
             self._post_commit,
-            when_busy,
-            timeout_seconds,
+            options.when_busy,
+            options.timeout_seconds,
         )
-        exit_hooks.remember(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -297,9 +255,7 @@ class CheckpointManager:
         self._check_open()
         self._events.refuse_to_wait("save()")
         step = whole_step(step)
-        check_top_level(
-            state_dict
-        )  # here, because in the background it would fail each save, and only be told
+        check_top_level(state_dict)  # here: in the background each save would fail, and only be told
         self._saver.begin_step(step, last=last, force=force)
         reason = self._coordinator.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
@@ -313,13 +269,13 @@ class CheckpointManager:
                     step,
                 )
             return None
-        described = user_metadata_of(step, metrics, self._run, user_metadata)
+        described = user_metadata_of(step, metrics, self._options.run, user_metadata)
         if not self._saver.may_begin(step, reason):
             return None
         return self._saver.begin(step, reason, state_dict, self._writer_of(step), described, overlap=overlap)
 
     def _writer_of(self, step: int) -> FileSystemWriter:
-        return with_options(self._make_writer(self.checkpoint_id(step)), self._opener)
+        return with_options(self._options.make_writer(self.checkpoint_id(step)), self._opener)
 
     @property
     def failures(self) -> int:
@@ -381,17 +337,17 @@ class CheckpointManager:
         self._events.refuse_to_wait("restore()")
         step = None if step is None else whole_step(step)
         check_group(no_dist=self._no_dist)
-        self._ledger.settle(self._timeout_seconds)
+        self._ledger.settle(self._options.timeout_seconds)
         self._meet_to_restore()
-        options.setdefault("progress", self._progress)
+        options.setdefault("progress", self._options.progress)
         restored = restore(
             state_dict,
             list_steps=self._newest_first,
             checkpoint_id=self.checkpoint_id,
             step=step,
             on_damage=None if self._post_commit is None else self._post_commit.doubt,
-            timeout_seconds=self._timeout_seconds,
-            process_group=self._process_group,
+            timeout_seconds=self._options.timeout_seconds,
+            process_group=self._options.process_group,
             no_dist=self._no_dist,
             storage_options=self._opener.storage_options,
             **options,
@@ -414,122 +370,6 @@ class CheckpointManager:
             if error.saving:
                 self._saver.refuse(self._writer_of(int(error.step or 0)), error)
             raise
-
-    # -- which there are -------------------------------------------------------------------------------------
-
-    def checkpoint_id(self, step: int) -> str:
-        """What `dcp.load` takes to load the checkpoint of ``step``, be there one or not.
-
-        Args:
-            step: Of the training.
-
-        Returns:
-            A path or URL.
-
-        Raises:
-            OptionError: ``step`` is no whole number from 0.
-        """
-        return self._folders.checkpoint_id(step)
-
-    @plain_errors
-    def all_steps(self) -> list[int]:
-        """The committed steps, ascending, as this process sees them on the storage; not those that are to be
-        deleted.
-
-        Raises:
-            StorageError: The storage cannot be listed.
-        """
-        going = self._going()
-        return [step for step in self._folders.all_steps() if step not in going]
-
-    @plain_errors
-    def latest(self) -> int | None:
-        """The newest of `all_steps`; `restore` may find it damaged and take an older one.
-
-        Returns:
-            The step; None if nothing is committed.
-
-        Raises:
-            StorageError: The storage cannot be listed.
-        """
-        return next(self._newest_first(), None)
-
-    def _newest_first(self) -> Iterator[int]:
-        going = self._going()
-        return (step for step in self._folders.newest_first() if step not in going)
-
-    def _going(self) -> set[int]:
-        return set() if self._post_commit is None else set(self._post_commit.deleting())
-
-    @plain_errors
-    def delete(self, step: int) -> None:
-        """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
-
-        Rank 0 acts, and other ranks need not call it.
-
-        Args:
-            step: Of `all_steps`.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            CheckpointError: It is pinned, or being saved or verified, or the manager is closed.
-            OptionError: ``step`` is no whole number from 0.
-        """
-        self._check_open()
-        if self._post_commit is None:
-            return
-        step = whole_step(step)
-        self._require(step)
-        if self._folders.notes(step).pinned:
-            raise CheckpointError(f"step {step} is pinned: unpin it before it is deleted", step=step)
-        self._post_commit.delete(step)
-
-    @plain_errors
-    def pin(self, step: int) -> None:
-        """Keep ``step``, whatever `Retention` says. Rank 0 acts.
-
-        Args:
-            step: Of `all_steps`.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            CheckpointError: The manager is closed.
-        """
-        self._set_pin(step, True)
-
-    @plain_errors
-    def unpin(self, step: int) -> None:
-        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts.
-
-        Args:
-            step: Of `all_steps`.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-            CheckpointError: The manager is closed.
-        """
-        self._set_pin(step, False)
-
-    def _set_pin(self, step: int, pinned: bool) -> None:
-        self._check_open()
-        if self.rank != 0:
-            return
-        self._require(step)
-        self._folders.update_notes(step, lambda notes: replace(notes, pinned=pinned))
-
-    def _require(self, step: int) -> None:
-        if step in self._going() or not self._folders.has(step):
-            raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
-
-    @plain_errors
-    def pinned(self) -> list[int]:
-        """The pinned ones of `all_steps`.
-
-        Raises:
-            StorageError: The storage cannot be listed.
-        """
-        going = self._going()
-        return [step for step in self._folders.pinned() if step not in going]
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -572,7 +412,7 @@ class CheckpointManager:
                 not where a ``with`` block is left by an exception.
         """
         self._events.refuse_to_wait("close()")
-        self._close(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        self._close(self._options.timeout_seconds if timeout_seconds is None else timeout_seconds)
         self._ledger.raise_failure(damage=True)
 
     def _close(self, timeout_seconds: float, *, together: bool = True) -> None:
@@ -594,7 +434,8 @@ class CheckpointManager:
         if self._closed:
             where = f"{self._folders.root.url} is closed"
             raise CheckpointError(f"this manager of {where}; make another one (in a forked child too)")
-        if self._expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
+        expects_no_group = self._no_dist and not self._options.no_dist and dist.is_available()
+        if expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 "this manager was made before init_process_group(), so that each rank would save alone; make "
                 "it after that, or with no_dist=True if it is meant"
@@ -602,8 +443,8 @@ class CheckpointManager:
 
     def end_with_interpreter(self, *, failed: bool) -> None:
         """See `dcp.manager.exit_hooks`: close, after an exception as a with block does."""
-        bound = min(self._timeout_seconds, _AFTER_ERROR_SECONDS) if failed else self._timeout_seconds
-        self._close(bound, together=False)
+        most = _AFTER_ERROR_SECONDS if failed else math.inf
+        self._close(min(self._options.timeout_seconds, most), together=False)
 
     def leave_to_parent(self) -> None:
         """See `dcp.manager.exit_hooks`."""
@@ -612,7 +453,7 @@ class CheckpointManager:
         self._post_commit = None
 
     def __repr__(self) -> str:
-        where = f"{self._folders.root.url!r}, mode={self._mode!r}"
+        where = f"{self._folders.root.url!r}, mode={self._options.mode!r}"
         rank = f", rank={self.rank} of {self.world_size}" if self.world_size > 1 else ""
         running = self._ledger.running()
         busy = f", saving step {', '.join(map(str, running))}" if running else ""
@@ -629,8 +470,3 @@ class CheckpointManager:
             self.close()
         else:
             self.end_with_interpreter(failed=True)
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -1,0 +1,119 @@
+"""What a manager is asked for, as one value."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from dcp.manager.catalog.registration import CatalogRegistration
+from dcp.manager.cleanup.post_commit import Check
+from dcp.manager.cleanup.retention import Retention
+from dcp.manager.coordination.schedule import Schedule
+from dcp.manager.coordination.step_coordinator import StepCoordinator
+from dcp.manager.events import EventCallback
+from dcp.manager.save_executor import Mode, SaveSettings
+from dcp.manager.step_saver import WhenBusy
+from dcp.progress import ProgressCallback
+from dcp.ranks.channel import Channel
+from dcp.saving.options import SaveOptions
+from dcp.storage.errors import OptionError
+from dcp.storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+__all__ = ["ManagerOptions", "OnFailure"]
+
+OnFailure = Literal["warn", "raise"]
+
+_ALIKE = (
+    "mode",
+    "every_steps",
+    "save_first",
+    "when_busy",
+    "on_failure",
+    "retries",
+    "handle_sigterm",
+    "agree_every_steps",
+)
+"""What would leave ranks in different steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """Those of `CheckpointManager`, which says what they mean. Raises OptionError for what is no choice."""
+
+    root: str | os.PathLike[str]
+    process_group: ProcessGroup | None
+    no_dist: bool
+    mode: Mode
+    every_steps: int | None
+    every_seconds: float | None
+    save_first: bool
+    keep: Retention | None
+    when_busy: WhenBusy
+    on_failure: OnFailure
+    retries: int
+    retry_pause_seconds: float
+    verify_saved: Check
+    handle_sigterm: bool
+    name: Callable[[int], str] | str
+    writer: Callable[[str], FileSystemWriter] | None
+    planner: SavePlanner | None
+    stager: AsyncStager | None
+    run: str | None
+    on_event: EventCallback | Sequence[EventCallback] | None
+    progress: bool | ProgressCallback | None
+    timeout_seconds: float
+    agree_every_steps: int
+    storage_options: Mapping[str, Any] | None
+    catalog: str | CatalogRegistration | None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("when_busy", WhenBusy), ("on_failure", OnFailure), ("verify_saved", Check)):
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices:
+                raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        if self.keep is not None and not isinstance(self.keep, Retention):
+            raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {self.keep!r}")
+
+    def alike(self) -> dict[str, Any]:
+        """What all ranks must have the same of."""
+        by_clock = self.every_seconds and "given"  # by the clock of rank 0
+        return {name: getattr(self, name) for name in _ALIKE} | {"every_seconds": by_clock}
+
+    def make_writer(self, checkpoint_id: str) -> FileSystemWriter:
+        """The writer of a checkpoint."""
+        return (self.writer if self.writer is not None else FileSystemWriter)(checkpoint_id)
+
+    def coordinator(self, channel: Channel | None) -> StepCoordinator:
+        """What says on all ranks which steps are saved."""
+        schedule = Schedule(
+            every_steps=self.every_steps,
+            every_seconds=self.every_seconds,
+            save_first=self.save_first,
+            now_seconds=time.monotonic(),
+        )
+        return StepCoordinator(
+            schedule,
+            channel,
+            handle_sigterm=self.handle_sigterm,
+            exchange=self.handle_sigterm or self.on_failure == "raise" or schedule.needs_clock,
+            every_steps=self.agree_every_steps,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+    def save_settings(self, *, no_dist: bool) -> SaveSettings:
+        """What is the same for all saves."""
+        options = SaveOptions(
+            progress=self.progress,
+            timeout_seconds=self.timeout_seconds,
+            retries=self.retries,
+            retry_pause_seconds=self.retry_pause_seconds,
+        )
+        return SaveSettings(self.process_group, no_dist, self.planner, self.stager, options)
