@@ -7,6 +7,7 @@ results are kept until it is back, or until the lease is over and somebody else 
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import secrets
@@ -22,7 +23,7 @@ import structlog
 from sqlalchemy import Connection
 
 from dcp.server.database.documents import prepare_document
-from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded
 from dcp.server.jobs.executors.executor import Executor, Running
 from dcp.server.jobs.executors.opening import open_executor
 from dcp.server.jobs.executors.subprocess_main import error_of, load_kinds
@@ -38,6 +39,7 @@ from dcp.server.jobs.ledger import (
     JobFailure,
     StaleFenceError,
     TaskSpec,
+    add_tasks,
     claim,
     complete_discard,
     complete_plan,
@@ -48,6 +50,7 @@ from dcp.server.jobs.ledger import (
     has_expired,
     has_work,
     is_large,
+    plan_of,
     release,
     renew,
     stopped,
@@ -64,6 +67,8 @@ __all__ = ["DEFAULT_KINDS", "Worker"]
 DEFAULT_KINDS: Final = "dcp.server.jobs.kinds:KINDS"
 _KILL_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5
+_MOST_PAUSE_SECONDS: Final = 0.1
+_TRANSACTION_CHARACTERS: Final = 1 << 17  # of a plan: hundredths of a second
 _PROGRESS_SECONDS: Final = 1.0
 _SWEEP_SECONDS: Final = 2.0
 _log = structlog.get_logger(__name__)
@@ -81,6 +86,8 @@ class _Entry:
     outcome: ProcessOutcome | None = None
     results: tuple[Json, ...] = ()  # of the tasks, where it is published
     document: int | None = None  # which has the outcome's result, if that is large
+    plan_data: str = ""  # JSON
+    added: int = 0  # tasks of its plan that are written already
 
 
 class Worker:
@@ -213,11 +220,15 @@ class Worker:
 
     def _start(self, made: Claim) -> None:
         held = made.held
-        is_clean = made.job.plan is None and not self._kinds[made.job.kind].leaves_plans
+        plan = None
+        if made.phase in ("publish", "discard"):
+            with self._database.read() as connection:
+                plan = plan_of(connection, made.job.id)
+        is_clean = plan is None and not self._kinds[made.job.kind].leaves_plans
         if made.phase == "discard" and is_clean:
             self._ended.put((held, ProcessOutcome(result={})))
             return
-        order = self._order(made)
+        order = self._order(made, plan or {})
         entry = self._entries[held]
         entry.results = order.results
 
@@ -230,7 +241,7 @@ class Worker:
 
         entry.running = self._executor.start(order, on_progress, on_done)
 
-    def _order(self, made: Claim) -> Order:
+    def _order(self, made: Claim, plan: Json) -> Order:
         job, task = made.job, made.task
         number = "job" if task is None else str(task.number)
         prepared: Json = {}
@@ -251,7 +262,7 @@ class Worker:
             params=job.params if made.phase in ("plan", "discard") else {},
             prepared=prepared,
             payload={} if task is None else task.payload,
-            plan_data={} if task is not None else job.plan or {},  # a task has what it needs
+            plan_data=plan,  # a task has what it needs
             results=results,
             memory_bytes=self._settings.task_memory_bytes,
             seconds=self._settings.task_seconds,
@@ -359,7 +370,10 @@ class Worker:
             self._fail(made, error)
 
     def _prepare(self, entry: _Entry, result: Json) -> None:
-        """Write a large result before the transaction that tells of it, for which others wait."""
+        """Write what is large before the transaction that tells of it, for which others wait."""
+        if entry.claim.phase == "plan":
+            entry.plan_data = json.dumps(result["plan_data"])
+            self._add_tasks(entry, result["tasks"])
         is_result = entry.claim.phase in ("task", "publish")
         if entry.document is not None or not is_result or not is_large(result):
             return
@@ -369,6 +383,16 @@ class Worker:
             entry.document = known[entry.results.index(result)]
         if entry.document is None:
             entry.document = prepare_document(self._database, result, now=self._clock(), pause=self._pause)
+
+    def _add_tasks(self, entry: _Entry, specs: Sequence[Json]) -> None:
+        """All of a plan's but those of its last transaction."""
+        *batches, _ = _together(specs[entry.added :])
+        for batch in batches:
+            begun = time.monotonic()
+            some = [TaskSpec(**spec) for spec in batch]
+            self._database.transact(partial(add_tasks, held=entry.claim.held, specs=some, first=entry.added))
+            entry.added += len(some)
+            self._pause(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
 
     def _pause(self, seconds: float) -> None:
         """Between parts of what is large, however long it takes: leases are kept, what is cancelled ends."""
@@ -404,8 +428,8 @@ class Worker:
     def _complete(self, connection: Connection, entry: _Entry, result: Json) -> None:
         made, now = entry.claim, self._clock()
         if made.phase == "plan":
-            specs = [TaskSpec(**spec) for spec in result["tasks"]]
-            complete_plan(connection, made.held, result["plan_data"], specs, now)
+            specs = [TaskSpec(**spec) for spec in result["tasks"][entry.added :]]
+            complete_plan(connection, made.held, Encoded(entry.plan_data), specs, now, entry.added)
         elif made.phase == "task":
             complete_task(connection, made.held, result, now, entry.document)
         elif made.phase == "publish":
@@ -415,3 +439,14 @@ class Worker:
             self._failing.pop((job.kind, job.root), None)
         else:
             complete_discard(connection, made.held, now)
+
+
+def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:
+    """Those that are written in one transaction, which is short; the last of them may be none."""
+    batches, begin, size = [], 0, 0
+    for end, spec in enumerate(specs, 1):
+        size += len(json.dumps(spec))
+        if size >= _TRANSACTION_CHARACTERS:
+            batches.append(specs[begin:end])
+            begin, size = end, 0
+    return [*batches, specs[begin:]]

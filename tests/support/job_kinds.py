@@ -55,6 +55,7 @@ class MadeParams(BaseModel):
     acts: list[str] = []
     plan_act: str = "write"
     publish_act: str = "write"
+    payload_bytes: int = 0
 
 
 class MadeKind(Kind[MadeParams]):
@@ -78,8 +79,11 @@ class MadeKind(Kind[MadeParams]):
         """One task for each act."""
         note(params.folder, f"plan {context.prepared['prepared']}")
         _act(params.plan_act, context, Path(params.folder), lambda done_bytes: None)
+        filling = {"filling": "x" * params.payload_bytes} if params.payload_bytes else {}
         specs = [
-            TaskSpec(payload={"folder": params.folder, "act": act, "number": number}, weight_bytes=100)
+            TaskSpec(
+                payload={"folder": params.folder, "act": act, "number": number, **filling}, weight_bytes=100
+            )
             for number, act in enumerate(params.acts)
         ]
         return JobPlan(tasks=specs, plan_data={"folder": params.folder, "act": params.publish_act})

@@ -143,7 +143,9 @@ class WorkerProcess:
 def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
     """Submit a job of the kind "made", which works in ``folder``; its id."""
     params = {"folder": str(folder), "acts": list(acts)}
-    params |= {name: changes.pop(name) for name in ("plan_act", "publish_act") if name in changes}
+    params |= {
+        name: changes.pop(name) for name in ("plan_act", "publish_act", "payload_bytes") if name in changes
+    }
     spec = JobSpec(**({"kind": "made", "params": params, "created_by": "test"} | changes))
     return database.transact(lambda connection: submit(connection, spec, time.time()))
 

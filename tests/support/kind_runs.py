@@ -124,9 +124,12 @@ class KindRuns:
                 if made.phase == "publish":
                     with self.database.read() as connection:
                         results = ledger.task_results(connection, job.id)
-                    return _json(kind.publish(context, _json(job.plan), [_json(one) for one in results]))
-                if job.plan is not None:
-                    kind.discard(context, _json(job.plan))
+                        plan_data = ledger.plan_of(connection, job.id)
+                    return _json(kind.publish(context, _json(plan_data), [_json(one) for one in results]))
+                with self.database.read() as connection:
+                    plan_data = ledger.plan_of(connection, job.id)
+                if plan_data is not None:
+                    kind.discard(context, _json(plan_data))
                 if kind.leaves_plans:
                     kind.clear_plans(context, params)
                 return {}

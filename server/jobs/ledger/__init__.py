@@ -13,6 +13,7 @@ from dcp.server.jobs.ledger.reading import (
     job_events_after,
     list_jobs,
     list_tasks,
+    plan_of,
     task_documents,
     task_results,
 )
@@ -31,6 +32,7 @@ from dcp.server.jobs.ledger.states import (
     TaskSpec,
 )
 from dcp.server.jobs.ledger.transitions import (
+    add_tasks,
     complete_discard,
     complete_plan,
     complete_publish,
@@ -58,6 +60,7 @@ __all__ = [
     "JobTask",
     "StaleFenceError",
     "TaskSpec",
+    "add_tasks",
     "claim",
     "complete_discard",
     "complete_plan",
@@ -73,6 +76,7 @@ __all__ = [
     "job_events_after",
     "list_jobs",
     "list_tasks",
+    "plan_of",
     "progress_of",
     "release",
     "renew",

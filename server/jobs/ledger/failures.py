@@ -12,7 +12,16 @@ from typing import Any, Final
 from sqlalchemy import Connection, null, select, update
 
 from dcp.server.database.tables import jobs, tasks
-from dcp.server.jobs.ledger.rows import NO_LEASE, by_priority, emit, finish, held_job, held_task, lock_job
+from dcp.server.jobs.ledger.rows import (
+    NO_LEASE,
+    by_priority,
+    emit,
+    finish,
+    forget_tasks,
+    held_job,
+    held_task,
+    lock_job,
+)
 from dcp.server.jobs.ledger.states import Backoff, Held, Job, JobFailure, JobTask, StaleFenceError
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
@@ -80,12 +89,17 @@ def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float,
 
 def _release_phase(connection: Connection, job: Job, **values: Any) -> None:
     """Not at work any more; a plan is to be made from its beginning."""
-    state = "queued" if job.state == "planning" else job.state
+    state = job.state
+    if state == "planning":
+        state = "queued"
+        forget_tasks(connection, job)
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(state=state, **values, **NO_LEASE))
 
 
 def clear_away(connection: Connection, job: Job, **found: Any) -> None:
-    """An ending job whose plan has begun, and may have left something: it is discarded as one that runs."""
+    """An ending job whose plan has begun, and may have left something: it is discarded as one that runs. What
+    there is of its tasks was never begun."""
+    forget_tasks(connection, job)
     values: dict[str, Any] = {"state": "running", "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
     values["waiting"] = null()
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))

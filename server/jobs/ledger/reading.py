@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, null, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, or_, select
 
 from dcp.server.database.documents import read_document
 from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
-from dcp.server.jobs.ledger.rows import event_of_row, job_of_row, progress_of, select_jobs, task_of_row
+from dcp.server.jobs.ledger.rows import (
+    event_of_row,
+    is_planned,
+    job_of_row,
+    progress_of,
+    select_jobs,
+    select_tasks,
+    task_of_row,
+)
 from dcp.server.jobs.ledger.states import Job, JobEvent, JobState, JobTask, Json
 from dcp.server.problems import NotFoundError
 from dcp.server.security.principal import SYSTEM
@@ -22,6 +30,7 @@ __all__ = [
     "job_events_after",
     "list_jobs",
     "list_tasks",
+    "plan_of",
     "progress_of",
     "task_documents",
     "task_results",
@@ -71,7 +80,7 @@ def list_jobs(
     visible: frozenset[str] | None = None,
 ) -> list[Job]:
     """The newest first; the next page has those before the last one's id. Of large results they have what is
-    short, and nothing of their plans."""
+    short."""
     conditions = [*_seen(visible)]
     if before_id is not None:
         conditions.append(jobs.c.id < before_id)
@@ -87,28 +96,29 @@ def list_jobs(
         conditions.append(jobs.c.created_by == wanted.created_by)
     if not wanted.own_scans:
         conditions.append(or_(jobs.c.kind != "scan", jobs.c.created_by != SYSTEM.name))
-    query = select_jobs()
-    columns = [null().label("plan") if one.name == "plan" else one for one in query.exported_columns]
-    query = query.with_only_columns(*columns)
-    rows = connection.execute(query.where(*conditions).order_by(jobs.c.id.desc()).limit(limit))
+    query = select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit)
+    rows = connection.execute(query)
     return [job_of_row(row) for row in rows]
 
 
 def list_tasks(
     connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
 ) -> list[JobTask]:
-    """Tasks of a job by number, behind ``after_number``: how far they are, not what they do."""
-    unread = ("payload", "result")
-    columns: list[ColumnElement[Any]] = [
-        null().label(one.name) if one.name in unread else one for one in tasks.c
-    ]
+    """Tasks of a job by number, behind ``after_number``: how far they are, not what they do. There are none
+    before it is planned."""
     query = (
-        select(*columns)
-        .where(tasks.c.job_id == job_id, tasks.c.number > after_number)
+        select_tasks()
+        .where(tasks.c.job_id == job_id, tasks.c.number > after_number, is_planned())
         .order_by(tasks.c.number)
         .limit(limit)
     )
     return [task_of_row(row) for row in connection.execute(query)]
+
+
+def plan_of(connection: Connection, job_id: int) -> Json | None:
+    """What publishing the job needs; None if it has not been planned."""
+    found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
+    return found
 
 
 def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:

@@ -10,7 +10,19 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Select, case, func, insert, null, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    case,
+    delete,
+    func,
+    insert,
+    null,
+    select,
+    update,
+)
 
 from dcp.server.database.documents import ensure_document
 from dcp.server.database.tables import job_events, jobs, roots, tasks
@@ -34,13 +46,16 @@ __all__ = [
     "emit",
     "event_of_row",
     "finish",
+    "forget_tasks",
     "held_job",
     "held_task",
     "is_large",
+    "is_planned",
     "job_of_row",
     "lock_job",
     "progress_of",
     "select_jobs",
+    "select_tasks",
     "short_result",
     "task_of_row",
 ]
@@ -52,14 +67,27 @@ _MAX_VALUE_BYTES: Final = 256
 
 
 def select_jobs() -> Select[Any]:
-    """Jobs with the names of their roots."""
-    return select(jobs, roots.c.name.label("root")).outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
+    """Jobs with the names of their roots; without their plans, which may be large."""
+    columns = [column for column in jobs.c if column is not jobs.c.plan]
+    named = select(*columns, roots.c.name.label("root"))
+    return named.outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
+
+
+def select_tasks() -> Select[Any]:
+    """Tasks: how far they are, not what they do and have found."""
+    unread = ("payload", "result")
+    return select(*(null().label(one.name) if one.name in unread else one for one in tasks.c))
 
 
 def by_priority(query: Select[Any]) -> Select[Any]:
     """Jobs of one state, the highest priority first: along the index of both, whatever a planner believes of
     how many there are in that state."""
     return query.order_by(jobs.c.state.desc(), jobs.c.priority.desc())
+
+
+def is_planned() -> ColumnElement[bool]:
+    """Of a task: that all of them are there."""
+    return select(jobs.c.id).where(jobs.c.id == tasks.c.job_id, jobs.c.state != "planning").exists()
 
 
 def job_of_row(row: Row[Any]) -> Job:
@@ -80,7 +108,6 @@ def job_of_row(row: Row[Any]) -> Job:
         attempt=row.attempt,
         max_attempts=row.max_attempts,
         cancel_seconds=row.cancel_seconds,
-        plan=row.plan,
         progress=row.progress,
         result=row.result,
         is_result_whole=row.document_id is None,
@@ -140,7 +167,7 @@ def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
         job = lock_job(connection, held.job_id)
     except NotFoundError as error:
         raise StaleFenceError(f"job {held.job_id} is not there any more") from error
-    row = connection.execute(select(tasks).where(tasks.c.id == held.task_id)).one_or_none()
+    row = connection.execute(select_tasks().where(tasks.c.id == held.task_id)).one_or_none()
     if (
         row is None
         or row.job_id != job.id
@@ -150,6 +177,11 @@ def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
     ):
         raise StaleFenceError(f"task {held.task_id} of job {held.job_id}: the claim {held.fence} is over")
     return job, task_of_row(row)
+
+
+def forget_tasks(connection: Connection, job: Job) -> None:
+    """The job is to be planned anew, or not at all."""
+    connection.execute(delete(tasks).where(tasks.c.job_id == job.id))
 
 
 def emit(connection: Connection, job_id: int, event: str, now: float, **data: Any) -> None:
@@ -220,7 +252,7 @@ def _size(value: Any) -> int:
 
 
 def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
-    """By job, as it is now; jobs without tasks are left out."""
+    """By job, as it is now; jobs without tasks, and those that are being planned, are left out."""
     is_done = tasks.c.state == "succeeded"
     query = (
         select(
@@ -230,7 +262,7 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Job
             func.sum(tasks.c.weight_bytes),
             func.sum(case((is_done, tasks.c.weight_bytes), else_=tasks.c.done_bytes)),
         )
-        .where(tasks.c.job_id.in_(list(job_ids)))
+        .where(tasks.c.job_id.in_(list(job_ids)), is_planned())
         .group_by(tasks.c.job_id)
     )
     return {

@@ -131,7 +131,6 @@ class Job:
     attempt: int
     max_attempts: int
     cancel_seconds: float | None
-    plan: Json | None
     progress: Json | None
     result: Json | None
     is_result_whole: bool  # False: a large one, of which this is what is short

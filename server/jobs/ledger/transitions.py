@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import Connection, delete, func, insert, null, select, update
+from sqlalchemy import Connection, func, insert, null, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from dcp.server.database.documents import ensure_document
+from dcp.server.database.engine import Encoded
 from dcp.server.database.tables import jobs, roots, tasks
 from dcp.server.jobs.ledger.failures import (
     clear_away,
@@ -29,6 +30,7 @@ from dcp.server.jobs.ledger.rows import (
     NO_LEASE,
     emit,
     finish,
+    forget_tasks,
     held_job,
     held_task,
     is_large,
@@ -46,6 +48,7 @@ from dcp.server.jobs.ledger.states import (
 from dcp.server.problems import ConflictError, NotFoundError
 
 __all__ = [
+    "add_tasks",
     "complete_discard",
     "complete_plan",
     "complete_publish",
@@ -107,30 +110,44 @@ def _root_id(connection: Connection, name: str | None) -> int | None:
 # -- what is done --------------------------------------------------------------------------------------------
 
 
-def complete_plan(
-    connection: Connection, held: Held, plan_data: Json, specs: Sequence[TaskSpec], now: float
-) -> None:
-    """The job's tasks may be claimed; without any it is published next."""
+def add_tasks(connection: Connection, held: Held, specs: Sequence[TaskSpec], first: int) -> None:
+    """Some of a plan, from number ``first`` on: nobody's before `complete_plan`, and gone without it."""
     job = held_job(connection, held)
-    if job.is_ending:
-        clear_away(connection, job, plan=dict(plan_data))
-        return
-    if specs:
-        # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
-        first_fence = held.fence << _FENCE_SHIFT
-        rows = [
-            {
-                "job_id": job.id,
-                "number": number,
-                "state": "queued",
-                "payload": dict(spec.payload),
-                "weight_bytes": spec.weight_bytes,
-                "fence": first_fence,
-            }
-            for number, spec in enumerate(specs)
-        ]
+    # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
+    first_fence = held.fence << _FENCE_SHIFT
+    rows = [
+        {
+            "job_id": job.id,
+            "number": number,
+            "state": "queued",
+            "payload": dict(spec.payload),
+            "weight_bytes": spec.weight_bytes,
+            "fence": first_fence,
+        }
+        for number, spec in enumerate(specs, first)
+    ]
+    if rows:
         connection.execute(insert(tasks), rows)
-    _move(connection, job, "running" if specs else "publishing", now, plan=dict(plan_data), tasks=len(specs))
+
+
+def complete_plan(
+    connection: Connection,
+    held: Held,
+    plan_data: Json | Encoded,
+    specs: Sequence[TaskSpec],
+    now: float,
+    after: int = 0,
+) -> None:
+    """The job's tasks may be claimed; without any it is published next. ``after`` so many that were added
+    before."""
+    job = held_job(connection, held)
+    plan_data = plan_data if isinstance(plan_data, Encoded) else dict(plan_data)
+    if job.is_ending:
+        clear_away(connection, job, plan=plan_data)
+        return
+    add_tasks(connection, held, specs, after)
+    count = after + len(specs)
+    _move(connection, job, "running" if count else "publishing", now, plan=plan_data, tasks=count)
 
 
 def complete_task(
@@ -197,7 +214,10 @@ def release(connection: Connection, held: Held, now: float) -> None:
     if job.state == "planning" and job.is_ending:
         clear_away(connection, job)
         return
-    state = "queued" if job.state == "planning" else job.state
+    state = job.state
+    if state == "planning":
+        state = "queued"
+        forget_tasks(connection, job)
     values: dict[str, Any] = {"state": state, **NO_LEASE}
     if job.state == "publishing" and not job.is_ending:
         values["attempt"] = max(job.attempt, 1)  # it counts as begun, and is not cancelled any more
@@ -246,7 +266,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
         other = connection.execute(select(jobs.c.id).where(jobs.c.dedup_key == job.dedup_key)).scalar()
         if other is not None:
             raise ConflictError(f"job {other} does the same", job_id=other)
-    connection.execute(delete(tasks).where(tasks.c.job_id == job_id))
+    forget_tasks(connection, job)
     nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
     anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
     anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
