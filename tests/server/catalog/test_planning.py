@@ -16,6 +16,8 @@ from dcp.server.catalog.queries.listing import Search, list_checkpoints
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 COMMON = StructureFacts.of([StructureTensor("w", "tensor", "bfloat16", (1,), 2)])
 RARE = StructureFacts.of([StructureTensor("odd", "tensor", "float8", (1,), 1)])
 FEW = 20

@@ -24,6 +24,8 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 BIG = StructureFacts.of(
     [StructureTensor(f"layers.{i}.weight", "tensor", "bfloat16", (2,), 4) for i in range(3)]
 )

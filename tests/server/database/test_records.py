@@ -21,6 +21,8 @@ from dcp.server.schemas.queries import CheckpointQuery
 from dcp.server.schemas.records import RecordAnswer
 from dcp.server.schemas.runs import RunAnswer
 
+pytestmark = pytest.mark.each_database  # their SQL differs
+
 TABLES = [
     ("checkpoints", CheckpointDetail, {"root_id", "step_order", "observed_seconds", "announced"}),
     ("runs", Run, {"root_id", "latest_order"}),
