@@ -12,9 +12,9 @@ STAMP = .venv/.installed
 DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
-# Tests of several ranks start processes of their own, so few workers; a file stays on one worker, and those that
-# take longest are first (tests/conftest.py).
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# One more than the two cores, because tests wait for a third of their time; each worker costs half a minute of
+# its own. A file stays on one worker, and those that take longest are first (tests/conftest.py).
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 
 .PHONY: help demo test test-all check lint types contracts bench format sync-client clean

@@ -199,8 +199,14 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
     proxy.heal()
 
 
-@pytest.mark.parametrize("kind", list(_LARGE_TARGETS))
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "overwrite"),
+    [
+        pytest.param(kind, overwrite, marks=() if number % 2 == overwrite else pytest.mark.exhaustive)
+        for number, kind in enumerate(_LARGE_TARGETS)
+        for overwrite in (False, True)
+    ],
+)
 def test_uploads_of_a_killed_conversion_end_with_the_next(
     kind: str, overwrite: bool, large: Path, s3_proxy: FaultProxy, s3_server: S3Server, s3_root: str
 ) -> None:

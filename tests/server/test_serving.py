@@ -185,7 +185,7 @@ def test_a_root_that_is_away_for_long(tmp_path: Path) -> None:
             database.close()
             return int((row[0] or 0) + row[1])
 
-        wait_until(lambda: attempts() > 4, "some attempts")
+        wait_until(lambda: attempts() > 2, "some attempts")
         told = failed.findall(service.log())
         assert len(told) == 1 and "root=disk" in told[0]
         assert "the folder of root disk is not there" in told[0]

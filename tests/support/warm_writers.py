@@ -30,6 +30,7 @@ import dcp.background.process.serving  # noqa: F401 - what a writer imports
 from dcp.background.process import child
 from dcp.background.process.main import main
 from tests.support.forking import ensure_fork_server
+from tests.support.processes import lives
 
 __all__ = ["cold_writers", "fork_off", "use_warm_writers"]
 
@@ -173,7 +174,7 @@ def _be_writer(fds: list[int], trainer: int, nice: int, folder: str, environment
         os.environ.update(environment)
         paths = environment["PYTHONPATH"].split(os.pathsep)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-        os.getppid = lambda: trainer  # its own is the process that tells of its end
+        os.getppid = lambda: trainer if lives(trainer) else 1  # its own is who tells of its end
         main([str(fds[0]), str(trainer), str(nice)])
     finally:
         sys.stderr.flush()
