@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from dcp.inspection.checkpoints import open_index as open_index
-    from dcp.loading.read import read as read
     from dcp.loading.report import LoadReport as LoadReport
     from dcp.manager.catalog.registration import CatalogRegistration as CatalogRegistration
     from dcp.manager.cleanup.retention import Best as Best
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from dcp.ranks.failures import RankFailedError as RankFailedError
     from dcp.state_dict_loader import load as load
     from dcp.state_dict_loader import load_state_dict as load_state_dict
+    from dcp.state_dict_loader import read as read
     from dcp.state_dict_saver import AsyncCheckpointerType as AsyncCheckpointerType
     from dcp.state_dict_saver import SaveFuture as SaveFuture
     from dcp.state_dict_saver import async_save as async_save
@@ -86,8 +86,7 @@ _NAMES = {
     "dcp.planners.per_rank": ("PerRank",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),
-    "dcp.state_dict_loader": ("load", "load_state_dict"),
-    "dcp.loading.read": ("read",),
+    "dcp.state_dict_loader": ("load", "load_state_dict", "read"),
     "dcp.state_dict_saver": (
         "AsyncCheckpointerType",
         "SaveFuture",

@@ -1,4 +1,4 @@
-"""`dcp.load`: from a checkpoint into the state dict that every rank holds, whatever its sharding."""
+"""`dcp.load`, from a checkpoint into the state dict that every rank holds, and `dcp.read`, without one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import deprecated
 
@@ -14,15 +15,17 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import takes_storage_second
 from dcp.calls.storage_selection import choose_reader
 from dcp.engines import load_engine
-from dcp.loading.read import read
 from dcp.loading.report import LoadReport
 from dcp.loading.targets import GivenState, LoadTargets
+from dcp.loading.whole import ReadDtype, WholePlanner
 from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.load.unexpected import Unexpected
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.alone import works_alone
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.storage.engine.reading.requests import Verify
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import LoadPlanner
 
-__all__ = ["LoadKeywords", "load", "load_state_dict", "load_with"]
+__all__ = ["LoadKeywords", "load", "load_state_dict", "load_with", "read"]
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -185,6 +188,80 @@ def load_with(
         engine = load_engine(reader, planner, ranks, options)
         targets = LoadTargets(state_dict, engine.options)
     return engine.load(targets, filled)
+
+
+@plain_errors
+def read(
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Rename | None = None,
+    dtype: ReadDtype | None = None,
+    device: torch.device | str = "cpu",
+    verify: Verify | None = None,
+    weights_only: bool | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    progress: bool | ProgressCallback | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state dict that a checkpoint holds, or a part of it, in new memory: no template is needed.
+
+    Tensors are whole, however they were sharded, on every rank that calls this. Dicts, lists and the types of
+    keys are those that were saved, as far as the format tells; tensors that were tied are one tensor. What
+    was saved as `PerRank` is there for each rank, below ``rank-0`` and so on. A file of torch.save that holds
+    no dict comes as one, with the names that ``dcp ls`` shows.
+
+    Args:
+        checkpoint_id: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors
+            file, or a Hugging Face folder.
+        storage_reader: Reads the checkpoint, instead of ours.
+        only: Shell globs on the checkpoint's names ("model.weight"): what they match, and everything below.
+        exclude: The same for what is left out.
+        rename: From the checkpoint's names to those of the result, as for `dcp.convert`: regular expressions
+            with replacements, or a function.
+        dtype: Floating-point tensors are converted to it; a dtype, or dtypes by glob of the checkpoint's
+            names.
+        device: Where the tensors are.
+        verify: "blocks" (default), "full" or "none", as for `dcp.load`.
+        weights_only: False allows values of any class, whose pickles may run code: only for files you trust.
+        process_group: The ranks that read together; all of them call this alike.
+        no_dist: Read in this process alone.
+        timeout_seconds: The longest wait for other ranks.
+        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
+        storage_options: Of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A new dict, nested as it was saved.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is committed there.
+        MissingKeyError: A pattern matches nothing in the checkpoint.
+        CorruptCheckpointError: Bytes are not those that were committed.
+        UnsafeObjectError: A value needs ``weights_only=False``; ``exclude`` leaves it out.
+        PlanError: An option cannot be meant, or the ranks are not about the same.
+        CollectiveTimeoutError: Ranks did not answer in time.
+    """
+    alone = works_alone(process_group, no_dist=no_dist, operation="read")
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
+    with told_to_all(ranks):
+        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
+        LoadOptions(only=only, exclude=exclude, rename=rename).check()
+        planner = WholePlanner(
+            only=only,
+            exclude=exclude,
+            rename=rename,
+            dtype=dtype,
+            device=torch.device(device),
+            weights_only=weights_only,
+        )
+        engine = load_engine(reader, planner, ranks, LoadOptions(verify=verify, progress=progress))
+    flat: dict[str, Any] = {}
+    engine.load(GivenState(flat))
+    return planner.nested(flat)
 
 
 @deprecated("`load_state_dict` is deprecated; use `load` instead.", category=FutureWarning)

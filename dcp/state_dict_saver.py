@@ -29,7 +29,9 @@ from dcp.engines import save_engine
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.alone import works_alone
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.saving.columns import cache_of
 from dcp.saving.engine import RankPart, SaveOrder

@@ -35,7 +35,10 @@ from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import with_own_id
 from dcp.engines import save_engine
 from dcp.progress import harmless
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Channel, Ranks, works_alone
+from dcp.ranks.alone import works_alone
+from dcp.ranks.channel import Channel
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import begin
 from dcp.saving.engine import RankPart, SaveEngine, SaveOrder
 from dcp.saving.options import SaveOptions

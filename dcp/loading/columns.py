@@ -73,15 +73,15 @@ class ColumnLoad(LoadEngine):
             check_same_checkpoint(self.ranks, places, lambda: self._fingerprint(shared, places))
         report.seconds["index"] = time.perf_counter() - begun
         if chosen:
-            self.ranks.reduce_broadcast("select", lambda: self._select(shared), _agree_on_patterns)
-        self.ranks.reduce_broadcast("plan", lambda: self._plan(shared), self._check_left, short=True)
+            self.ranks.reduce_alike("select", lambda: self._select(shared), _agree_on_patterns)
+        self.ranks.reduce_alike("plan", lambda: self._plan(shared), self._check_left)
 
     def read(self, report: LoadReport) -> None:
         """Tensors, and only then the values that are none."""
-        self.ranks.all_gather("read", self._read)
+        have_objects = self.ranks.all_gather("read", self._read)
         if self._reader.may_be_mixed:
             self.ranks.broadcast("compare", self._compare)
-        self.ranks.all_gather("store", self._store_values)
+        self.ranks.all_gather("store", lambda: self._store(alone=not any(have_objects)))
 
     def _read_index(self) -> bytes:
         """One commit for all ranks: an overwrite while they start must not give them two.
@@ -172,15 +172,16 @@ class ColumnLoad(LoadEngine):
             self._load_objects(engine, columns)
         report.note_reading(stats)
         report.seconds["read"] = time.perf_counter() - begun
-        return b""
+        return b"\x01" if self._targets.has_objects else b""
 
     def _compare(self) -> bytes:
         self._reader.check_unchanged()
         return b""
 
-    def _store_values(self) -> bytes:
+    def _store(self, *, alone: bool) -> bytes:
+        """Store the values; where no rank has an object to give its state to, that is all."""
         self._planner.store_values()
-        return b""
+        return self._give_back(self._targets) if alone else b""
 
     def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
         objects, fqns = engine.index.objects, columns.object_fqns

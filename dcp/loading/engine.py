@@ -51,6 +51,7 @@ class LoadEngine(ABC):
         self._given = options
         self._ours = planner
         self._storage = storage
+        self._has_given_back = False
 
     @abstractmethod
     def plan(self, targets: GivenState, report: LoadReport) -> None:
@@ -73,8 +74,8 @@ class LoadEngine(ABC):
         except BaseException:
             targets.take_back()
             raise
-        if targets.gives_back:
-            self._give_back(targets, filled)
+        if targets.gives_back and not self._has_given_back:
+            self._give_back_together(targets, filled)
         return report
 
     def _load_committed(self, targets: GivenState, filled: set[str]) -> LoadReport:
@@ -119,21 +120,21 @@ class LoadEngine(ABC):
             self.ranks.broadcast("look again", lambda: b"\x01" if storage.was_replaced() else b"")
         )
 
-    def _give_back(self, targets: GivenState, filled: set[str]) -> None:
-        planner = self._ours
-
-        def give_back() -> bytes:
-            if planner is None:
-                targets.give_back((), ())
-            else:
-                targets.give_back(planner.untouched_keys, planner.materialised_keys)
-            return b""
-
+    def _give_back_together(self, targets: GivenState, filled: set[str]) -> None:
         try:
-            self.ranks.all_gather("load_state_dict", give_back)
+            self.ranks.all_gather("load_state_dict", lambda: self._give_back(targets))
         except BaseException:
             self._note_filled(targets, filled)
             raise
+
+    def _give_back(self, targets: GivenState) -> bytes:
+        planner = self._ours
+        if planner is None:
+            targets.give_back((), ())
+        else:
+            targets.give_back(planner.untouched_keys, planner.materialised_keys)
+        self._has_given_back = True
+        return b""
 
     def _note_filled(self, targets: GivenState, filled: set[str]) -> None:
         if self._ours is not None:

@@ -52,6 +52,11 @@ class GivenState:
         return frozenset(self._state_dict) - self._given
 
     @property
+    def has_objects(self) -> bool:
+        """Whether one of them is given its state by its own code, after `state` has asked for it."""
+        return False
+
+    @property
     def kinds(self) -> Mapping[str, str]:
         """What is at keys of the top level, where that matters; see `dcp.ranks.options.kinds_of`."""
         return {}
@@ -98,6 +103,11 @@ class LoadTargets(GivenState):
     def made(self) -> frozenset[str]:
         """Entries whose tensors were made for this load."""
         return self._made
+
+    @property
+    def has_objects(self) -> bool:
+        """As in `GivenState`."""
+        return bool(self._stateful)
 
     @property
     def kinds(self) -> Mapping[str, str]:

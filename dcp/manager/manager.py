@@ -32,7 +32,8 @@ from dcp.manager.step_saver import StepSaver, WhenBusy
 from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, works_alone
+from dcp.ranks.alone import works_alone
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict_loader import LoadKeywords
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.stores.opening import OpenWith

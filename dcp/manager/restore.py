@@ -22,7 +22,9 @@ import msgpack
 
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
+from dcp.ranks.alone import works_alone
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin
 from dcp.state_dict_loader import LoadKeywords, load_with

@@ -13,25 +13,24 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["SHORT_BYTES", "Channel", "Wait"]
+__all__ = ["HEAD_BYTES", "Channel", "Wait"]
 
 Wait = Callable[[Any], None]
 """Returns when a collective's work is complete, or raises."""
 
-_FRAME_BYTES = 512
+_FRAME_BYTES = 64 << 10
 """A broadcast of less is one collective: its length travels in the same frame."""
 
 _LENGTH_BYTES = 8
-_COMPARED_BYTES = 7
-"""Of a digest: as many as an int64 holds with either sign."""
+_DIGEST_BYTES = 16
 
-SHORT_BYTES = 248
-"""The longest message that `Channel.gather_short` takes."""
+HEAD_BYTES = 248
+"""As much of every rank's message travels with its length; what is longer takes another collective."""
 
 _group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the operations of each process group, equal on all ranks because all run the same program."""
@@ -41,6 +40,25 @@ _group_life: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _group_given_up: weakref.WeakKeyDictionary[Any, tuple[list[int], str]] = weakref.WeakKeyDictionary()
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Head(NamedTuple):
+    """The first bytes of a message of ``size`` bytes."""
+
+    size: int
+    data: bytes
+
+    @classmethod
+    def of(cls, row: bytes) -> _Head:
+        """From a row of the table that all ranks have filled."""
+        size = int.from_bytes(row[:_LENGTH_BYTES], "little")
+        return cls(size, row[_LENGTH_BYTES : _LENGTH_BYTES + size])
+
+    def followed_by(self, rest: torch.Tensor | None) -> bytes:
+        """The message, whose bytes after these are the first of ``rest``."""
+        if rest is None or self.size <= HEAD_BYTES:
+            return self.data
+        return self.data + _to_bytes(rest, self.size - HEAD_BYTES)
 
 
 class Channel:
@@ -119,20 +137,17 @@ class Channel:
 
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
         """Every rank's ``data`` on ``root``, None elsewhere."""
-        sizes = self._all_sizes(len(data), wait)
-        size = _largest_but(root, sizes)
-        parts = self._gather_tensor(self._padded(b"" if self.rank == root else data, size), root, wait)
-        if parts is None:
+        heads = self._all_heads(data, wait)
+        rest = _largest_but(root, [head.size for head in heads]) - HEAD_BYTES
+        parts: list[torch.Tensor] | list[None] | None = [None] * self.world_size
+        if rest > 0:
+            sent = b"" if self.rank == root else data[HEAD_BYTES:]
+            parts = self._gather_tensor(self._padded(sent, rest), root, wait)
+        if self.rank != root or parts is None:
             return None
-        others = zip(range(self.world_size), parts, sizes, strict=True)
-        return [data if rank == root else _to_bytes(part, size) for rank, part, size in others]
-
-    def gather_short(self, data: bytes, root: int, wait: Wait) -> list[bytes | None] | None:
-        """The same in one collective, with None in the place of what is above SHORT_BYTES."""
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:SHORT_BYTES]
-        frame = self._padded(head, _LENGTH_BYTES + SHORT_BYTES)
-        parts = self._gather_tensor(frame, root, wait)
-        return None if parts is None else [_short(_to_bytes(part, len(frame))) for part in parts]
+        messages = [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
+        messages[root] = data
+        return messages
 
     def _gather_tensor(self, own: torch.Tensor, root: int, wait: Wait) -> list[torch.Tensor] | None:
         parts = [torch.empty_like(own) for _ in range(self.world_size)] if self.rank == root else None
@@ -143,21 +158,23 @@ class Channel:
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Every rank's ``data`` on every rank."""
-        sizes = self._all_sizes(len(data), wait)
-        own = self._padded(data, max(sizes))
-        parts = [torch.empty_like(own) for _ in sizes]
+        heads = self._all_heads(data, wait)
+        rest = max(head.size for head in heads) - HEAD_BYTES
+        if rest <= 0:
+            return [head.data for head in heads]
+        own = self._padded(data[HEAD_BYTES:], rest)
+        parts = [torch.empty_like(own) for _ in heads]
         wait(self.group.allgather([parts], [own]))
-        return [_to_bytes(part, size) for part, size in zip(parts, sizes, strict=True)]
+        return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
+
+    def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
+        """The same in one collective; None, on all ranks, where one has more than HEAD_BYTES."""
+        heads = self._all_heads(data, wait)
+        return None if any(head.size > HEAD_BYTES for head in heads) else [head.data for head in heads]
 
     def is_same(self, data: bytes, wait: Wait) -> bool:
         """Whether ``data`` is the same on all ranks, by its digest; the answer is."""
-        digest = int.from_bytes(blake2b(data, digest_size=_COMPARED_BYTES).digest(), "little")
-        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        wait(self.group.allreduce([extremes], options))
-        largest, negative_smallest = extremes.tolist()
-        return bool(largest == -negative_smallest)
+        return len(set(self.all_gather(blake2b(data, digest_size=_DIGEST_BYTES).digest(), wait))) == 1
 
     def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
         """``data[rank]`` of ``root`` on each rank."""
@@ -197,11 +214,15 @@ class Channel:
         options.rootTensor = 0
         wait(self.group.broadcast([tensor], options))
 
-    def _all_sizes(self, size: int, wait: Wait) -> list[int]:
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = size
-        wait(self.group.allreduce([sizes]))
-        return [int(value) for value in sizes.tolist()]
+    def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
+        """How every rank's message begins, and how long it is: a sum of tables in which each rank has filled
+        its own row. On gloo that takes half as long as an all-gather, and every rank knows what follows."""
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
+        row = self._padded(head, _LENGTH_BYTES + HEAD_BYTES).view(torch.int64)
+        table = torch.zeros(self.world_size, len(row), dtype=torch.int64, device=self.device)
+        table[self.rank] = row
+        wait(self.group.allreduce([table]))
+        return [_Head.of(_to_bytes(row.view(torch.uint8))) for row in table.cpu()]
 
     def _padded(self, data: bytes, size: int) -> torch.Tensor:
         tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
@@ -225,12 +246,7 @@ def _largest_but(root: int, sizes: list[int]) -> int:
     return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
 
 
-def _short(frame: bytes) -> bytes | None:
-    length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
-    return frame[_LENGTH_BYTES : _LENGTH_BYTES + length] if length <= SHORT_BYTES else None
-
-
-def _to_bytes(tensor: torch.Tensor, size: int) -> bytes:
+def _to_bytes(tensor: torch.Tensor, size: int | None = None) -> bytes:
     return tensor[:size].cpu().numpy().tobytes()
 
 

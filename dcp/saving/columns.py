@@ -165,7 +165,6 @@ class ColumnSave(SaveAttempt):
             "digests",
             lambda: self._offer(cache),
             lambda offers: self._compare(cache, offers),
-            short=True,
         )
         self.seconds["digests"] = time.perf_counter() - self._offered
         return self._answered(cache, answer)

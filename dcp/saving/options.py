@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 
 __all__ = ["SaveOptions"]
 

@@ -81,7 +81,7 @@ class ProtocolLoad(LoadEngine):
         if storage is not None:  # of others nobody knows what a checkpoint is known by
             check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
         if refuses and (planner := self._ours) is not None:
-            ranks.reduce_broadcast("unexpected", lambda: self._left(planner), _check_left)
+            ranks.reduce_alike("unexpected", lambda: self._left(planner), _check_left)
         report.seconds["plan"] = time.perf_counter() - begun
 
     def read(self, report: LoadReport) -> None:

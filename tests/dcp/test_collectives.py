@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.ranks.channel import SHORT_BYTES
+from dcp.ranks.channel import HEAD_BYTES
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
 from tests.support.ranks import RankDied, RankRaised, run_ranks
 
-STEPS = ("reduce_scatter", "reduce_broadcast", "all_gather", "broadcast")
+STEPS = ("reduce_scatter", "reduce_broadcast", "reduce_alike", "all_gather", "broadcast")
 
 
 def take_step(ranks: Ranks, step: str, local: Any, reduce: Any) -> Any:
@@ -30,6 +30,8 @@ def take_step(ranks: Ranks, step: str, local: Any, reduce: Any) -> Any:
         return ranks.reduce_scatter("probe", local, lambda parts: [reduce(parts)] * len(parts))
     if step == "reduce_broadcast":
         return ranks.reduce_broadcast("probe", local, reduce)
+    if step == "reduce_alike":
+        return ranks.reduce_alike("probe", local, reduce)
     if step == "all_gather":
         return b"".join(ranks.all_gather("probe", local))
     return ranks.broadcast("probe", local)
@@ -52,17 +54,14 @@ def test_messages_of_any_length_reach_every_rank(world_size: int) -> None:
     results = run_ranks(world_size, every_step)
     together = b"".join(b"ab" * rank for rank in range(world_size))
     for rank, result in enumerate(results):
-        assert result == [together, together, together, b"", b"%d" % (world_size - 1 - rank)]
+        assert result == [*[together] * 4, b"", b"%d" % (world_size - 1 - rank)]
 
 
-def short_step(rank: int, world_size: int, lengths: list[int]) -> list[bytes]:
-    """One step for short messages after the other, with this rank's message longer each time; then a failure
-    whose description is longer than a short message."""
+def messages_of_lengths(rank: int, world_size: int, step: str, lengths: list[int]) -> list[bytes]:
+    """One step after the other, with this rank's message longer each time; then a failure whose description
+    is longer than what one exchange takes."""
     ranks = Ranks(use_dist=True, timeout_seconds=120)
-    results = [
-        ranks.reduce_broadcast("probe", lambda n=n: b"%d" % rank * n * rank, b"|".join, short=True)  # type: ignore[misc]
-        for n in lengths
-    ]
+    results = [take_step(ranks, step, lambda n=n: b"%d" % rank * n * rank, b"".join) for n in lengths]
 
     def local() -> bytes:
         if rank == 1:
@@ -70,15 +69,16 @@ def short_step(rank: int, world_size: int, lengths: list[int]) -> list[bytes]:
         return b"x"
 
     with pytest.raises(CorruptCheckpointError, match="bits flipped" * 100):
-        ranks.reduce_broadcast("probe", local, b"".join, short=True)
+        take_step(ranks, step, local, b"".join)
     return results
 
 
-def test_short_steps_deliver_messages_of_any_length() -> None:
-    """What does not fit into the one exchange of a short step follows in another, be it one rank's alone."""
-    lengths = [0, 1, SHORT_BYTES - 1, SHORT_BYTES, 5 * SHORT_BYTES]
-    for results in run_ranks(3, short_step, lengths):
-        assert results == [b"|".join(b"%d" % rank * n * rank for rank in range(3)) for n in lengths]
+@pytest.mark.parametrize("step", ["reduce_broadcast", "reduce_alike", "all_gather"])
+def test_what_one_exchange_does_not_take_follows_in_another(step: str) -> None:
+    """Messages around the length that one collective takes, be it one rank's alone that is longer."""
+    lengths = [0, 1, *range(HEAD_BYTES - 10, HEAD_BYTES + 2), 5 * HEAD_BYTES]
+    for results in run_ranks(3, messages_of_lengths, step, lengths):
+        assert results == [b"".join(b"%d" % rank * n * rank for rank in range(3)) for n in lengths]
 
 
 def failing_step(rank: int, world_size: int, step: str, failing: int, where: str) -> Any:
@@ -119,7 +119,7 @@ def test_one_ranks_error_is_raised_on_all_with_rank_and_cause(step: str) -> None
         assert result == (True, [failing], "file-7", True, True, b"yyy")
 
 
-@pytest.mark.parametrize("step", ["reduce_scatter", "reduce_broadcast"])
+@pytest.mark.parametrize("step", ["reduce_scatter", "reduce_broadcast", "reduce_alike"])
 def test_the_coordinators_error_is_raised_on_all(step: str) -> None:
     """What goes wrong while results are merged is everybody's error, from rank 0."""
     for result in run_ranks(3, failing_step, step, 0, "reduce"):
@@ -213,7 +213,10 @@ def test_a_rank_that_stays_away_is_named_after_the_timeout() -> None:
 
 
 def interrupted_rank(rank: int, world_size: int) -> str:
-    """Ctrl-C reaches rank 1 while it waits for rank 0, which comes later; rank 2 waits all the time."""
+    """Ctrl-C reaches rank 1 while it waits for rank 0, which comes later; rank 2 waits all the time.
+
+    Rank 1 has said what it had to say in the first step, which the others may so complete.
+    """
     ranks = Ranks(use_dist=True, timeout_seconds=120)
 
     def local() -> bytes:
@@ -225,6 +228,7 @@ def interrupted_rank(rank: int, world_size: int) -> str:
 
     try:
         ranks.all_gather("probe", local)
+        ranks.all_gather("next", local)
     except KeyboardInterrupt:
         default_store().set("interrupted", "1")
         wait_for_others(rank, world_size)  # it does not die: its connections stay open
@@ -235,7 +239,8 @@ def interrupted_rank(rank: int, world_size: int) -> str:
 
 
 def test_an_interrupted_rank_does_not_keep_the_others() -> None:
-    """A rank that leaves a step by Ctrl-C and lives on is named by the others long before their timeout."""
+    """A rank that leaves a step by Ctrl-C and lives on is named by the others long before their timeout, in
+    that step or the next."""
     results = run_ranks(3, interrupted_rank, failures=True)
     assert results[1] == "interrupted"
     for rank in (0, 2):
@@ -283,9 +288,11 @@ def test_a_rank_that_cannot_take_messages_does_not_keep_the_others() -> None:
 
 
 def out_of_step(rank: int, world_size: int) -> None:
-    """Rank 0 takes another kind of step than the others."""
+    """Rank 0 takes another kind of step than the others. That it has what it wants after its first exchange
+    shows in the next step."""
     ranks = Ranks(use_dist=True, timeout_seconds=3)
-    take_step(ranks, "all_gather" if rank == 0 else "reduce_broadcast", lambda: b"x", b"".join)
+    for _ in range(2):
+        take_step(ranks, "all_gather" if rank == 0 else "reduce_broadcast", lambda: b"x", b"".join)
 
 
 def test_ranks_that_are_out_of_step_are_not_called_dead() -> None:
@@ -422,6 +429,31 @@ def test_the_coordinators_own_message_does_not_make_the_others_as_long() -> None
     results = run_ranks(4, long_message_of_the_coordinator)
     assert results[0] == (48 << 20, bytes(10), 48 << 20)
     assert results[1:] == [(48 << 20, b"%d" % rank, 1) for rank in (1, 2, 3)]
+
+
+def exchanges_of_loads(rank: int, world_size: int, root: str) -> tuple[int, int]:
+    """How many collectives a load takes into plain values, and into an object."""
+    model = torch.nn.Linear(8, 8)
+    dcp.save({"model": model.state_dict(), "step": 1}, checkpoint_id=root)
+    waits: list[Any] = []
+    wait = Ranks._wait
+
+    def counted(ranks: Ranks, work: Any) -> None:
+        waits.append(work)
+        wait(ranks, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "_wait", counted)
+        dcp.load({"model": model.state_dict(), "step": 0}, checkpoint_id=root)
+        plain = len(waits)
+        dcp.load({"model": model, "step": 0}, checkpoint_id=root)
+    return plain, len(waits) - plain
+
+
+def test_a_load_takes_few_exchanges(tmp_path: Path) -> None:
+    """Each is a moment at which all ranks have to have a core: the handshake, the index, the plan, the end of
+    reading, the values; and one more where objects are given their state."""
+    assert run_ranks(3, exchanges_of_loads, str(tmp_path / "x")) == [(5, 6)] * 3
 
 
 def keys_of_an_earlier_life(rank: int, world_size: int) -> list[bytes]:

@@ -85,15 +85,10 @@ class CountingRanks(Ranks):
         return super().reduce_scatter(step, self._counted_local(step, local), reduce)
 
     def reduce_broadcast(
-        self,
-        step: str,
-        local: Callable[[], bytes],
-        reduce: Callable[[list[bytes]], bytes],
-        *,
-        short: bool = False,
+        self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
     ) -> bytes:
         """See `Ranks`."""
-        return super().reduce_broadcast(step, self._counted_local(step, local), reduce, short=short)
+        return super().reduce_broadcast(step, self._counted_local(step, local), reduce)
 
 
 @dataclass

@@ -25,7 +25,8 @@ from dcp.background.process.sending import Sender
 from dcp.background.results import end_future
 from dcp.background.worker import BackgroundWriter, Payload
 from dcp.progress import Progress
-from dcp.ranks.collectives import Channel, Ranks
+from dcp.ranks.channel import Channel
+from dcp.ranks.collectives import Ranks
 from dcp.saving.engine import SaveOrder
 from dcp.saving.order import agreeing_seconds
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dcp.ranks.collectives import Channel, Ranks
+from dcp.ranks.channel import Channel
+from dcp.ranks.collectives import Ranks
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 __all__ = ["Agreement", "RankAgreement", "Votes"]

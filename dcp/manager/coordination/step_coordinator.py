@@ -8,7 +8,7 @@ import weakref
 from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
 from dcp.manager.coordination.schedule import Reason, Schedule
 from dcp.manager.coordination.signals import StopSignal
-from dcp.ranks.collectives import Channel
+from dcp.ranks.channel import Channel
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["StepCoordinator"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dcp.background.session import own_channel
 from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
 from dcp.ranks import channel
-from dcp.ranks.collectives import Channel
+from dcp.ranks.channel import Channel
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError
 from tests.support.crashes import Group, in_lab, run_groups
 from tests.support.ranks import RankRaised, run_ranks

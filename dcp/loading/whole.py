@@ -1,28 +1,17 @@
-"""`dcp.read`: what a checkpoint has, without a state dict that says what is wanted."""
+"""What a checkpoint has, without a state dict that says what is wanted."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp.calls.plain_errors import plain_errors
-from dcp.calls.storage_selection import choose_reader
 from dcp.conversion.contents.entries import Entries, choose_entries
-from dcp.engines import load_engine
-from dcp.loading.targets import GivenState
-from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.wire.torch_plans import index_from_metadata
-from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import DEFAULT_TIMEOUT_SECONDS, Ranks, works_alone
-from dcp.ranks.handshake import told_to_all
-from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import notes_by_path
 from dcp.storage.formats.index import Path
@@ -30,10 +19,7 @@ from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.tensors import torch_dtype
 from dcp.storage.torch_metadata import LazyMetadata
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["ReadDtype", "read"]
+__all__ = ["ReadDtype", "WholePlanner"]
 
 ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
 """One dtype for all floating-point tensors, or dtypes by glob of their names (the first match counts)."""
@@ -41,81 +27,7 @@ ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
 _SIZE = "torch.Size"
 
 
-@plain_errors
-def read(
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    *,
-    storage_reader: StorageReader | None = None,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    rename: Rename | None = None,
-    dtype: ReadDtype | None = None,
-    device: torch.device | str = "cpu",
-    verify: Verify | None = None,
-    weights_only: bool | None = None,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    progress: bool | ProgressCallback | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The state dict that a checkpoint holds, or a part of it, in new memory: no template is needed.
-
-    Tensors are whole, however they were sharded, on every rank that calls this. Dicts, lists and the types of
-    keys are those that were saved, as far as the format tells; tensors that were tied are one tensor. What
-    was saved as `PerRank` is there for each rank, below ``rank-0`` and so on. A file of torch.save that holds
-    no dict comes as one, with the names that ``dcp ls`` shows.
-
-    Args:
-        checkpoint_id: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors
-            file, or a Hugging Face folder.
-        storage_reader: Reads the checkpoint, instead of ours.
-        only: Shell globs on the checkpoint's names ("model.weight"): what they match, and everything below.
-        exclude: The same for what is left out.
-        rename: From the checkpoint's names to those of the result, as for `dcp.convert`: regular expressions
-            with replacements, or a function.
-        dtype: Floating-point tensors are converted to it; a dtype, or dtypes by glob of the checkpoint's
-            names.
-        device: Where the tensors are.
-        verify: "blocks" (default), "full" or "none", as for `dcp.load`.
-        weights_only: False allows values of any class, whose pickles may run code: only for files you trust.
-        process_group: The ranks that read together; all of them call this alike.
-        no_dist: Read in this process alone.
-        timeout_seconds: The longest wait for other ranks.
-        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
-
-    Returns:
-        A new dict, nested as it was saved.
-
-    Raises:
-        CheckpointNotFoundError: Nothing is committed there.
-        MissingKeyError: A pattern matches nothing in the checkpoint.
-        CorruptCheckpointError: Bytes are not those that were committed.
-        UnsafeObjectError: A value needs ``weights_only=False``; ``exclude`` leaves it out.
-        PlanError: An option cannot be meant, or the ranks are not about the same.
-        CollectiveTimeoutError: Ranks did not answer in time.
-    """
-    alone = works_alone(process_group, no_dist=no_dist, operation="read")
-    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
-    with told_to_all(ranks):
-        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
-        LoadOptions(only=only, exclude=exclude, rename=rename).check()
-        planner = _WholePlanner(
-            only=only,
-            exclude=exclude,
-            rename=rename,
-            dtype=dtype,
-            device=torch.device(device),
-            weights_only=weights_only,
-        )
-        engine = load_engine(reader, planner, ranks, LoadOptions(verify=verify, progress=progress))
-    flat: dict[str, Any] = {}
-    engine.load(GivenState(flat))
-    return planner.nested(flat)
-
-
-class _WholePlanner(DefaultLoadPlanner):
+class WholePlanner(DefaultLoadPlanner):
     """Fills a flat dict with what is chosen of the checkpoint; `nested` makes the state dict of it."""
 
     def __init__(

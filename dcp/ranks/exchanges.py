@@ -1,0 +1,294 @@
+"""Exchanges between the ranks of one operation that end: waits are bounded and watched.
+
+When a rank dies or stays away, the others agree through the group's key-value store on who is missing, and
+raise an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from dcp.ranks.channel import Channel
+from dcp.ranks.failures import failure_of
+from dcp.ranks.presence import Presence, grace_seconds
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "STAMP_BYTES", "Exchanges"]
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for the others in one step: as long as torch's own default for collectives."""
+
+STAMP_BYTES = 8
+"""Every message that is gathered begins with so many, which are the same on all ranks in one step."""
+
+_SLICE = timedelta(milliseconds=50)
+"""Between two looks at whether to go on waiting, signals of Python's among them."""
+
+_OF_GLOO = re.compile(r"^\[[^\]]*\] |\. This is typically caused.*$")
+
+
+class _LostRanksError(Exception):
+    """Internal: a collective broke, as `what` says; `ranks` gave no sign of life."""
+
+    def __init__(self, ranks: list[int], what: str) -> None:
+        super().__init__(what)
+        self.ranks = ranks
+        self.what = what
+
+
+class Exchanges:
+    """One rank among those of a group, in one operation.
+
+    ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
+    ``use_dist`` there is one rank. ``coordinator`` is a rank of the group. What other ranks do not come to
+    ends after ``timeout_seconds``, the look for who they are included. ``abort`` calls the operation off.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        use_dist: bool,
+        coordinator: int = 0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        operation: str = "save",
+        channel: Channel | None = None,
+        abort: threading.Event | None = None,
+    ) -> None:
+        self.use_dist = use_dist
+        self.coordinator = coordinator if use_dist else 0
+        self.timeout_seconds = timeout_seconds
+        self.operation = operation
+        self.group: ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        self._abort = abort
+        self._channel: Channel | None = None
+        if not use_dist:
+            return
+        if channel is not None:
+            self._use(channel)
+            return
+        self.group = group if group is not None else dist.group.WORLD
+        if self.group is None:
+            raise CheckpointError(
+                "torch.distributed is not initialised; pass no_dist=True to work on one rank"
+            )
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise CheckpointError(
+                f"this process is not a member of the process group given to {operation}; "
+                "only the group's members may call it"
+            )
+        self._use(Channel.of_group(self.group))
+
+    def _use(self, channel: Channel) -> None:
+        self._channel = channel
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
+        self._store = channel.store
+        meeting: list[str] = []
+        if channel.life is None:
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._serial = channel.next_serial()
+            self._key = f"dcp/meet-{restarts}/{self._serial}"
+            self._group_key = f"{self._key}/given-up"
+            meeting = [self._key]
+            self._presence = Presence(self._store, self.rank, self.world_size, meeting)
+            word = uuid.uuid4().hex.encode() if self.rank == 0 else None
+            channel.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
+        self._serial = channel.next_serial()
+        self._group_key = f"dcp/{channel.life}/given-up"
+        self._key = f"dcp/{channel.life}/{self._serial}"
+        self._presence = Presence(self._store, self.rank, self.world_size, [*meeting, self._key])
+
+    @property
+    def store(self) -> Any:
+        """The group's key-value store; only with ``use_dist``."""
+        return self._store
+
+    @property
+    def key(self) -> str:
+        """A prefix for keys in `store` that is this operation's alone, the same on all ranks."""
+        return self._key
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank plans and commits for all."""
+        return self.rank == self.coordinator
+
+    def complete(self, step: str, work: Any) -> None:
+        """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
+        self._guard(step, lambda: self._wait(work))
+
+    def form(self, step: str, make: Callable[[float], T]) -> T:
+        """What ``make`` makes together with the other ranks by torch's means, within the seconds it is given;
+        what torch raises there becomes an error that names the ranks which are gone."""
+
+        def attempt() -> T:
+            bound = self.timeout_seconds - grace_seconds(self.timeout_seconds)
+            try:
+                return make(max(bound, self.timeout_seconds / 2))
+            except RuntimeError as error:
+                raise self._lost_error(f"torch: {_reason(error)}") from error
+
+        return self._guard(step, attempt)
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def _gather(self, message: bytes) -> list[bytes] | None:
+        if self._channel is None:
+            return [message]
+        messages = self._channel.gather(message, self.coordinator, self._wait)
+        return self._of_one_step(message, messages or []) or None
+
+    def _all_gather(self, message: bytes) -> list[bytes]:
+        if self._channel is None:
+            return [message]
+        return self._of_one_step(message, self._channel.all_gather(message, self._wait))
+
+    def _all_gather_short(self, message: bytes) -> list[bytes] | None:
+        if self._channel is None:
+            return [message]
+        return self._of_one_step(message, self._channel.all_gather_short(message, self._wait) or []) or None
+
+    def _of_one_step(self, own: bytes, messages: list[bytes]) -> list[bytes]:
+        """``messages``, unless one is of another step than ``own``: of an operation that others have given
+        up."""
+        if any(message[:STAMP_BYTES] != own[:STAMP_BYTES] for message in messages):
+            self._look_for_aborts()
+            self._lost("they sent messages of different steps")
+        return messages
+
+    def _scatter(self, data: list[bytes] | None) -> bytes:
+        if self._channel is None:
+            return data[0] if data is not None else b""
+        return self._channel.scatter(data, self.coordinator, self._wait)
+
+    def _broadcast(self, data: bytes | None) -> bytes:
+        if self._channel is None:
+            return data or b""
+        return self._channel.broadcast(data, self.coordinator, self._wait)
+
+    # -- bounded waits ---------------------------------------------------------------------------------------
+
+    def _guard(self, step: str, exchange: Callable[[], T]) -> T:
+        """Run one exchange; turn a broken or late one into an error that names the missing ranks."""
+        try:
+            self._check_in_step()
+            return exchange()
+        except _LostRanksError as lost:
+            self._note_given_up(lost.ranks, lost.what)
+            error = CollectiveTimeoutError(
+                f"{self.operation} failed in step {step!r}: {lost.what}. All ranks have to call "
+                f"{self.operation}; if one has died, restart the job from the last committed checkpoint",
+                step=step,
+                ranks=lost.ranks,
+                reporting_rank=self.rank,
+            )
+            failures = dict.fromkeys(lost.ranks or range(self.world_size), error)
+        except BaseException as error:
+            # An interrupt, or no memory for the others' messages: of this rank alone.
+            self._note_given_up([], f"rank {self.rank} left step {step!r} by {type(error).__name__}")
+            with contextlib.suppress(RuntimeError):
+                self._tell_given_up()
+            raise
+        raise failure_of(step, failures, self.rank, None)
+
+    def _check_in_step(self) -> None:
+        """Fail at once where an operation before this one was left before its end, on any rank."""
+        earlier = None if self._channel is None else self._channel.given_up
+        if earlier is not None:
+            with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
+                self._presence.show()
+            raise _LostRanksError(*earlier)
+
+    def _note_given_up(self, ranks: list[int], what: str, operation: str | None = None) -> None:
+        if self._channel is not None:
+            earlier = f"since an earlier {operation or self.operation} failed: {what}"
+            self._channel.give_up(ranks, f"the ranks of the process group are not in one step {earlier}")
+
+    def _tell_given_up(self) -> None:
+        """Tell the others, who would else learn of it by their timeout."""
+        if self._channel is not None:
+            self._presence.give_up()
+            self._store.set(self._group_key, f"{self._serial} {self.operation}")
+
+    def _wait(self, work: Any) -> None:
+        self._poll(work)
+        try:
+            work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
+        except RuntimeError as error:
+            raise self._lost_error(f"connection lost: {_reason(error)}") from error
+
+    def _poll(self, work: Any) -> None:
+        begun = time.monotonic()
+        bound = max(self.timeout_seconds - grace_seconds(self.timeout_seconds), self.timeout_seconds / 2)
+        pause, look_seconds = 0.0, Presence.pause_seconds(self.timeout_seconds)
+        next_look = begun + look_seconds
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begun > bound:
+                self._lost(f"no answer within {self.timeout_seconds:g} s", begun + self.timeout_seconds)
+            if now >= next_look:
+                next_look = now + look_seconds
+                self._look_for_aborts()
+            if self._blocks:
+                # Asking again and again would keep the core from the rank that is waited for.
+                with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then
+                    work.wait(_SLICE)
+                continue
+            time.sleep(pause)
+            pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
+
+    def _lost(self, reason: str, deadline: float | None = None) -> NoReturn:
+        raise self._lost_error(reason, deadline)
+
+    def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
+        """Post a sign of life, wait for the others' and return who stayed silent."""
+        now = time.monotonic()
+        deadline = max(deadline or 0.0, now + grace_seconds(self.timeout_seconds))
+        try:
+            self._tell_given_up()
+            self._presence.show()
+            missing = self._presence.missing(deadline)
+        except RuntimeError as error:  # the store's own host is gone, and with it the others' answers
+            missing, reason = [0], f"{reason}; the rendezvous store is gone too ({error})"[:500]
+        who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
+        if not missing:
+            who = f"all {self.world_size} ranks are alive, but not in one step: an earlier one was given up"
+        return _LostRanksError(missing, f"{who} ({reason})")
+
+    def _look_for_aborts(self) -> None:
+        reason = "another rank gave up, or reported a broken connection"
+        try:
+            if self._presence.is_given_up():
+                self._lost(reason)
+            told = self._store.get(self._group_key) if self._store.check([self._group_key]) else b""
+        except RuntimeError:
+            self._lost(reason)
+        serial, _, operation = told.decode().partition(" ")
+        if operation and int(serial) < self._serial and self._channel is not None:
+            # given up by ranks that this one had no need of any more
+            self._note_given_up([], "other ranks left it before its end", operation)
+            self._check_in_step()
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first line of what torch says, without its place in the source and its advice."""
+    text = str(error).partition("\n")[0]
+    return _OF_GLOO.sub("", text) or type(error).__name__
