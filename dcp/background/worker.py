@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dcp.background.future import SaveFuture
+    from dcp.planners.rank_state import RankState
     from dcp.saving.engine import SaveOrder
-    from dcp.saving.rank_state import RankState
 
 __all__ = ["BackgroundWriter", "Payload", "StagedDict", "payload_of"]
 

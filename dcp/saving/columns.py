@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.save.digest import ReplicaCheck
+from dcp.planners.digest import ReplicaCheck
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
@@ -25,8 +26,8 @@ from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.options import of_save
 from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
+from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.provenance import provenance_of
-from dcp.saving.rank_state import RankState
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointError
@@ -71,7 +72,8 @@ class ColumnSaveEngine(SaveEngine):
         return type(self), (self.storage, None, self._plan)
 
     def part(self, state: dict[str, Any], *, rank: int, is_coordinator: bool) -> RankState:
-        """The columns, tensors and values of ``state``."""
+        """The columns, tensors and values of ``state``. The coordinator logs a warning of what only a trusted
+        checkpoint gives back."""
         planner = self._planner
         if planner is None:
             raise CheckpointError("a writer process is given parts, and makes none")
@@ -79,7 +81,11 @@ class ColumnSaveEngine(SaveEngine):
         planner.set_up_planner(
             state_dict=state, storage_meta=self.writer.storage_meta(), is_coordinator=is_coordinator
         )
-        return RankState.collect(planner, digests=False)
+        local = planner.create_local_columns(digests=False)
+        if is_coordinator:
+            warn_of_foreign(local.columns.objects.fqns, local.objects)
+            warn_of_keys(planner.foreign_keys)
+        return local
 
     def attempt(
         self, order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None = None

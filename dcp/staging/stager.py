@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultStager
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from dcp.saving.rank_state import RankState
+from dcp.planners.rank_state import RankState
 from dcp.staging.copier import DictStaging, Memory, Slot, Staging, StateCopier
 from dcp.staging.gate import Gate
 from dcp.staging.guarding.guard import changed_error

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from dcp.planners.save.options import PlanOptions
 from dcp.ranks.options import of_save
 from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
+from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.provenance import provenance_of
-from dcp.saving.rank_state import warn_of_foreign, warn_of_keys
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.open import open_index
 from dcp.storage.torch_metadata import LazyMetadata

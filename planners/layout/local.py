@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp.planners.columns import HeldBoxes
+from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.layout.local_tensor import (
     DTENSOR,
     KINDS,
@@ -31,13 +31,14 @@ from dcp.planners.layout.local_tensor import (
     local_tensor,
 )
 from dcp.planners.layout.placements import LocalBox
+from dcp.planners.rank_state import RankState
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows
 from dcp.storage.tensors import LocalMemory
 
-__all__ = ["DTYPE_CODES", "LocalTensors", "collect_tensors"]
+__all__ = ["DTYPE_CODES", "collect_tensors"]
 
 DTYPE_CODES: Mapping[torch.dtype, int] = {
     getattr(torch, name): dtype.code for name, dtype in dtypes.BY_NAME.items() if hasattr(torch, name)
@@ -56,23 +57,6 @@ _CODES = _Codes(DTYPE_CODES)
 _dtype, _is_cpu, _requires_grad = map(attrgetter, ("dtype", "is_cpu", "requires_grad"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LocalTensors(HeldBoxes):
-    """All tensors of one rank; ``item_sharded`` and ``stride_orders`` as in `SaveColumns`.
-
-    ``item_sources`` indexes ``memory`` (plain local tensors; they may require grad, so copy under no_grad).
-    ``item_replicated`` is 1 where another rank may hold the same box. ``requires_grad`` is asked for saves
-    only, and 0 else. ``objects`` are the values that are no tensors.
-    """
-
-    requires_grad: npt.NDArray[np.uint8]
-    item_sharded: npt.NDArray[np.uint8]
-    item_replicated: npt.NDArray[np.uint8]
-    memory: LocalMemory
-    objects: dict[str, Any]
-    stride_orders: dict[int, tuple[int, ...]]
 
 
 class _Form(NamedTuple):
@@ -276,7 +260,7 @@ class _Builder:
     def note(self, problem: str) -> None:
         self.problems.append((len(self.fqns), problem))
 
-    def finish(self) -> LocalTensors:
+    def finish(self) -> RankState:
         """The columns; PlanError if anything cannot be stored."""
         forms, numbers = self.forms.forms, np.array(self.form_numbers, np.int64)
         source_counts = np.array([len(form.source_shapes) for form in forms], np.int64)[numbers]
@@ -285,27 +269,32 @@ class _Builder:
         shapes = self.forms.column(form.shape for form in forms)
         source_ndims = self.forms.column([len(shape) for shape in form.source_shapes] for form in forms)
         source_shapes = self.forms.column(chain.from_iterable(form.source_shapes) for form in forms)
-        return LocalTensors(
+        items, replicated = self._items(numbers, starts(source_counts))
+        count, values = len(replicated), len(self.objects)
+        columns = SaveColumns(
             fqns=tuple(self.fqns),
             dtype_codes=self._row_codes(source_counts, facts),
             requires_grad=np.array(self.requires_grad, np.uint8),
             shape_start=starts(shapes.counts(numbers)),
             shape_values=shapes.take(numbers),
-            **self._items(numbers, starts(source_counts)),
-            memory=LocalMemory(
-                self.sources,
-                facts.is_contiguous & ~facts.is_lazy & facts.is_cpu,
-                facts.pointers,
-                facts.codes,
-                starts(source_ndims.take(numbers)),
-                source_shapes.take(numbers),
-            ),
-            objects=self.objects,
+            **items,
+            item_digests=np.zeros(count, np.uint64),
+            item_ties=np.full(count, -1, np.int64),
+            objects=SaveObjects(tuple(self.objects), np.zeros(values, np.uint64), np.zeros(values, np.int64)),
             stride_orders=self._stride_orders(source_rows, facts),
         )
+        memory = LocalMemory(
+            self.sources,
+            facts.is_contiguous & ~facts.is_lazy & facts.is_cpu,
+            facts.pointers,
+            facts.codes,
+            starts(source_ndims.take(numbers)),
+            source_shapes.take(numbers),
+        )
+        return RankState(columns, memory, list(self.objects.values()), replicated)
 
-    def _items(self, numbers: Int64, source_start: Int64) -> dict[str, Any]:
-        """The columns of the boxes, which follow from the forms."""
+    def _items(self, numbers: Int64, source_start: Int64) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
+        """The columns of the boxes, which follow from the forms, and which of them others may hold."""
         forms = self.forms.forms
         box_sources = self.forms.column(form.box_sources for form in forms)
         counts = box_sources.counts(numbers)
@@ -318,15 +307,15 @@ class _Builder:
         sharded, replicated = (
             np.array([form[part] for form in forms], np.uint8)[numbers[item_tensors]] for part in (4, 5)
         )
-        return {
+        items = {
             "item_tensors": item_tensors,
             "item_offsets": boxes[0].values[values],
             "item_sizes": boxes[1].values[values],
             "item_local_offsets": boxes[2].values[values],
             "item_sources": source_start[item_tensors] + box_sources.take(numbers),
             "item_sharded": sharded,
-            "item_replicated": replicated,
         }
+        return items, replicated
 
     def _row_codes(self, source_counts: Int64, facts: _SourceFacts) -> npt.NDArray[np.uint8]:
         """All sources of a tensor have its dtype."""
@@ -421,10 +410,11 @@ def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
     return f"{fqn!r}: a {type(value).__name__} without memory of its own ({str(error).splitlines()[0]})"
 
 
-def collect_tensors(
-    state_dict: Mapping[str, Any], *, purpose: Literal["save", "load"] = "save"
-) -> LocalTensors:
-    """Columns of a flat state dict, in its order.
+def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "load"] = "save") -> RankState:
+    """What this rank has of a flat state dict, in its order, without digests and ties.
+
+    The local tensors may require grad, so copy them under no_grad. ``requires_grad`` is asked for saves only,
+    and 0 else.
 
     Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
     and what to do about it.

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from dcp.planners.layout.local import LocalTensors
+from dcp.planners.rank_state import RankState
 from dcp.storage.formats.index import Int64
 
 __all__ = ["item_ties"]
 
 
-def item_ties(columns: LocalTensors) -> Int64:
+def item_ties(local: RankState) -> Int64:
     """``SaveColumns.item_ties`` of a rank's tensors."""
-    sources, pointers = columns.memory.tensors, columns.memory.pointers
+    columns, sources, pointers = local.columns, local.sources, local.memory.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
     _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
     shared = (counts[inverse] > 1) & (pointers != 0)

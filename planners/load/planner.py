@@ -19,7 +19,7 @@ from dcp.planners.columns import LoadColumns, WantedColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.layout.local import LocalTensors, collect_tensors
+from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.materialise import has_meta_tensor, materialise
@@ -178,8 +178,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         not fit (see `dcp.planners.load.plan.plan_load`).
         """
         with garbage_collection_paused():
-            columns, _, local = self._plan(index)
-            return columns, local.memory
+            columns, _, memory = self._plan(index)
+            return columns, memory
 
     def store_object(self, fqn: str, value: Any) -> None:
         """Put a loaded value where the state dict has the flat key ``fqn``."""
@@ -307,14 +307,14 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def _own_rank(self) -> int:
         return self.rank if self.rank is not None else current_rank()
 
-    def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalTensors]:
+    def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalMemory]:
         options, chosen = self._load_options, self._choose(index)
         local = collect_tensors(self._destinations(chosen), purpose="load")
-        object_fqns = tuple(local.objects)
+        held, object_fqns = local.columns.held(), local.columns.objects.fqns
         wanted = WantedColumns(
-            **local.held(),
+            **held,
             object_fqns=object_fqns,
-            stored_fqns=chosen.stored_names(local.fqns),
+            stored_fqns=chosen.stored_names(local.columns.fqns),
             stored_object_fqns=chosen.stored_names(object_fqns),
         )
         columns = plan_load(
@@ -327,7 +327,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self._note(chosen, columns.extra)
         waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self._attempt.stores_later else []
         self._planned = chosen, waiting
-        return columns, wanted, local
+        return columns, wanted, local.memory
 
     def _destinations(self, chosen: LoadSelection) -> Mapping[str, Any]:
         """The chosen entries; in place of `PerRank` tensors new memory, if they may be kept.

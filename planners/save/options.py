@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp.planners.save.digest import ReplicaCheck
+from dcp.planners.digest import ReplicaCheck
 from dcp.planners.save.planner import DefaultSavePlanner
 
 __all__ = ["PlanOptions"]

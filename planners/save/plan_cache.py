@@ -14,15 +14,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dcp.planners.columns import RankSets, SaveColumns
-from dcp.planners.save.digest import ReplicaCheck
+from dcp.planners.digest import ReplicaCheck
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_fingerprints import folds_of
 from dcp.planners.save.replica_sets import differing
@@ -32,7 +32,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64, Path
 
-__all__ = ["PlanCache", "PlannedPart"]
+__all__ = ["PlanCache"]
 
 _ID_BYTES = 16
 """Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
@@ -52,22 +52,6 @@ _STRUCTURE = (
 )
 """The columns of `SaveColumns` that a plan follows from. Left out are the values' digests, and the objects'
 sizes, which only say what is well balanced."""
-
-
-class PlannedPart(Protocol):
-    """What a rank contributes to a save (`dcp.saving.rank_state.RankState` is one)."""
-
-    @property
-    def columns(self) -> SaveColumns:
-        """The rank's columns."""
-
-    @property
-    def sources(self) -> Sequence[torch.Tensor]:
-        """The local tensors by source number."""
-
-    @property
-    def replicated(self) -> npt.NDArray[np.uint8]:
-        """By item, 1 where other ranks may hold the same box."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +126,7 @@ class PlanCache:
 
     def offer(
         self,
-        part: PlannedPart,
+        part: RankState,
         object_digests: npt.NDArray[np.uint64],
         *,
         check: ReplicaCheck,
@@ -160,7 +144,7 @@ class PlanCache:
         if mine is None or not mine.structure.same_as(self._structure):
             self._mine = None
             return b""
-        folds = folds_of(mine.sets, part.columns, part.sources, object_digests, mine.check)
+        folds = folds_of(mine.sets, part, object_digests, mine.check)
         return mine.plan_id + folds.tobytes()
 
     @property
@@ -170,7 +154,7 @@ class PlanCache:
             raise PlanError("the coordinator reuses a plan that this rank does not have")
         return self._mine.writes
 
-    def receive(self, part: PlannedPart, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
+    def receive(self, part: RankState, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
         """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
         self._mine = self._next_mine = None
         structure = self._structure

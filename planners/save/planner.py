@@ -6,25 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp.planners.by_value import by_value, encode_by_value
-from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.by_value import by_value
+from dcp.planners.digest import ReplicaCheck
 from dcp.planners.flatten import flatten
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.layout.item_views import item_views
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.shared_storage import item_ties
 from dcp.planners.per_rank import current_rank
-from dcp.planners.save.digest import ReplicaCheck, digest_bytes, digest_tensors
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
 from dcp.planners.wire.torch_plans import (
     NotedPlan,
@@ -35,12 +31,8 @@ from dcp.planners.wire.torch_plans import (
 )
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Path
-from dcp.storage.tensors import LocalMemory
 
-__all__ = ["DefaultSavePlanner", "item_digests", "uses_columns"]
-
-OPAQUE_OBJECT_BYTES = 4 << 10
-"""What an object that is no plain data is taken to need, for balancing."""
+__all__ = ["DefaultSavePlanner", "uses_columns"]
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
@@ -78,7 +70,6 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         self.foreign_keys: dict[str, str] = {}
         self.structure: Mapping[str, Any] = {}
         self._notes: Sequence[Note] = ()
-        self.item_replicated: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._lookup = BoxLookup()
         self._box_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
 
@@ -109,38 +100,29 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
 
     # -- columns ---------------------------------------------------------------------------------------------
 
-    def create_local_columns(self, *, digests: bool = True) -> tuple[SaveColumns, LocalMemory, list[Any]]:
-        """(columns, local tensors by source number, object values by object row).
+    def create_local_columns(self, *, digests: bool = True) -> RankState:
+        """What this rank has: columns, local tensors by source number, values by object row.
 
         The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
         out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
         """
-        check: ReplicaCheck = self.replica_check if digests else "off"
         with garbage_collection_paused():
             local = collect_tensors(self.state_dict)
-        self.item_replicated, objects = local.item_replicated, list(local.objects.values())
-        columns = SaveColumns(
-            **local.held(),
-            requires_grad=local.requires_grad,
-            item_sharded=local.item_sharded,
-            item_digests=np.zeros(len(local.item_tensors), np.uint64),
+        columns = replace(
+            local.columns,
             item_ties=item_ties(local),
-            objects=_objects(tuple(local.objects), objects, check),
             planner_data=self.mappings if self.flatten_state_dict else None,
             notes=self._notes,
-            stride_orders=local.stride_orders,
         )
-        if digests:
-            values = item_digests(columns, local.item_replicated, local.memory.tensors, check)
-            columns = replace(columns, item_digests=values)
-        return columns, local.memory, objects
+        local = replace(local, columns=columns)
+        return local.with_digests(self.replica_check) if digests else local
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
     def create_local_plan(self) -> SavePlan:
         """This rank's boxes and objects as torch's plan."""
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        columns, _, _ = self.create_local_columns(digests=together)
+        columns = self.create_local_columns(digests=together).columns
         items = write_items(columns, list(self.state_dict))
         paths = self.mappings if self.flatten_state_dict else None
         self.plan = NotedPlan(items, planner_data=paths, notes=self._notes)
@@ -211,29 +193,3 @@ def uses_columns(planner: SavePlanner) -> bool:
         getattr(type(planner), step) is getattr(DefaultSavePlanner, step) and step not in vars(planner)
         for step in _COLUMNAR_STEPS
     )
-
-
-def item_digests(
-    columns: SaveColumns,
-    replicated: npt.NDArray[np.uint8],
-    sources: Sequence[torch.Tensor],
-    check: ReplicaCheck,
-) -> npt.NDArray[np.uint64]:
-    """Digests of the boxes that other ranks may hold as well (``replicated`` by item); 0 for all others."""
-    digests = np.zeros(len(columns.item_tensors), np.uint64)
-    rows = np.flatnonzero(replicated) if check != "off" else np.zeros(0, np.int64)
-    if len(rows):
-        digests[rows] = digest_tensors(item_views(columns, sources, rows), check)
-    return digests
-
-
-def _objects(fqns: Sequence[str], values: Sequence[Any], check: ReplicaCheck) -> SaveObjects:
-    digests, sizes = np.zeros(len(values), np.uint64), np.zeros(len(values), np.int64)
-    if check != "off":
-        for row, value in enumerate(values):
-            encoded = encode_by_value(value)
-            if encoded is None:
-                sizes[row] = len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
-            else:
-                digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
-    return SaveObjects(tuple(fqns), digests, sizes)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from dcp.planners.columns import RankSets, SaveColumns
-from dcp.planners.layout.item_views import item_views
-from dcp.planners.save.digest import ReplicaCheck, digest_tensors
+from dcp.planners.columns import RankSets
+from dcp.planners.digest import ReplicaCheck, digest_tensors
+from dcp.planners.rank_state import RankState
 
 __all__ = ["folds_of"]
 
@@ -20,14 +18,10 @@ _FOLD_BYTES = 8
 
 
 def folds_of(
-    sets: RankSets,
-    columns: SaveColumns,
-    sources: Sequence[torch.Tensor],
-    object_digests: npt.NDArray[np.uint64],
-    check: ReplicaCheck,
+    sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
 ) -> npt.NDArray[np.uint64]:
-    """The fold of each set, in the order of their numbers, for the values that ``sources`` have now."""
-    items = digest_tensors(item_views(columns, sources, sets.item_rows), check)
+    """The fold of each set, in the order of their numbers, for the values that ``part`` has now."""
+    items = digest_tensors(part.views(sets.item_rows), check)
     objects = object_digests[sets.object_rows]
     bounds = zip(pairwise(sets.item_start.tolist()), pairwise(sets.object_start.tolist()), strict=True)
     folds = [

@@ -53,7 +53,7 @@ FOREIGN: dict[str, Any] = {
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged as a warning by a save."""
-    return [record.getMessage() for record in caplog.records if record.name == "dcp.saving.rank_state"]
+    return [record.getMessage() for record in caplog.records if record.name == "dcp.saving.foreign_values"]
 
 
 @pytest.mark.parametrize("name", [*SAFE, *FOREIGN])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
@@ -23,7 +24,6 @@ from dcp.saving import columns as columnar_save
 from dcp.saving.columns import ColumnSaveEngine, cache_of
 from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.saving.rank_state import RankState
 from dcp.storage.errors import ReplicaMismatchError, StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
@@ -111,7 +111,7 @@ def save_steps(rank: int, world_size: int, folder: str) -> list[Step]:
 
         def local(_: Ranks, step: int = step, planner: DefaultSavePlanner = planner) -> RankState:
             planner.set_up_planner(state(rank, world_size, step))
-            return RankState.collect(planner, digests=False)
+            return planner.create_local_columns(digests=False)
 
         writer = FileSystemWriter(place, sync_files=False)
         engine = ColumnSaveEngine(writer, planner, PlanOptions.of(planner))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp.planners.save.digest import (
+from dcp.planners.digest import (
     SAMPLE_BYTES,
     WHOLE_LIMIT_BYTES,
     digest_bytes,

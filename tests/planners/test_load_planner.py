@@ -52,7 +52,7 @@ def index_of(values: dict[str, Any]) -> CheckpointIndex:
     """What a save of ``values`` by one rank would plan."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(values)
-    return plan_save([planner.create_local_columns(digests=False)[0]]).index
+    return plan_save([planner.create_local_columns(digests=False).columns]).index
 
 
 def test_stock_loads_with_it_what_stock_saved(tmp_path: Path) -> None:

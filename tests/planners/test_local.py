@@ -58,14 +58,15 @@ class Rows(torch.Tensor):
 def test_plain_tensors_become_columns() -> None:
     """Names, dtypes, shapes, boxes of tensors and parameters, in order; other values are objects."""
     weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    local = collect_tensors({"w": weight, "lr": 0.1, "s": torch.tensor(1)})
+    state = collect_tensors({"w": weight, "lr": 0.1, "s": torch.tensor(1)})
+    local = state.columns
     assert local.fqns == ("w", "s")
     assert [dtypes.BY_CODE[code].name for code in local.dtype_codes.tolist()] == ["bfloat16", "int64"]
     assert local.requires_grad.tolist() == [1, 0]
     assert local.shape_values.tolist() == local.item_sizes.tolist() == [2, 3]
     assert local.shape_start.tolist() == [0, 2, 2]
-    assert local.memory.tensors[0] is weight
-    assert local.objects == {"lr": 0.1}
+    assert state.sources[0] is weight
+    assert (local.objects.fqns, state.objects) == (("lr",), [0.1])
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -73,7 +74,7 @@ def test_every_stored_dtype_has_its_code() -> None:
     """Each dtype of the format that torch has can be planned."""
     for dtype in dtypes.BY_NAME.values():
         tensor = torch.empty(4, dtype=getattr(torch, dtype.name))
-        assert collect_tensors({"t": tensor}).dtype_codes.tolist() == [dtype.code]
+        assert collect_tensors({"t": tensor}).columns.dtype_codes.tolist() == [dtype.code]
 
 
 def test_order_in_memory_is_noted() -> None:
@@ -82,15 +83,15 @@ def test_order_in_memory_is_noted() -> None:
     local = collect_tensors(
         {"c": image, "t": torch.zeros(3, 2).t(), "h": torch.zeros(4, 4)[:, ::2], "p": image[0]}
     )
-    assert local.stride_orders == {0: (0, 2, 3, 1), 1: (1, 0), 3: (1, 2, 0)}
+    assert local.columns.stride_orders == {0: (0, 2, 3, 1), 1: (1, 0), 3: (1, 2, 0)}
 
 
 def test_the_protocol_of_torch_is_honoured() -> None:
     """A subclass with __create_write_items__ says its boxes and shards itself."""
     local = collect_tensors({"rows": torch.ones(2, 3).as_subclass(Rows)})
-    assert local.shape_values.tolist() == [8, 3]
-    assert local.item_offsets.tolist() == [2, 0]
-    assert local.memory.tensors[0].sum() == 6
+    assert local.columns.shape_values.tolist() == [8, 3]
+    assert local.columns.item_offsets.tolist() == [2, 0]
+    assert local.sources[0].sum() == 6
 
 
 class TwoParts(Rows):
@@ -122,7 +123,8 @@ def test_columns_say_of_each_tensor_what_it_says_alone() -> None:
         "c": torch.nn.Parameter(torch.zeros(3, 2)),
         "d": torch.zeros(2, 3).t(),
     }
-    local, own_sources = collect_tensors(state), iter(range(100))
+    collected, own_sources = collect_tensors(state), iter(range(100))
+    local, memory = collected.columns, collected.memory
     items = list(zip(local.item_tensors.tolist(), local.item_sources.tolist(), strict=True))
     assert local.fqns == tuple(fqn for fqn in state if fqn != "none")
     for row, fqn in enumerate(local.fqns):
@@ -138,16 +140,16 @@ def test_columns_say_of_each_tensor_what_it_says_alone() -> None:
             box = slice(int(local.box_start[item]), int(local.box_start[item + 1]))
             columns = (local.item_offsets, local.item_sizes, local.item_local_offsets)
             assert tuple(tuple(column[box].tolist()) for column in columns) == piece.box
-            assert (local.item_sharded[item], local.item_replicated[item]) == (
+            assert (local.item_sharded[item], collected.replicated[item]) == (
                 alone.sharded,
                 alone.replicated,
             )
             source = items[item][1]
             assert source == next(own_sources)
-            assert local.memory.pointers[source] == piece.source.data_ptr()
-            begin, end = local.memory.shape_start[source : source + 2]
-            assert tuple(local.memory.shape_values[begin:end].tolist()) == piece.source.shape
-            assert local.memory.is_plain[source] == piece.source.is_contiguous()
+            assert memory.pointers[source] == piece.source.data_ptr()
+            begin, end = memory.shape_start[source : source + 2]
+            assert tuple(memory.shape_values[begin:end].tolist()) == piece.source.shape
+            assert memory.is_plain[source] == piece.source.is_contiguous()
 
 
 def test_what_can_be_read_into_where_it_is() -> None:
@@ -196,10 +198,10 @@ def test_lazy_views_are_saved_by_value_and_loaded_into_as_they_are() -> None:
     """A conjugated or negated view is resolved to save it; to load, it must stay the caller's memory."""
     conjugated = torch.tensor([1 + 2j]).conj()
     state = {"conjugated": conjugated, "negated": conjugated.imag, "again": conjugated.resolve_conj()}
-    saved = collect_tensors(state).memory.tensors
+    saved = collect_tensors(state).sources
     assert [source.is_conj() or source.is_neg() for source in saved] == [False] * 3
     assert [source.tolist() for source in saved] == [[1 - 2j], [-2.0], [1 - 2j]]
-    wanted = collect_tensors(state, purpose="load").memory.tensors
+    wanted = collect_tensors(state, purpose="load").sources
     assert wanted[0].data_ptr() == conjugated.data_ptr() and wanted[0].is_conj()
 
 

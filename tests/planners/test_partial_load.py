@@ -30,7 +30,7 @@ def index_of(values: dict[str, Any], *, world_size: int | None = None) -> Checkp
     """What a save of ``values`` by one rank would plan, said to be of ``world_size`` ranks."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(values)
-    index = plan_save([planner.create_local_columns(digests=False)[0]]).index
+    index = plan_save([planner.create_local_columns(digests=False).columns]).index
     provenance = {} if world_size is None else {"world_size": world_size}
     return CheckpointIndex(**{**vars(index), "provenance": provenance})
 

@@ -130,7 +130,7 @@ def test_a_rank_outside_of_the_mesh_has_nothing(ranks: object) -> None:
         torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=torch.Size([4]), stride=(1,)
     )
     assert local_tensor("t", tensor, {}) is None
-    assert collect_tensors({"t": tensor}).fqns == ()
+    assert collect_tensors({"t": tensor}).columns.fqns == ()
 
 
 def test_an_empty_shard_has_no_box_but_keeps_the_name(ranks: object) -> None:
@@ -139,7 +139,7 @@ def test_an_empty_shard_has_no_box_but_keeps_the_name(ranks: object) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4), _init_backend=False)
     short = distribute_tensor(torch.zeros(2, 3), mesh, [Shard(0)], src_data_rank=None)
     empty = distribute_tensor(torch.zeros(0, 5), mesh, [Shard(1)], src_data_rank=None)
-    local = collect_tensors({"short": short, "empty": empty})
+    local = collect_tensors({"short": short, "empty": empty}).columns
     assert local.fqns == ("short", "empty")
     assert local.shape_values.tolist() == [2, 3, 0, 5]
     assert local.item_tensors.tolist() == [1]

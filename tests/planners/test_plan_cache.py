@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,40 +15,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.planners.columns import RankSets, SaveColumns, SaveObjects
+from dcp.planners.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
 from dcp.planners.per_rank import PerRank
-from dcp.planners.save.digest import WHOLE_LIMIT_BYTES, ReplicaCheck
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.planners.save.planner import DefaultSavePlanner, item_digests
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
 from dcp.storage.formats.index import starts
+from dcp.storage.tensors import LocalMemory
 from tests.planners.simulation import Held, save_columns, tensor_shapes, worlds
 
 Digests = npt.NDArray[np.uint64]
 NO_OBJECTS: Digests = np.zeros(0, np.uint64)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank contributes."""
+@dataclass(frozen=True, eq=False)
+class Part(RankState):
+    """What one rank contributes, with the digests of its values."""
 
-    columns: SaveColumns
-    sources: Sequence[torch.Tensor]
-    replicated: npt.NDArray[np.uint8]
-    objects: Digests
+    object_digests: Digests = field(default_factory=lambda: NO_OBJECTS)
 
     @classmethod
     def of(cls, columns: SaveColumns, sources: Sequence[torch.Tensor], objects: Digests = NO_OBJECTS) -> Part:
         """All boxes may be replicas."""
-        return cls(columns, sources, np.ones(len(columns.item_tensors), np.uint8), objects)
+        replicated = np.ones(len(columns.item_tensors), np.uint8)
+        return cls(columns, LocalMemory.of(sources), [0] * len(objects), replicated, object_digests=objects)
 
-    def digested(self, check: ReplicaCheck) -> SaveColumns:
+    def digested_as(self, check: ReplicaCheck) -> SaveColumns:
         """The columns with the digests that a full plan compares."""
-        objects = dataclasses.replace(self.columns.objects, digests=self.objects)
-        digests = item_digests(self.columns, self.replicated, self.sources, check)
-        return dataclasses.replace(self.columns, item_digests=digests, objects=objects)
+        objects = dataclasses.replace(self.columns.objects, digests=self.object_digests)
+        return dataclasses.replace(self.with_digests(check).columns, objects=objects)
 
 
 def held_parts(world: Sequence[dict[str, Held]]) -> list[Part]:
@@ -127,7 +126,7 @@ class Job:
     def _plan(self, parts: Sequence[Part]) -> Saved:
         world = len(parts)
         offers = [
-            cache.offer(part, part.objects, check=self.check, options=[self.split_bytes, rank, world])
+            cache.offer(part, part.object_digests, check=self.check, options=[self.split_bytes, rank, world])
             for rank, (cache, part) in enumerate(zip(self.caches, parts, strict=True))
         ]
         sent = sum(map(len, offers))
@@ -143,7 +142,7 @@ class Job:
     def fresh(self, parts: Sequence[Part]) -> GlobalSavePlan:
         """The plan without a cache."""
         return plan_save(
-            [part.digested(self.check) for part in parts],
+            [part.digested_as(self.check) for part in parts],
             split_bytes=self.split_bytes,
             check_replicas=self.check != "off",
             with_sets=True,
@@ -297,8 +296,8 @@ def test_names_of_one_rank_are_not_those_of_another() -> None:
         planner = DefaultSavePlanner()
         planner.rank = rank
         planner.set_up_planner(values)
-        columns, memory, _ = planner.create_local_columns(digests=False)
-        return Part.of(columns, memory.tensors)
+        local = planner.create_local_columns(digests=False)
+        return Part.of(local.columns, local.sources)
 
     job = Job.of(1)
     saves = [job.save([part_of(rank)]) for rank in (0, 0, 1, 1, 0)]

@@ -308,13 +308,14 @@ def test_columns_carry_digests_only_for_what_others_may_hold(fake_ranks: Any) ->
             "opaque": object,
         }
     )
-    columns, memory, objects = planner.create_local_columns()
+    local = planner.create_local_columns()
+    columns = local.columns
     assert [digest != 0 for digest in columns.item_digests.tolist()] == [True, False, True]
     assert columns.item_sharded.tolist() == [0, 1, 1]
     assert [digest != 0 for digest in columns.objects.digests.tolist()] == [True, False]
-    assert objects == [0.1, object]
-    assert [tuple(source.shape) for source in memory.tensors] == [(4,), (1,), (2,)]
-    alone = planner.create_local_columns(digests=False)[0]
+    assert local.objects == [0.1, object]
+    assert [tuple(source.shape) for source in local.sources] == [(4,), (1,), (2,)]
+    alone = planner.create_local_columns(digests=False).columns
     assert not alone.item_digests.any()
     assert not alone.objects.digests.any()
 
@@ -332,7 +333,7 @@ def test_tied_weights_are_recognised() -> None:
             "copy": weight.clone(),
         }
     )
-    assert planner.create_local_columns()[0].item_ties.tolist() == [0, 0, 0, -1, -1]
+    assert planner.create_local_columns().columns.item_ties.tolist() == [0, 0, 0, -1, -1]
 
 
 def test_lookup_says_what_is_not_there() -> None:

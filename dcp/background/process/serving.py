@@ -26,6 +26,7 @@ from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
 from dcp.engines import save_engine_again
 from dcp.planners.columns import SaveColumns
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
@@ -34,7 +35,6 @@ from dcp.ranks.presence import Presence
 from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import agreeing_seconds, carry_out
-from dcp.saving.rank_state import RankState
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import LocalMemory, torch_dtype
 from dcp.storage.writer import FileSystemWriter

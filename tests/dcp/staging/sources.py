@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.saving.rank_state import RankState
 from dcp.storage.formats import dtypes
 from tests.support.values import raw
 
@@ -103,4 +103,4 @@ def collect(state_dict: Mapping[str, Any]) -> RankState:
     """What a session gives to a stager."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), None, True)
-    return RankState.collect(planner, digests=False).encoded()
+    return planner.create_local_columns(digests=False).encoded()

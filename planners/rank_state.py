@@ -1,0 +1,110 @@
+"""What one rank has: columns, local tensors, values; nothing is nested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dcp.planners.by_value import encode_by_value
+from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
+from dcp.planners.encoded_objects import EncodedObject, encoded_object
+from dcp.storage.file_partitions import EncodedObjects
+from dcp.storage.formats.index import Int64
+from dcp.storage.tensors import LocalMemory, narrow
+
+__all__ = ["RankState"]
+
+OPAQUE_OBJECT_BYTES = 4 << 10
+"""What an object that is no plain data is taken to need, for balancing."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """One rank's part of a state dict.
+
+    ``memory`` has the local tensors by the source numbers of ``columns``: the state's own, on any device, or
+    staged copies. ``objects`` are the values by object row, encoded where they must not change any more.
+    ``replicated`` (by item) says which boxes other ranks may hold too. ``digested``: the columns have the
+    digests of the replica check.
+    """
+
+    columns: SaveColumns
+    memory: LocalMemory
+    objects: Sequence[Any]
+    replicated: npt.NDArray[np.uint8]
+    digested: bool = False
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """The local tensors."""
+        return self.memory.tensors
+
+    def views(self, rows: Int64) -> list[torch.Tensor]:
+        """The box of each of the items ``rows``: its local tensor itself where that has no other box."""
+        sources, numbers = self.sources, self.columns.item_sources
+        if len(rows) == len(sources) == len(numbers) and np.array_equal(numbers[rows], np.arange(len(rows))):
+            return list(sources)
+        alone = np.bincount(numbers, minlength=len(sources))[numbers[rows]] == 1
+        views = [sources[number] for number in numbers[rows].tolist()]
+        for position in np.flatnonzero(~alone).tolist():
+            views[position] = self._box_view(views[position], int(rows[position]))
+        return views
+
+    def _box_view(self, source: torch.Tensor, row: int) -> torch.Tensor:
+        columns = self.columns
+        box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
+        return narrow(source, columns.item_local_offsets[box].tolist(), columns.item_sizes[box].tolist())
+
+    def encoded(self) -> RankState:
+        """The same with all values encoded: later changes of lists and dicts do not reach them."""
+        cache: dict[bytes, bytes] = {}
+        named = zip(self.columns.objects.fqns, self.objects, strict=True)
+        return replace(self, objects=[encoded_object(fqn, value, cache) for fqn, value in named])
+
+    def encoded_objects(self, rows: Int64) -> EncodedObjects:
+        """The values of object rows ``rows``, encoded."""
+        cache: dict[bytes, bytes] = {}
+        fqns, values = self.columns.objects.fqns, self.objects
+        # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
+        blobs: list[bytes] = []
+        plains: list[bytes | None] = []
+        for row in rows.tolist():
+            blob, plain = encoded_object(fqns[row], values[row], cache)
+            blobs.append(blob)
+            plains.append(plain)
+        return EncodedObjects(blobs, plains)
+
+    def with_digests(self, check: ReplicaCheck) -> RankState:
+        """The same with the digests that the replica check compares: of boxes that other ranks may hold as
+        well, and of values."""
+        if check == "off" or self.digested:
+            return self
+        rows = np.flatnonzero(self.replicated)
+        digests = np.zeros(len(self.replicated), np.uint64)
+        digests[rows] = digest_tensors(self.views(rows), check)
+        columns = replace(self.columns, item_digests=digests, objects=self.digested_objects(check))
+        return replace(self, columns=columns, digested=True)
+
+    def digested_objects(self, check: ReplicaCheck) -> SaveObjects:
+        """The names of the values with their digests, 0 for what is no plain data, and about their sizes."""
+        fqns = self.columns.objects.fqns
+        digests, sizes = np.zeros(len(fqns), np.uint64), np.zeros(len(fqns), np.int64)
+        for row, value in enumerate(self.objects if check != "off" else ()):
+            encoded = value.plain if type(value) is EncodedObject else encode_by_value(value)
+            if encoded is None:
+                sizes[row] = _opaque_bytes(value)
+            else:
+                digests[row], sizes[row] = digest_bytes(encoded), len(encoded)
+        return SaveObjects(fqns, digests, sizes)
+
+
+def _opaque_bytes(value: Any) -> int:
+    if type(value) is EncodedObject:
+        return max(len(value.blob), OPAQUE_OBJECT_BYTES)
+    return len(value) if isinstance(value, bytes | bytearray | str) else OPAQUE_OBJECT_BYTES
