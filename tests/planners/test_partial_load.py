@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def index_of(values: dict[str, Any], *, world_size: int | None = None) -> Checkp
     planner.set_up_planner(values)
     index = plan_save([planner.create_local_columns(digests=False).columns]).index
     provenance = {} if world_size is None else {"world_size": world_size}
-    return CheckpointIndex(**{**vars(index), "provenance": provenance})
+    return replace(index, provenance=provenance)
 
 
 def chosen(planner: DefaultLoadPlanner, values: dict[str, Any], index: CheckpointIndex) -> dict[str, str]:
