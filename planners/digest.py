@@ -20,7 +20,6 @@ from isal.isal_zlib import adler32, crc32
 __all__ = [
     "ReplicaCheck",
     "digest_bytes",
-    "digest_tensor",
     "digest_tensors",
 ]
 
@@ -133,8 +132,3 @@ def _digest_device(
     for batch in batches:
         for row, part in zip(batch, _fetched(tensors, batch, full=full), strict=True):
             digests[row] = _digest_contiguous(part)
-
-
-def digest_tensor(tensor: torch.Tensor, check: ReplicaCheck = "sampled") -> int:
-    """Digest of one tensor; 0 with ``off``."""
-    return int(digest_tensors([tensor], check)[0])

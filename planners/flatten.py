@@ -35,7 +35,6 @@ __all__ = [
     "kind_of",
     "replace_element",
     "set_element",
-    "unflatten",
 ]
 
 OTHER, TENSOR, MAPPING, LIST, PER_RANK = range(5)
@@ -287,11 +286,3 @@ def replace_element(root: Any, path: Path, value: Any) -> None:
         original = _original_key(container, key)
         container = _step(container, original, dict if isinstance(following, str) else list)
     _put(container, _original_key(container, path[-1]), value)
-
-
-def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
-    """The nested state dict of flat values and their paths."""
-    nested: dict[str, Any] = {}
-    for fqn, value in flat.items():
-        set_element(nested, paths[fqn], value)
-    return nested

@@ -278,10 +278,6 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self._read(engine, request)
         return self.stats
 
-    def read_object(self, engine: ReadEngine, fqn: str) -> bytes:
-        """The stored torch.save bytes of a non-tensor value, checked."""
-        return next(self.read_objects(engine, [fqn]))
-
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
         """The stored torch.save bytes of non-tensor values, in order and checked.
 

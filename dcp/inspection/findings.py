@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["Finding", "ReportBytes", "VerifyReport"]
+from dcp.storage.errors import CheckpointError, UnsupportedFormatError
+
+__all__ = ["Finding", "ReportBytes", "VerifyReport", "kind_of"]
 
 _NOTE: Final = "stray-file"
 
@@ -60,3 +62,8 @@ class VerifyReport:
     def faults(self) -> list[Finding]:
         """The findings that are no notes."""
         return [found for found in self.findings if not found.is_note]
+
+
+def kind_of(error: CheckpointError, otherwise: str) -> str:
+    """That of a finding: what a newer version wrote is told from damage of the kind ``otherwise``."""
+    return "unsupported" if isinstance(error, UnsupportedFormatError) else otherwise

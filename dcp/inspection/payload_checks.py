@@ -16,14 +16,13 @@ from typing import Final
 
 import numpy as np
 
-from dcp.inspection.findings import Finding, ReportBytes, VerifyReport
+from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CorruptCheckpointError,
     StorageError,
-    UnsupportedFormatError,
 )
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -385,8 +384,7 @@ class PayloadChecks:
             raise
         except CheckpointError as error:
             kind = "record" if isinstance(error, CheckpointFormatError) else "unreadable"
-            kind = "unsupported" if isinstance(error, UnsupportedFormatError) else kind
-            self._found(kind, f"the record cannot be read: {error}", part, offset, length)
+            self._found(kind_of(error, kind), f"the record cannot be read: {error}", part, offset, length)
             return None
 
     # -- results ---------------------------------------------------------------------------------------------

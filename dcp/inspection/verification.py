@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import Finding, ReportBytes, VerifyReport
+from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.payload_checks import PayloadChecks
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
@@ -76,8 +76,7 @@ def verify_place(
     try:
         index = index_at(place)
     except (CheckpointFormatError, CorruptCheckpointError) as error:
-        kind = "unsupported" if isinstance(error, UnsupportedFormatError) else "index"
-        report.findings.append(Finding(kind, str(error), error.path or None))
+        report.findings.append(Finding(kind_of(error, "index"), str(error), error.path or None))
         return report
     listing = {file.name: file for file in store.list()}
     if is_of_files(index.format):  # what else is there is no concern of theirs

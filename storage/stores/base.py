@@ -372,13 +372,23 @@ class Store(ABC):
     def stat(self, name: str) -> FileInfo | None:
         """One file's size without opening it; None if there is no regular file of that name."""
 
-    @abstractmethod
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """A whole small file (a manifest) in one request.
 
         Raises `CheckpointNotFoundError` if it is absent, and `CheckpointFormatError` above ``limit_bytes``,
-        before memory for it is taken.
+        before memory for it is taken. The size is checked on the open file, so that a swap in between gains
+        nothing.
         """
+        with self.open_read(name) as handle:
+            if handle.size_bytes > limit_bytes:
+                raise CheckpointFormatError(
+                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
+                    "such a file may have: it is damaged or hostile",
+                    path=self.path_of(name),
+                    size_bytes=handle.size_bytes,
+                    limit_bytes=limit_bytes,
+                )
+            return handle.pread(handle.size_bytes, 0)
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
         """(the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
@@ -530,19 +540,6 @@ class ReadOnlyStore(Store):
         """Out of the listing."""
         check_name(name)
         return next((info for info in self.list() if info.name == name), None)
-
-    def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """The whole file; as `Store.read`."""
-        with self.open_read(name) as handle:
-            if handle.size_bytes > limit_bytes:
-                raise CheckpointFormatError(
-                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
-                    "such a file may have: it is damaged or hostile",
-                    path=self.path_of(name),
-                    size_bytes=handle.size_bytes,
-                    limit_bytes=limit_bytes,
-                )
-            return handle.pread(handle.size_bytes, 0)
 
     def version(self, name: str) -> Version | None:
         """A digest of the content."""

@@ -181,19 +181,6 @@ class PosixStore(Store):
             raise storage_error(error, "stat", path) from error
         return _file_info(name, status) if stat.S_ISREG(status.st_mode) else None
 
-    def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """The size is checked on the open file, so that a swap in between gains nothing."""
-        with self.open_read(name) as handle:
-            if handle.size_bytes > limit_bytes:
-                raise CheckpointFormatError(
-                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
-                    "such a file may have: it is damaged or hostile",
-                    path=self.path_of(name),
-                    size_bytes=handle.size_bytes,
-                    limit_bytes=limit_bytes,
-                )
-            return handle.pread(handle.size_bytes, 0)
-
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
         """Raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
         path = self._path(name)

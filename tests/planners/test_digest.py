@@ -8,10 +8,15 @@ import torch
 from dcp.planners.digest import (
     SAMPLE_BYTES,
     WHOLE_LIMIT_BYTES,
+    ReplicaCheck,
     digest_bytes,
-    digest_tensor,
     digest_tensors,
 )
+
+
+def digest_tensor(tensor: torch.Tensor, check: ReplicaCheck = "sampled") -> int:
+    """Digest of one tensor; 0 with ``off``."""
+    return int(digest_tensors([tensor], check)[0])
 
 
 @pytest.mark.parametrize(

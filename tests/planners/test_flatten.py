@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as torch_flatten
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict as torch_unflatten
 
-from dcp.planners.flatten import flatten_state_dict, replace_element, set_element, unflatten
+from dcp.planners.flatten import flatten_state_dict, replace_element, set_element
 from dcp.planners.per_rank import PerRank
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import Path
 
 TENSOR = torch.zeros(1)
 leaves: st.SearchStrategy[Any] = st.one_of(
@@ -35,6 +37,14 @@ values: st.SearchStrategy[Any] = st.recursive(
     max_leaves=12,
 )
 state_dicts = st.dictionaries(keys, values, max_size=4)
+
+
+def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """The nested state dict of flat values and their paths."""
+    nested: dict[str, Any] = {}
+    for fqn, value in flat.items():
+        set_element(nested, paths[fqn], value)
+    return nested
 
 
 def torch_result(state_dict: dict[Any, Any], *, legacy: bool) -> Any:

@@ -16,7 +16,7 @@ import traceback
 from types import FrameType
 from typing import IO, Final, NoReturn
 
-__all__ = ["imported_modules", "receive", "send", "serve"]
+__all__ = ["receive", "send", "serve"]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -42,11 +42,6 @@ def _receive_bytes(stream: IO[bytes]) -> bytes:
     if len(data) < length:
         raise EOFError
     return data
-
-
-def imported_modules() -> list[str]:
-    """What this process has imported: that no torch is among it can be asked of each."""
-    return list(sys.modules)
 
 
 def serve() -> None:

@@ -156,26 +156,19 @@ class Deleter:
             self._changed.notify_all()
             return True
 
-    def finish_now(self, step: int, timeout_seconds: float = 60.0) -> None:
-        """Return when nothing of the deletion of ``step`` is left to do; what is left is done right here.
-
-        That is a queued one, and one that an earlier process began. Raises what the storage raises, and
-        `StorageError` if the thread is still at it after ``timeout_seconds``.
-        """
-        job = self._take(step, timeout_seconds)
-        self._remove(job or _Job(step, "rest"))
-
     def make_way(self, step: int, timeout_seconds: float = 60.0) -> None:
-        """Let a save to ``step`` begin: as `finish_now`, but a checkpoint that is still whole stays.
+        """Let a save to ``step`` begin: its deletion is over, and what is left of it is done right here.
 
-        It will be replaced by the save's commit, and not be missing until then.
+        A checkpoint that is still whole stays: the save's commit replaces it, so that it is never missing.
+        Raises what the storage raises, and `StorageError` if the thread is still at it after
+        ``timeout_seconds``.
         """
         self._take(step, timeout_seconds)
         files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
         if NOTES_NAME in files and not any(map(is_commit_object, files)):
             self._remove(_Job(step, "rest"))
 
-    def _take(self, step: int, timeout_seconds: float) -> _Job | None:
+    def _take(self, step: int, timeout_seconds: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_running(step), timeout_seconds):
                 raise StorageError(
@@ -184,9 +177,8 @@ class Deleter:
                     path=self._folders.checkpoint_id(step),
                     op="delete",
                 )
-            job = self._jobs.pop(step, None)
+            self._jobs.pop(step, None)
             self._changed.notify_all()
-            return job
 
     def _is_running(self, step: int) -> bool:
         job = self._jobs.get(step)

@@ -129,10 +129,6 @@ class HostArena:
         """Where the mapping begins in this process."""
         return ctypes.addressof(self.memory)
 
-    def bytes_tensor(self) -> torch.Tensor:
-        """The whole arena as a uint8 tensor; it keeps the mapping alive."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
-
     def close(self) -> None:
         """Let go of the memory and the descriptor; idempotent. Tensors that view it stay valid."""
         self._closed = True

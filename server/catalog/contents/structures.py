@@ -18,7 +18,6 @@ import msgpack
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.values import clean_integer, clean_text, short_name
 from dcp.server.database.drafts import STRUCTURES
 from dcp.server.database.engine import Database
@@ -26,12 +25,9 @@ from dcp.server.database.sql import dialect_insert, insert_missing
 from dcp.server.database.tables import structure_dtypes, structure_tensors, structures
 
 __all__ = [
-    "Structure",
     "StructureFacts",
     "StructureTensor",
-    "ensure_structure",
     "ensure_structures",
-    "get_structure",
     "prepare_structures",
 ]
 
@@ -70,24 +66,6 @@ class StructureFacts:
         return cls(digest.hexdigest(), ordered)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
-    """A stored structure. ``dtypes``: bytes by dtype, of tensors."""
-
-    id: int
-    digest: str
-    tensor_count: int
-    object_count: int
-    element_count: int
-    bytes: int
-    dtypes: dict[str, int]
-
-
-def ensure_structure(connection: Connection, facts: StructureFacts) -> int:
-    """The id of the structure, which is written if nobody has."""
-    return ensure_structures(connection, [facts])[facts.digest]
-
-
 def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
     """The ids of structures, by digest; those that nobody has written are written."""
     wanted = {one.digest: one for one in facts}
@@ -108,14 +86,6 @@ def prepare_structures(
         known = _ids(connection, large)
     for digest in sorted(large.keys() - known.keys()):
         _prepare(database, large[digest], clock())
-
-
-def get_structure(connection: Connection, structure_id: int) -> Structure:
-    """The structure; `MissingError` if there is none."""
-    row = connection.execute(select(structures).where(structures.c.id == structure_id)).one_or_none()
-    if row is None:
-        raise MissingError("structure", structure_id)
-    return Structure(**row._mapping)
 
 
 def _ids(connection: Connection, digests: Iterable[str]) -> dict[str, int]:

@@ -78,7 +78,7 @@ def test_make_way_keeps_what_is_whole(tmp_path: Path) -> None:
 
 
 def test_what_an_earlier_process_left_is_finished(run: Run) -> None:
-    """make_way and finish_now clear the rest of a deletion; finish_now also does a queued one."""
+    """make_way clears the rest of a deletion; resume does one that had only been noted."""
     for step in (1, 2, 3):
         save_version(run.path(step), step)
         notes = Deleting(run.folders.facts(step).save_id, 1.0, (run.folders.facts(step).save_id,), 0.0)
@@ -87,26 +87,12 @@ def test_what_an_earlier_process_left_is_finished(run: Run) -> None:
         for name in (".metadata", "manifest.msgpack"):
             (run.path(step) / name).unlink()
     run.deleter.make_way(1)
-    run.deleter.finish_now(2)
-    run.deleter.finish_now(3)
-    run.deleter.finish_now(4)
+    run.deleter.make_way(2)
+    run.deleter.make_way(4)
+    assert run.deleter.resume() == [3]
+    assert run.deleter.wait(240)
     assert [run.path(step).exists() for step in (1, 2, 3, 4)] == [False] * 4
     assert run.deleter.resume() == []
-
-
-def test_finish_now_does_a_queued_one_in_this_thread(tmp_path: Path) -> None:
-    """Also one that waits for another attempt, and what it raises is raised here."""
-    run = Run(tmp_path, pause_seconds=1000.0)
-    save_version(run.path(1), 1)
-    broken = OSError(errno.EIO, "injected")
-    run.store(1).add(Fault("delete", at=1, error=broken), Fault("delete", at=2, error=broken))
-    run.deleter.delete(1)
-    while not run.events:
-        time.sleep(0.001)
-    with pytest.raises(OSError, match="injected"):
-        run.deleter.finish_now(1)
-    run.deleter.finish_now(1)
-    assert not run.path(1).exists()
 
 
 # -- abandoned saves -----------------------------------------------------------------------------------------

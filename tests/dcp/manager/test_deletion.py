@@ -254,7 +254,7 @@ def test_storage_lost_at_any_operation_leaves_all_or_nothing(tmp_path: Path, kin
             assert stands == 5
             run.deleter.delete(1)
         assert run.deleter.wait(240)
-        run.deleter.finish_now(1)
+        run.deleter.make_way(1)
         assert not run.path(1).exists()
     cut = seen.index(ABSENT)
     assert seen == [5] * cut + [ABSENT] * (len(seen) - cut)

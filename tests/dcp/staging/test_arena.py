@@ -17,6 +17,11 @@ from tests.support.processes import mapped_files, open_files
 KINDS: tuple[ArenaKind, ...] = ("private", "shared")
 
 
+def bytes_of(arena: HostArena) -> torch.Tensor:
+    """The whole arena as a uint8 tensor; it keeps the mapping alive."""
+    return torch.frombuffer(arena.memory, dtype=torch.uint8)
+
+
 def mappings_of_arenas() -> int:
     """How many memory files of arenas this process has mapped."""
     return sum("memfd:dcp-staging" in line for line in mapped_files())
@@ -56,7 +61,7 @@ def test_an_arena_is_not_allocated_again_while_it_is_big_enough(kind: ArenaKind)
     arena.reserve(size_bytes + 1)
     assert arena.size_bytes > size_bytes
     assert arena.generation == 2
-    assert arena.bytes_tensor().numel() == arena.size_bytes
+    assert bytes_of(arena).numel() == arena.size_bytes
     arena.close()
 
 
@@ -65,10 +70,10 @@ def test_tensors_outlive_growth_and_close(kind: ArenaKind) -> None:
     """What views an arena stays readable and writable when that grows or is closed, twice."""
     arena = HostArena(kind)
     arena.reserve(1 << 20)
-    old = arena.bytes_tensor()[:4096]
+    old = bytes_of(arena)[:4096]
     old.fill_(7)
     arena.reserve(8 << 20)
-    new = arena.bytes_tensor()
+    new = bytes_of(arena)
     new[-4096:].fill_(9)
     arena.close()
     arena.close()
@@ -77,7 +82,7 @@ def test_tensors_outlive_growth_and_close(kind: ArenaKind) -> None:
     old.fill_(8)
     assert new[-1].item() == 9
     with pytest.raises(StagingError, match="closed"):
-        arena.bytes_tensor()
+        bytes_of(arena)
     with pytest.raises(StagingError, match="closed"):
         arena.reserve(1)
 
@@ -89,7 +94,7 @@ def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> Non
     names = names_of_this_process()
     arena = HostArena("shared")
     arena.reserve(4 << 20)
-    view = arena.bytes_tensor()[:10]
+    view = bytes_of(arena)[:10]
     assert files_of_arenas() == files + 1
     assert mappings_of_arenas() == mapped + 1
     assert set(names_of_this_process()) <= set(names)
@@ -114,7 +119,7 @@ def test_a_child_reads_a_shared_arena_through_a_duplicate_of_its_descriptor() ->
     """What the trainer staged is what another process sees, and the child's end takes nothing from it."""
     arena = HostArena("shared")
     arena.reserve(1 << 20)
-    arena.bytes_tensor()[:5] = torch.tensor(list(b"state"), dtype=torch.uint8)
+    bytes_of(arena)[:5] = torch.tensor(list(b"state"), dtype=torch.uint8)
     assert arena.fd is not None
     duplicate = os.dup(arena.fd)
     child = os.fork()
@@ -124,7 +129,7 @@ def test_a_child_reads_a_shared_arena_through_a_duplicate_of_its_descriptor() ->
         os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
     os.close(duplicate)
-    assert bytes(arena.bytes_tensor()[:5].tolist()) == b"state"
+    assert bytes(bytes_of(arena)[:5].tolist()) == b"state"
     arena.close()
 
 
@@ -142,7 +147,7 @@ def test_memory_that_is_not_there_is_an_error_at_once(kind: ArenaKind) -> None:
     """Asking for more than the machine has names both figures, and leaves the arena as it was."""
     arena = HostArena(kind)
     arena.reserve(1 << 20)
-    view = arena.bytes_tensor()
+    view = bytes_of(arena)
     with pytest.raises(StagingMemoryError, match=r"1048576\.00 GiB") as caught:
         arena.reserve(1 << 50)
     assert isinstance(caught.value, StagingError)
@@ -159,12 +164,12 @@ def test_a_full_memory_file_is_an_error_and_no_signal_later() -> None:
     """Where the pages cannot be had the reservation fails, not the copy that would touch them."""
     arena = HostArena("shared")
     arena.reserve(2 << 20)
-    arena.bytes_tensor().fill_(5)
+    bytes_of(arena).fill_(5)
     with file_size_limit(4 << 20), pytest.raises(StagingMemoryError):
         arena.reserve(16 << 20)
-    assert (arena.bytes_tensor() == 5).all()
+    assert (bytes_of(arena) == 5).all()
     arena.reserve(16 << 20)
-    arena.bytes_tensor().fill_(6)
+    bytes_of(arena).fill_(6)
     arena.close()
 
 
@@ -173,7 +178,7 @@ def test_pinned_memory_is_for_accelerators() -> None:
     if torch.accelerator.is_available():
         arena = HostArena("pinned")
         arena.reserve(1 << 20)
-        assert arena.bytes_tensor().is_pinned()
+        assert bytes_of(arena).is_pinned()
         arena.close()
     else:
         with pytest.raises(StagingError, match="private"):

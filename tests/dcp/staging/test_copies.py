@@ -28,7 +28,7 @@ def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
     stager = DefaultStager(threads=threads)
     staged = stager.stage_local(local, shared=shared)
     staged.done.result(240)
-    memory = staged.arena.bytes_tensor()
+    memory = torch.frombuffer(staged.arena.memory, dtype=torch.uint8)
     for number, (source, copy) in enumerate(zip(local.sources, staged.local.sources, strict=True)):
         assert (copy.shape, copy.dtype, copy.is_contiguous()) == (source.shape, source.dtype, True)
         assert not copy.requires_grad
@@ -60,7 +60,7 @@ def test_large_tensors_are_cut_over_threads(threads: int) -> None:
         staged.done.result(240)
         for source, copy in zip(local.sources, staged.local.sources, strict=True):
             assert torch.equal(source, copy)
-        staged.arena.bytes_tensor().zero_()
+        torch.frombuffer(staged.arena.memory, dtype=torch.uint8).zero_()
         staged.release()
     stager.close()
 

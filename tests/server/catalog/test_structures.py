@@ -14,8 +14,6 @@ from dcp.server.catalog.contents import structures
 from dcp.server.catalog.contents.structures import (
     StructureFacts,
     StructureTensor,
-    ensure_structure,
-    get_structure,
     prepare_structures,
 )
 from dcp.server.catalog.contents.tensors import tensors_page
@@ -33,6 +31,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import structure_tensors
 from dcp.server.database.tables import structures as structure_table
 from dcp.server.records.declaring import moment
+from tests.support.structures import ensure_structure, get_structure
 
 MODEL = StructureFacts.of(
     [
@@ -55,8 +54,6 @@ def test_a_structure_is_written_once(database: Database) -> None:
         assert ensure_structure(connection, other) != number
         found = get_structure(connection, number)
         rows = connection.execute(select(func.count()).select_from(structure_tensors)).scalar_one()
-        with pytest.raises(MissingError):
-            get_structure(connection, 99)
     assert (found.tensor_count, found.object_count, found.element_count) == (25, 2, 12 * 6 + 12 * 3 + 1)
     assert found.dtypes == {"bfloat16": 144, "float32": 148}
     assert rows == 27 + 28

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor, ensure_structure
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.database.engine import Database
+from tests.support.structures import ensure_structure
 
 NAMES = [f"layers.{n}.{part}" for n in range(12) for part in ("w", "b")] + ["layers", "a.b", "a.b-x", "a.b.c"]
 
