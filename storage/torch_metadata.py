@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,28 +136,18 @@ def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResul
     Raises PlanError if a chunk or object of the metadata was not written, or not with its dtype.
     """
     places = {result.index: result.storage_data for part in results for result in part}
-    files: dict[str, int] = {}
     file_ends: dict[str, int] = {}
     for place in places.values():
-        files.setdefault(place.file, len(files))
         end = place.record_offset + place.record_length
         file_ends[place.file] = max(file_ends.get(place.file, 0), end)
-    tensors: list[tuple[str, TensorStorageMetadata]] = []
-    objects: list[str] = []
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            tensors.append((fqn, entry))
-        else:
-            objects.append(fqn)
+    files = {name: number for number, name in enumerate(file_ends)}
+    entries = metadata.state_dict_metadata.items()
+    tensors = [(fqn, entry) for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)]
+    objects = [fqn for fqn, entry in entries if not isinstance(entry, TensorStorageMetadata)]
     chunks = [
         (fqn, chunk, _place(places, fqn, chunk.offsets)) for fqn, entry in tensors for chunk in entry.chunks
     ]
-    for fqn, entry in tensors:
-        codes = {places[MetadataIndex(fqn, chunk.offsets)].dtype_code for chunk in entry.chunks}
-        if codes - {dtype_code(entry.properties.dtype, fqn=fqn)}:
-            raise PlanError(
-                f"chunks of {fqn!r} were written with another dtype than its metadata says", fqn=fqn
-            )
+    _check_dtypes(tensors, places)
     object_places = [_place(places, fqn, None) for fqn in objects]
     return CheckpointIndex(
         format=DCP.name,
@@ -177,7 +167,7 @@ def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResul
         crc_start=starts([len(place.crcs) for _, _, place in chunks]),
         crcs=np.array([crc for _, _, place in chunks for crc in place.crcs], dtype=np.uint32),
         files=list(files),
-        file_sizes=_column(file_ends[name] for name in files),
+        file_sizes=_column(file_ends.values()),
         objects=ObjectColumns(
             fqns=objects,
             files=_column(files[place.file] for place in object_places),
@@ -188,6 +178,17 @@ def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResul
         ),
         planner_data=metadata.planner_data,
     )
+
+
+def _check_dtypes(
+    tensors: Sequence[tuple[str, TensorStorageMetadata]], places: Mapping[MetadataIndex, Any]
+) -> None:
+    for fqn, entry in tensors:
+        codes = {places[MetadataIndex(fqn, chunk.offsets)].dtype_code for chunk in entry.chunks}
+        if codes - {dtype_code(entry.properties.dtype, fqn=fqn)}:
+            raise PlanError(
+                f"chunks of {fqn!r} were written with another dtype than its metadata says", fqn=fqn
+            )
 
 
 def _place(places: dict[MetadataIndex, Any], fqn: str, offsets: Sequence[int] | None) -> Any:

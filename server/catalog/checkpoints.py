@@ -283,11 +283,7 @@ def set_state(
             updated_seconds=now,
             observed_seconds=now,
             problem=problem,
-            deleted_seconds=now
-            if state == "deleted"
-            else row["deleted_seconds"]
-            if state == "purged"
-            else None,
+            deleted_seconds={"deleted": now, "purged": row["deleted_seconds"]}.get(state),
             purge_after_seconds=purge_after_seconds if state == "deleted" else None,
         )
     )
@@ -297,14 +293,8 @@ def set_state(
     before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
     audit.record(connection, actor, "checkpoint.state", f"checkpoint:{checkpoint_id}", before, now=now)
     if state == "deleted":
-        data = {
-            "root": row["root"],
-            "run": row["run"],
-            "key": row["key"],
-            "step": row["step"],
-            "format": row["format"],
-            "purge_after_seconds": purge_after_seconds,
-        }
+        told = {name: row[name] for name in ("root", "run", "key", "step", "format")}
+        data = told | {"purge_after_seconds": purge_after_seconds}
         emit_all(connection, [NewEvent("checkpoint.deleted", row["root_id"], checkpoint_id, data)], now=now)
     return get_checkpoint(connection, checkpoint_id)
 

@@ -110,10 +110,22 @@ def add_verification(
     )
     if not is_same or row["fingerprint"] not in (None, fingerprint):
         return False
-    problem = None if outcome == "good" else _first(findings)
+    _change(connection, row, outcome, mode, None if outcome == "good" else _first(findings), now)
+    return True
+
+
+def _change(
+    connection: Connection,
+    row: Mapping[Any, Any],
+    outcome: Outcome,
+    mode: str,
+    problem: str | None,
+    now: float,
+) -> None:
+    """What the verdict makes of the checkpoint ``row``, and the event that tells of it."""
     connection.execute(
         update(checkpoints)
-        .where(checkpoints.c.id == checkpoint_id)
+        .where(checkpoints.c.id == row["id"])
         .values(
             verification=outcome,
             verified_seconds=now,
@@ -122,18 +134,10 @@ def add_verification(
             updated_seconds=now,
         )
     )
-    data = {
-        "root": row["root"],
-        "run": row["run"],
-        "key": row["key"],
-        "step": row["step"],
-        "format": row["format"],
-        "mode": mode,
-        "problem": problem,
-    }
+    told = {name: row[name] for name in ("root", "run", "key", "step", "format")}
+    data = told | {"mode": mode, "problem": problem}
     kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
-    emit(connection, kind, root_id=row["root_id"], checkpoint_id=checkpoint_id, data=data, now=now)
-    return True
+    emit(connection, kind, root_id=row["root_id"], checkpoint_id=row["id"], data=data, now=now)
 
 
 def list_verifications(
