@@ -10,6 +10,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from dcp.torch_names import MODULES as _MODULES_OF_TORCH
+from dcp.torch_names import find_modules as _find_modules
+
 if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecReader as FsspecReader
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
@@ -147,6 +150,8 @@ _SUBMODULES = frozenset(
 
 __all__ = sorted(_HOMES)
 
+_find_modules()
+
 if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
 
     def __getattr__(name: str) -> object:
@@ -157,7 +162,7 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
         if name in _ERRORS:
             warnings.warn(f"dcp.{name} is dcp.errors.{name}", DeprecationWarning, stacklevel=2)
             return getattr(_imported("dcp.errors"), name)
-        if name in _SUBMODULES:
+        if name in _SUBMODULES or name in _MODULES_OF_TORCH:
             return _imported(f"dcp.{name}")
         raise AttributeError(f"module 'dcp' has no attribute {name!r}")
 

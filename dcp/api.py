@@ -4,6 +4,13 @@
 that is a `CheckpointException` too.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp.torch_names import names_of
+
 __all__ = ["CheckpointException"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("api")

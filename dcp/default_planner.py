@@ -4,6 +4,8 @@ The planners are ours; the functions on torch's plan objects are torch's own, fo
 them.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_load_plan,
     create_default_global_save_plan,
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import (
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.torch_names import names_of
 
 __all__ = [
     "DefaultLoadPlanner",
@@ -24,3 +27,6 @@ __all__ = [
     "create_default_local_load_plan",
     "create_default_local_save_plan",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("default_planner")

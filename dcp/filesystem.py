@@ -4,9 +4,15 @@ Reader and writer are ours; `FileSystem`, `FileSystemBase` and `SerializationFor
 that subclasses or names them.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, SerializationFormat
 
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.writer import FileSystemWriter
+from dcp.torch_names import names_of
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("filesystem")

@@ -7,17 +7,24 @@
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dcp.conversion.run import convert
 from dcp.planners.load.torch_planners import DynamicMetaLoadPlanner
+from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.storage.foreign_readers import BroadcastingTorchSaveReader
+from dcp.torch_names import names_of
 
 __all__ = [
     "BroadcastingTorchSaveReader",
     "DynamicMetaLoadPlanner",
+    "_EmptyStateDictLoadPlanner",
     "dcp_to_torch_save",
     "torch_save_to_dcp",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("format_utils")
 
 
 def dcp_to_torch_save(

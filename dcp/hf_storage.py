@@ -3,8 +3,14 @@
 `dcp.convert` writes safetensors as well, from any format and in constant memory.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from dcp.storage.foreign_readers import HuggingFaceStorageReader
+from dcp.torch_names import names_of
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("hf_storage")

@@ -1,5 +1,7 @@
 """What ``torch.distributed.checkpoint.logger`` has: torch's own logging hooks."""
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.logger import (
     _dcp_logger,
     _dcp_method_logger,
@@ -8,6 +10,8 @@ from torch.distributed.checkpoint.logger import (
     _msg_dict_from_dcp_method_args,
 )
 
+from dcp.torch_names import names_of
+
 __all__ = [
     "_dcp_logger",
     "_dcp_method_logger",
@@ -15,3 +19,6 @@ __all__ = [
     "_init_logger",
     "_msg_dict_from_dcp_method_args",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("logger")

@@ -1,5 +1,7 @@
 """What ``torch.distributed.checkpoint.metadata`` has: torch's own classes, which `.metadata` is made of."""
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -12,6 +14,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp.torch_names import names_of
+
 __all__ = [
     "STATE_DICT_TYPE",
     "STORAGE_TYPES",
@@ -23,3 +27,6 @@ __all__ = [
     "TensorProperties",
     "TensorStorageMetadata",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("metadata")

@@ -1,5 +1,12 @@
 """What ``torch.distributed.checkpoint.optimizer`` has: torch's own, and it works with our readers."""
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
+from dcp.torch_names import names_of
+
 __all__ = ["load_sharded_optimizer_state_dict"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("optimizer")

@@ -1,5 +1,7 @@
 """What ``torch.distributed.checkpoint.planner`` has: torch's own interfaces, which our planners implement."""
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
     LoadItemType,
@@ -13,6 +15,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp.torch_names import names_of
+
 __all__ = [
     "BytesIOWriteData",
     "LoadItemType",
@@ -25,3 +29,6 @@ __all__ = [
     "WriteItem",
     "WriteItemType",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("planner")

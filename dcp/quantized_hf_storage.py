@@ -1,5 +1,7 @@
 """What ``torch.distributed.checkpoint.quantized_hf_storage`` has: torch's reader, with truer metadata."""
 
+from typing import TYPE_CHECKING
+
 from torch import Size
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -11,7 +13,12 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
+from dcp.torch_names import names_of
+
 __all__ = ["QuantizedHuggingFaceStorageReader"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("quantized_hf_storage")
 
 
 class QuantizedHuggingFaceStorageReader(TorchQuantizedReader):

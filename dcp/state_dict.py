@@ -4,6 +4,8 @@ They turn parallelised models and optimizers into state dicts of fully qualified
 `dcp.save` and `dcp.load` take what they return.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.state_dict import (
     FQNS_T,
     DictValueType,
@@ -20,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from dcp.torch_names import names_of
+
 __all__ = [
     "FQNS_T",
     "DictValueType",
@@ -35,3 +39,6 @@ __all__ = [
     "set_optimizer_state_dict",
     "set_state_dict",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("state_dict")

@@ -28,12 +28,16 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.storage.engine.reading.requests import Verify
+from dcp.torch_names import names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import LoadPlanner
 
 __all__ = ["LoadKeywords", "load", "load_state_dict", "load_with", "read"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("state_dict_loader")
 
 
 class LoadKeywords(TypedDict, total=False):

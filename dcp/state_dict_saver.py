@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
 
+from dcp.torch_names import names_of
+
 __all__ = [
     "AsyncCheckpointerType",
     "AsyncSaveResponse",
@@ -51,6 +53,9 @@ __all__ = [
     "save",
     "save_state_dict",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("state_dict_saver")
 
 
 @plain_errors

@@ -1,5 +1,12 @@
 """What ``torch.distributed.checkpoint.stateful`` has: torch's own protocol of objects with a state dict."""
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.checkpoint.stateful import Stateful, StatefulT
 
+from dcp.torch_names import names_of
+
 __all__ = ["Stateful", "StatefulT"]
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("stateful")

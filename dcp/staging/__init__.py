@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dcp.torch_names import names_of
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager
     from torch.distributed.checkpoint.staging import StagingOptions as StagingOptions
@@ -54,7 +56,7 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             return getattr(import_module(_MODULES[name]), name)
-        raise AttributeError(f"module 'dcp.staging' has no attribute {name!r}")
+        return names_of("staging")(name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The README's and docs/api.md's examples for the service, against a real one that is started as they say."""
+"""What docs/catalog.md and docs/api.md show of the service, against a real one started as they say."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_examples_run_against_the_service_that_they_start(
 ) -> None:
     """Registered by the manager, found, tagged, verified, downloaded: the file has the model's values."""
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks_of("README.md")
-    readme = (ROOT / "README.md").read_text()
+    (block,) = blocks_of("docs/catalog.md")
+    readme = (ROOT / "docs/catalog.md").read_text()
     (line,) = re.findall(r"^dcp serve [^#\n]*", readme, re.MULTILINE)
     (folder,) = re.findall(r"^mkdir -p (\S+)", readme, re.MULTILINE)
     (tmp_path / folder).mkdir()
@@ -48,7 +48,7 @@ def test_the_examples_run_against_the_service_that_they_start(
     address = f"http://127.0.0.1:{port}"
     with DcpProcess(command, tmp_path, {}) as service, Client(address) as client:
         wait_until(lambda: httpx.get(f"{address}/readyz", timeout=60).is_success, "the service is ready")
-        exec(compile(block.replace(f"http://127.0.0.1:{own_port}", address), "README.md", "exec"), names)
+        exec(compile(block.replace(f"http://127.0.0.1:{own_port}", address), "catalog.md", "exec"), names)
         best = client.checkpoint(names["best"].id)
         assert (best.run, best.step, best.tags, best.verification) == ("tuned", 10, ("release",), "good")
         downloaded = load_file(tmp_path / "best.safetensors")

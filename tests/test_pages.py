@@ -1,0 +1,150 @@
+"""The Python of the README and of the pages that show how to use it runs as it stands.
+
+But for what needs the service, which tests/server/test_pages_of_service.py starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp
+from dcp.demo.places import newest_checkpoint
+from dcp.demo.s3_server import S3Server
+from tests.support.s3 import raw_s3
+
+ROOT = Path(__file__).parents[1]
+
+
+def blocks_of(page: str) -> list[str]:
+    """A page's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_page(page: str, names: dict[str, object], count: int) -> None:
+    """Its first blocks, one after the other, with what the page takes as given."""
+    blocks = blocks_of(page)
+    assert len(blocks) >= count
+    for block in blocks[:count]:
+        exec(compile(block, page, "exec"), names)
+
+
+def test_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 100th of 1000 steps is saved, three stay, and the next run has nothing left to do."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 4)
+    steps = 0
+
+    def train_step() -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return torch.tensor(1.0 / steps)
+
+    for expected in (1000, 1000):
+        optimizer = torch.optim.AdamW(model.parameters())
+        run_page("README.md", {"model": model, "optimizer": optimizer, "train_step": train_step}, 1)
+        assert steps == expected
+    with dcp.CheckpointManager("runs/first", no_dist=True) as manager:
+        assert manager.all_steps() == [800, 900, 1000]
+
+
+def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: S3Server) -> None:
+    """Saving and loading, the manager, asynchronous, object stores, conversion: read in this order."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    with raw_s3(s3_server) as server:
+        server.client.create_bucket(Bucket="my-bucket")
+    names: dict[str, object] = {"model": torch.nn.Linear(3, 4)}
+
+    run_page("docs/saving-and-loading.md", names, 3)
+    assert (tmp_path / "checkpoints" / "step-00001000" / "manifest.msgpack").exists()
+    report = names["report"]
+    assert getattr(report, "unexpected") == ["rng.rank-0"]  # noqa: B009 - names are objects to mypy
+    assert names["state"]["step"] == 1000  # type: ignore[index]
+    assert names["weights"]["weight"].dtype is torch.bfloat16  # type: ignore[index]
+
+    run_page("docs/manager.md", names, 1)
+    assert names["restored"] is None
+    manager = dcp.CheckpointManager(tmp_path / "checkpoints" / "run", no_dist=True)
+    assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them
+    manager.close()
+
+    run_page("docs/asynchronous.md", names, 1)
+    assert dcp.open_index(tmp_path / "checkpoints" / "by-hand").tensor_count == 2
+
+    run_page("docs/object-stores.md", names, 1)
+    assert dcp.open_index("s3://my-bucket/runs/by-hand").tensor_count == 2
+    assert newest_checkpoint("s3://my-bucket/runs/first") == "step-00000010"
+
+    run_page("docs/conversion.md", names, 1)
+    torch_state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch_state["model"]["weight"].dtype == torch.bfloat16
+    assert len(list((tmp_path / "checkpoints" / "from-file").glob("*.distcp"))) >= 1
+
+
+def steps_of(folder: Path) -> list[int]:
+    """What the quick start's run has saved."""
+    with dcp.CheckpointManager(folder / "runs" / "first", no_dist=True, handle_sigterm=False) as manager:
+        return manager.all_steps()
+
+
+def run_until_saved(folder: Path, command: list[str], by: signal.Signals) -> int:
+    """Run until there is a new step, then send a signal; the step that it began with."""
+    before = max(steps_of(folder), default=0)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 240
+        while max(steps_of(folder), default=0) <= before:
+            assert process.poll() is None, f"ended by itself, with status {process.returncode}"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(by)
+        printed = process.communicate(timeout=120)[0]
+    return int(re.findall(r"begins with step (\d+)", printed)[0])
+
+
+def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """As the page says: killed, started again, it begins with the step after the newest; SIGTERM ends it."""
+    (script,) = blocks_of("docs/quick-start.md")
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "train.py"]
+    assert run_until_saved(tmp_path, command, signal.SIGKILL) == 1
+    newest = max(steps_of(tmp_path))
+    assert run_until_saved(tmp_path, command, signal.SIGTERM) == newest + 1
+
+
+@pytest.mark.exhaustive
+def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
+    """Sharded, from what one process saved, and back."""
+    (script,) = blocks_of("docs/quick-start.md")
+    (tmp_path / "train.py").write_text(script)
+    alone = [sys.executable, "train.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command in (alone, [*torchrun, "train.py"], alone):
+        newest = max(steps_of(tmp_path), default=0)
+        assert run_until_saved(tmp_path, command, signal.SIGTERM) == newest + 1
+
+
+def test_every_page_is_two_links_away() -> None:
+    """From the README: each page below docs/ is linked there, or on the list of all pages."""
+    linked = set()
+    for page in ("README.md", "docs/README.md"):
+        folder = (ROOT / page).parent
+        for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", (ROOT / page).read_text()):
+            place = (folder / target).resolve()
+            linked |= set(place.glob("*.md")) if place.is_dir() else {place}
+    assert not {path.resolve() for path in (ROOT / "docs").rglob("*.md")} - linked
+
+
+def test_the_readme_fits_three_screens() -> None:
+    """A newcomer has a minute."""
+    assert len((ROOT / "README.md").read_text().split()) < 800
