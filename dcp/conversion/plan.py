@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,9 +37,9 @@ __all__ = [
     "fingerprint",
     "plan_layout",
     "plan_target",
+    "refuse_changed",
     "refuse_itself",
     "source_mark",
-    "with_save_id",
 ]
 
 
@@ -114,9 +114,15 @@ def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
 
 
-def fingerprint(store: Store, index: CheckpointIndex, layout: TargetLayout, to: str, *, by_file: bool) -> str:
-    """Equal for runs that would write the same bytes from an unchanged source, and for no others."""
-    digest = hashlib.sha256(f"{source_mark(store, index, to)} {by_file}".encode())
+def refuse_changed(engine: ReadEngine, to: str, mark: str, name: str) -> None:
+    """SourceChangedError unless ``mark`` is still the `source_mark` of the source of that ``name``."""
+    if source_mark(engine.store, engine.index, to) != mark:
+        raise SourceChangedError(f"{name} has changed while it was converted; convert it again", path=name)
+
+
+def fingerprint(mark: str, layout: TargetLayout, *, by_file: bool) -> str:
+    """Equal for runs that would write the same bytes from a source of that ``mark``, and for no others."""
+    digest = hashlib.sha256(f"{mark} {by_file}".encode())
     digest.update(np.array(layout.file_sizes, "<i8").tobytes())
     copies = layout.copies
     for column in (
@@ -131,12 +137,3 @@ def fingerprint(store: Store, index: CheckpointIndex, layout: TargetLayout, to: 
     for literal in layout.literals:
         digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))
     return digest.hexdigest()
-
-
-def with_save_id(layout: TargetLayout, old: str, new: str) -> TargetLayout:
-    """The same layout under the save id of the run that began it."""
-    if layout.index is None or old == new:
-        return layout
-    names = [name.replace(f".{old}.", f".{new}.") for name in layout.file_names]
-    provenance = {**layout.index.provenance, "save_id": new}
-    return replace(layout, file_names=names, index=replace(layout.index, files=names, provenance=provenance))

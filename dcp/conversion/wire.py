@@ -15,19 +15,19 @@ from typing import Any, Final, TypeVar
 import msgpack
 import numpy as np
 
-from dcp.conversion.copying.tasks import Task, TaskResult
+from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.layouts.sources import SourceColumns, TaskCopies
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 
 __all__ = [
+    "decode_batch",
     "decode_layout",
     "decode_result",
-    "decode_tasks",
+    "encode_batch",
     "encode_layout",
     "encode_result",
-    "encode_tasks",
 ]
 
 C = TypeVar("C", Copies, SourceColumns)
@@ -36,14 +36,15 @@ _MAX_BYTES: Final = 1 << 30
 _DAMAGED: Final = "the plan of a conversion, or what came of it, is damaged"
 
 
-def encode_tasks(tasks: Sequence[Task]) -> str:
-    """``tasks`` as text; `decode_tasks` is the inverse."""
-    return _packed([_packed_task(task) for task in tasks])
+def encode_batch(batch: TaskBatch) -> str:
+    """``batch`` as text; `decode_batch` is the inverse."""
+    return _packed([batch.number, batch.is_all, [_packed_task(task) for task in batch.tasks]])
 
 
-def decode_tasks(text: str) -> list[Task]:
-    """Raises CheckpointFormatError for what `encode_tasks` does not write."""
-    return [_unpacked_task(*packed) for packed in _plain(text)]
+def decode_batch(text: str) -> TaskBatch:
+    """Raises CheckpointFormatError for what `encode_batch` does not write."""
+    number, is_all, tasks = _plain(text)
+    return TaskBatch(number, tuple(_unpacked_task(*task) for task in tasks), is_all)
 
 
 def encode_layout(layout: TargetLayout) -> str:

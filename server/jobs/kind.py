@@ -136,7 +136,10 @@ class JobContext:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """Independent tasks, and what publishing needs beside their results. All of it plain data (JSON)."""
+    """Independent tasks, and what publishing needs beside their results. All of it plain data (JSON).
+
+    ``plan_data["shared"]`` is what every task gets beside its own payload.
+    """
 
     tasks: Sequence[TaskSpec]
     plan_data: Json = field(default_factory=dict)

@@ -50,6 +50,7 @@ from dcp.server.jobs.ledger import (
     has_expired,
     has_work,
     is_large,
+    payload_of,
     plan_of,
     release,
     renew,
@@ -245,8 +246,12 @@ class Worker:
         job, task = made.job, made.task
         number = "job" if task is None else str(task.number)
         prepared: Json = {}
+        payload: Json = {}
         results: tuple[Json, ...] = ()
-        if made.phase == "publish":
+        if task is not None:
+            with self._database.read() as connection:
+                payload = payload_of(connection, task)
+        elif made.phase == "publish":
             with self._database.read() as connection:
                 results = task_results(connection, job.id)
         elif made.phase == "plan":
@@ -261,7 +266,7 @@ class Worker:
             task_number=None if task is None else task.number,
             params=job.params if made.phase in ("plan", "discard") else {},
             prepared=prepared,
-            payload={} if task is None else task.payload,
+            payload=payload,
             plan_data=plan,  # a task has what it needs
             results=results,
             memory_bytes=self._settings.task_memory_bytes,

@@ -21,7 +21,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
-from dcp.storage.errors import CheckpointFormatError, StorageError
+from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, StorageError
 
 __all__ = [
     "ANY",
@@ -463,6 +463,14 @@ class Store(ABC):
             except Exception as error:  # noqa: BLE001 - returned; the other files must go as well
                 failed[name] = error
         return failed
+
+    def conflict(self, name: str) -> CheckpointConflictError:
+        """What `publish` raises where something else than was expected is there."""
+        return CheckpointConflictError(
+            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
+            "save under another id, or load what is there first",
+            path=self.path_of(name),
+        )
 
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
         """End unfinished uploads of the files for which ``belongs(name)``; returns how many there were.

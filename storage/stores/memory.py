@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp.storage.errors import (
-    CheckpointConflictError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -124,10 +123,7 @@ class MemoryStore(Store):
         new = _File(bytearray(data), time.time())
         with self._folder.guard:
             if expected is not ANY and self.version(name) != expected:
-                raise CheckpointConflictError(
-                    f"{self.path_of(name)} was published by somebody else since this save began",
-                    path=self.path_of(name),
-                )
+                raise self.conflict(name)
             self._folder.files[check_name(name)] = new
         return content_version(data)
 

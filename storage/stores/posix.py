@@ -19,7 +19,6 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from dcp.storage.errors import (
-    CheckpointConflictError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     StorageError,
@@ -354,7 +353,7 @@ class PosixStore(Store):
             return
         with self.lock(timeout_seconds=_PUBLISH_LOCK_SECONDS):
             if expected is not ANY and self.version(name) != expected:
-                self._report_conflict(name)
+                raise self.conflict(name)
             with step(self._observe, "rename", self._root / name):
                 temporary.rename(self._root / name)
 
@@ -371,17 +370,10 @@ class PosixStore(Store):
             if error.errno != errno.EEXIST:
                 raise
             if not _same_file(temporary, target):
-                self._report_conflict(name)
+                raise self.conflict(name) from error
         with suppress(StorageError), step(self._observe, "unlink", temporary):  # published all the same
             temporary.unlink()
         return True
-
-    def _report_conflict(self, name: str) -> None:
-        raise CheckpointConflictError(
-            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
-            "save under another id, or load what is there first",
-            path=self.path_of(name),
-        )
 
     def _acquire(self, timeout_seconds: float) -> int:
         path = self._root / LOCK_NAME

@@ -120,7 +120,9 @@ class KindRuns:
                     return plan.tasks, _json(dict(plan.plan_data))
                 if made.phase == "task":
                     assert task is not None
-                    return _json(kind.run_task(context, _json(task.payload), lambda done_bytes: None))
+                    with self.database.read() as connection:
+                        payload = ledger.payload_of(connection, task)
+                    return _json(kind.run_task(context, _json(payload), lambda done_bytes: None))
                 if made.phase == "publish":
                     with self.database.read() as connection:
                         results = ledger.task_results(connection, job.id)

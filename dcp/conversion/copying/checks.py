@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from dcp.conversion.copying.tasks import TaskResult
 from dcp.conversion.layouts.layout import Copies
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
@@ -77,6 +78,20 @@ class SourceChecks:
         handle, origin = engine.locate(chunk)
         size = min(BLOCK_BYTES, int(engine.payload_lengths[chunk]) - begin)
         engine.check_block(self.stats, chunk, block, crc32(handle.pread(size, origin + begin)))
+
+
+class ResultChecks:
+    """Of all results of a conversion: ``source`` is compared, ``target`` is recorded for publishing."""
+
+    def __init__(self, engine: ReadEngine, copies: Copies) -> None:
+        self.source, self.target = SourceChecks(engine), TargetChecksums(copies)
+        self.bytes_read = 0
+
+    def add(self, result: TaskResult) -> None:
+        """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
+        self.source.add(result.sources)
+        self.target.add(result.targets)
+        self.bytes_read += result.bytes_read
 
 
 def _number(chunk: int, block: int) -> int:

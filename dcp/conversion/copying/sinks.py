@@ -1,31 +1,24 @@
-"""Where tasks write: a range of a preallocated local file, or an object that is streamed front to back."""
+"""Where tasks write: a range of a file that has its size, or a file that appears whole."""
 
 from __future__ import annotations
 
-import errno
 import os
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final
 
 from dcp.storage.errors import CheckpointConflictError
-from dcp.storage.stores.base import Store, WriteHandle
-from dcp.storage.stores.buffers import ALIGNMENT_BYTES, POOL, BounceBuffer
-from dcp.storage.stores.posix_files import storage_error
+from dcp.storage.stores.base import Buffer, ReadHandle, Store, WriteHandle
+from dcp.storage.stores.posix_files import DurableFile, step
 
-__all__ = ["ComparingSink", "FileSink", "Sink", "StreamSink", "announce", "observers"]
+if TYPE_CHECKING:
+    from dcp.conversion.copying.tasks import Task
+
+__all__ = ["ComparedFile", "FileRange", "Output", "announce", "observers"]
 
 observers: Final[list[Callable[[str, str], None]]] = []
 """Called with (step, file name) before everything that changes storage: crash tests kill there."""
-
-_DIRECT_ABOVE_BYTES: Final = 1 << 20
-_IN_FLIGHT: Final = 1
-"""Buffers on their way to the disk while the next one is filled."""
 
 
 def announce(op: str, path: str | os.PathLike[str]) -> None:
@@ -34,213 +27,106 @@ def announce(op: str, path: str | os.PathLike[str]) -> None:
         observer(op, Path(path).name)
 
 
-class Sink(ABC):
-    """Takes a task's range, window by window, in order; on storage when the context ends normally."""
+@dataclass(frozen=True)
+class Output:
+    """Where all tasks of a conversion write.
 
-    @abstractmethod
-    def buffer(self, size_bytes: int) -> memoryview:
-        """Memory to assemble the next window in."""
-
-    @abstractmethod
-    def write(self, buffer: memoryview, offset: int) -> None:
-        """Take the window that `buffer` gave memory for; it may still be on its way afterwards."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until all of it is durable."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Give up; what was written stays undefined."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.finish()
-        except BaseException:
-            self.abort()
-            raise
-
-
-class FileSink(Sink):
-    """Writes past the page cache (O_DIRECT) where that is allowed, in a thread, while the next window is
-    read."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self._path = Path(folder) / name
-        self._direct = -1
-        try:
-            self._plain = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise storage_error(error, "open", self._path) from error
-        with suppress(OSError):  # tmpfs of old kernels, some network file systems
-            self._direct = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcp-convert-write")
-        self._filling: BounceBuffer | None = None
-        self._pending: deque[tuple[Future[None], BounceBuffer]] = deque()
-
-    def buffer(self, size_bytes: int) -> memoryview:
-        """Page-aligned, from the process' pool."""
-        if self._filling is None:
-            self._filling = POOL.take()
-        return self._filling.view[:size_bytes]
-
-    def write(self, buffer: memoryview, offset: int) -> None:
-        """Hand it to the thread; waits for the one before the last."""
-        filled, self._filling = self._filling, None
-        if filled is None:
-            raise ValueError("no window to write")
-        self._pending.append((self._thread.submit(self._write, buffer, offset), filled))
-        while len(self._pending) > _IN_FLIGHT:
-            self._await_oldest()
-
-    def finish(self) -> None:
-        """fdatasync: sizes do not change any more."""
-        while self._pending:
-            self._await_oldest()
-        announce("fdatasync", self._path)
-        try:
-            os.fdatasync(self._plain)
-        except OSError as error:
-            raise storage_error(error, "fdatasync", self._path) from error
-        self._close()
-
-    def abort(self) -> None:
-        """Wait for the thread, which uses memory of the pool."""
-        while self._pending:
-            with suppress(OSError):  # the failure that led here is the one to report
-                self._await_oldest()
-        self._close()
-
-    def _await_oldest(self) -> None:
-        future, buffer = self._pending.popleft()
-        try:
-            future.result()
-        finally:
-            POOL.give(buffer)
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        announce("pwrite", self._path)
-        try:
-            if self._direct >= 0 and len(data) >= _DIRECT_ABOVE_BYTES and offset % ALIGNMENT_BYTES == 0:
-                size = len(data) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-                done = self._write_direct(data[:size], offset)
-                data, offset = data[done:], offset + done
-            _write_all(self._plain, data, offset)
-        except OSError as error:
-            raise storage_error(error, "pwrite", self._path) from error
-
-    def _write_direct(self, data: memoryview, offset: int) -> int:
-        """Bytes written so; fewer where the file system refuses."""
-        done = 0
-        while done < len(data):
-            try:
-                written = os.pwrite(self._direct, data[done:], offset + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                return done
-            done += written
-            if written % ALIGNMENT_BYTES:
-                return done
-        return done
-
-    def _close(self) -> None:
-        self._thread.shutdown()
-        if self._filling is not None:
-            POOL.give(self._filling)
-            self._filling = None
-        for descriptor in (self._plain, self._direct):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._plain = self._direct = -1
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-
-
-class StreamSink(Sink):
-    """A new file of a store, whole or not there at all; stores send parts while the next ones are read.
-
-    ``replace`` an existing one, as `Store.create` does.
+    ``in_place``: ``store`` is a folder of this machine whose files have their sizes, and tasks write ranges
+    of them. Else each task writes a whole file, which appears when it is finished, with ``replace`` in place
+    of one that is there.
     """
 
-    def __init__(self, store: Store, name: str, size_bytes: int, *, replace: bool) -> None:
-        self._store = store
-        self._name = name
-        self._handle: WriteHandle = store.create(
-            name, durable=True, expected_bytes=size_bytes, replace=replace
+    store: Store
+    in_place: bool
+    replace: bool = False
+
+    def open(self, task: Task) -> WriteHandle:
+        """The range or the file of ``task``. A file that is there already, since a run before this one wrote
+        it, need only be compared."""
+        if self.in_place:
+            return FileRange(Path(self.store.url) / task.name, task.begin)
+        if self.is_written(task):
+            return ComparedFile(self.store.open_read(task.name), self.store.path_of(task.name), task.end)
+        return self.store.create(
+            task.name, durable=True, expected_bytes=task.file_bytes, replace=self.replace
         )
-        self._memory = memoryview(bytearray(0))
 
-    def buffer(self, size_bytes: int) -> memoryview:
-        """One buffer for all windows: `write` copies."""
-        if size_bytes > len(self._memory):
-            self._memory = memoryview(bytearray(size_bytes))
-        return self._memory[:size_bytes]
+    def is_written(self, task: Task) -> bool:
+        """Whether the file of ``task`` is there, and may not be replaced."""
+        return not (self.in_place or self.replace) and self.store.stat(task.name) is not None
 
-    def write(self, buffer: memoryview, offset: int) -> None:
-        """Append it."""
-        announce("append", self._name)
-        self._handle.write(buffer)
 
-    def finish(self) -> None:
-        """The file appears."""
-        announce("finish", self._name)
-        self._handle.finish()
-        self._store.sync()
-        announce("finished", self._name)
+class FileRange(DurableFile):
+    """A range of a file that has its size, while others write other ranges of it."""
+
+    def __init__(self, path: Path, begin: int) -> None:
+        with step(None, "open", path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        super().__init__(path, descriptor, announce)
+        self._flushed_bytes = begin
+
+    def lend(self, size_bytes: int) -> memoryview:
+        """Page-aligned memory, which `write` takes back filled, without a copy."""
+        self._check_usable()
+        if self._buffer is None:
+            self._take_buffer()
+        return self._view[:size_bytes]
+
+    def write(self, data: Buffer) -> None:
+        """Write in a thread what `lend` gave memory for; waits for the one before the last."""
+        self._fill_bytes = len(data)
+        self._send()
 
     def abort(self) -> None:
-        """Nothing of it stays."""
-        self._handle.abort()
+        """What was written stays undefined; the file is not this range's to remove."""
+        if self._state == "open":
+            self._stop()
+            self._close("aborted")
+
+    def _flush_to_end(self) -> None:
+        """fdatasync: the size does not change any more."""
+        while self._in_flight:
+            self._pool.give(self._await_oldest())
+        with step(announce, "fdatasync", self._path):
+            os.fdatasync(self._descriptor)
 
 
-class ComparingSink(Sink):
-    """A file of a store that is there already, since an attempt before this one wrote it: nothing is written.
+class ComparedFile(WriteHandle):
+    """A file that is there already: nothing is written.
 
     Raises CheckpointConflictError if it has not the very bytes that would be.
     """
 
-    def __init__(self, store: Store, name: str, size_bytes: int) -> None:
-        self._path = store.path_of(name)
-        self._memory = memoryview(bytearray(0))
-        self._handle = store.open_read(name)
-        if self._handle.size_bytes != size_bytes:
-            self._handle.close()
+    def __init__(self, there: ReadHandle, path: str, size_bytes: int) -> None:
+        self.name = there.name
+        self._path = path
+        self._there = there
+        self._position = 0
+        if there.size_bytes != size_bytes:
             raise self._conflict()
 
-    def buffer(self, size_bytes: int) -> memoryview:
-        """One buffer for all windows."""
-        if size_bytes > len(self._memory):
-            self._memory = memoryview(bytearray(size_bytes))
-        return self._memory[:size_bytes]
+    @property
+    def position(self) -> int:
+        """Where the next bytes are compared."""
+        return self._position
 
-    def write(self, buffer: memoryview, offset: int) -> None:
+    def write(self, data: Buffer) -> None:
         """Compare it with what is there."""
-        if self._handle.pread(len(buffer), offset) != buffer:
-            self._handle.close()
+        if self._there.pread(len(data), self._position) != data:
             raise self._conflict()
+        self._position += len(data)
 
-    def finish(self) -> None:
+    def finish(self) -> int:
         """It was the same."""
-        self._handle.close()
+        self._there.close()
+        return self._position
 
     def abort(self) -> None:
         """It stays."""
-        self._handle.close()
+        self._there.close()
 
     def _conflict(self) -> CheckpointConflictError:
+        self._there.close()
         return CheckpointConflictError(
             f"{self._path} is there already, and not of this conversion; give another target, or delete it",
             path=self._path,

@@ -7,9 +7,7 @@ bounded by a few buffers. What it returns, checksums of what it read and wrote, 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -19,7 +17,7 @@ import numpy as np
 
 from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
-from dcp.conversion.copying.sinks import FileSink, Sink, StreamSink
+from dcp.conversion.copying.sinks import FileRange, announce
 from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.pieces import SourceBox
 from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, source_files
@@ -28,39 +26,26 @@ from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.geometry.strides import c_strides
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.base import WriteHandle
 
 __all__ = [
     "TASK_BYTES",
     "WINDOW_BYTES",
     "Task",
+    "TaskBatch",
     "TaskResult",
-    "TaskSettings",
     "carry_out",
-    "close_all",
+    "make_batches",
     "make_tasks",
-    "run_task",
 ]
 
 TASK_BYTES: Final = 64 << 20
 WINDOW_BYTES: Final = 8 << 20
 """What is assembled in one buffer, and written at once."""
 
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """What all tasks of a conversion share. ``target_folder`` is where the files are written: a path where
-    ``is_local``, else what `open_target` makes a store of."""
-
-    source_url: str
-    open_source: OpenWith
-    target_folder: str
-    open_target: OpenWith
-    is_local: bool
-    verify: bool
-    replace: bool
+_MAX_BATCHES: Final = 512
 
 
 @dataclass(frozen=True)
@@ -83,9 +68,33 @@ class Task:
     holes: tuple[Hole, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class TaskBatch:
+    """Neighbouring tasks that are carried out together. ``is_all``: the conversion has no other task."""
+
+    number: int
+    tasks: tuple[Task, ...]
+    is_all: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """What they write."""
+        return sum(task.end - task.begin for task in self.tasks)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Of the files that they write, or write ranges of."""
+        return tuple(dict.fromkeys(task.name for task in self.tasks))
+
+    @property
+    def chunks(self) -> Int64:
+        """Of the source, those that are read."""
+        return np.unique(np.concatenate([task.copies.sources.chunks for task in self.tasks]))
+
+
 @dataclass
 class TaskResult:
-    """What a task did: checksums of what it read and wrote, by payload and by copy."""
+    """What a task or a batch of them did: checksums of what it read and wrote, by payload and by copy."""
 
     number: int
     bytes_read: int = 0
@@ -151,6 +160,21 @@ def make_tasks(
     return tasks
 
 
+def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
+    """Of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
+    batches: list[TaskBatch] = []
+    own: list[Task] = []
+    size, total = 0, sum(task.end - task.begin for task in tasks)
+    wanted = max(batch_bytes, -(-total // _MAX_BATCHES)) if batch_bytes else 0
+    for task in tasks:
+        own.append(task)
+        size += task.end - task.begin
+        if size >= wanted or task is tasks[-1]:
+            batches.append(TaskBatch(len(batches), tuple(own), len(tasks) == 1))
+            own, size = [], 0
+    return batches
+
+
 def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes]:
     if begin <= offset and offset + len(data) <= end:
         return offset, data
@@ -160,33 +184,11 @@ def _clipped(offset: int, data: bytes, begin: int, end: int) -> tuple[int, bytes
 
 # -- running them --------------------------------------------------------------------------------------------
 
-_idle: dict[TaskSettings, list[RangeReader]] = {}
-"""What this process has open for the job at hand, and no task is using."""
-
-_lock = threading.Lock()
-
-
-def run_task(settings: TaskSettings, task: Task) -> bytes:
-    """Carry ``task`` out; the encoded `TaskResult`. The range is on storage when it returns."""
-    with _range_reader(settings) as reader:
-        return _run_task(settings, task, reader).encode()
-
-
-def _run_task(settings: TaskSettings, task: Task, reader: RangeReader) -> TaskResult:
-    sink: Sink
-    if settings.is_local:
-        sink = FileSink(settings.target_folder, task.name)
-    else:
-        sink = StreamSink(
-            settings.open_target(settings.target_folder), task.name, task.file_bytes, replace=settings.replace
-        )
-    return carry_out(task, reader, sink)
-
 
 def carry_out(
     task: Task,
     reader: RangeReader,
-    sink: Sink,
+    sink: WriteHandle,
     *,
     on_bytes: Callable[[int], None] | None = None,
     check: Callable[[TaskResult], None] | None = None,
@@ -205,36 +207,9 @@ def carry_out(
         result.bytes_written = task.end - task.begin
         if check is not None:
             check(result)
+        announce("finish", task.name)
+    announce("finished", task.name)
     return result
-
-
-def close_all() -> None:
-    """Close what tasks have left open in this process."""
-    with _lock:
-        left = [reader for readers in _idle.values() for reader in readers]
-        _idle.clear()
-    for reader in left:
-        reader.close()
-
-
-@contextmanager
-def _range_reader(settings: TaskSettings) -> Iterator[RangeReader]:
-    """One of the job, for this task alone: other threads may be at others."""
-    with _lock:
-        known = settings in _idle
-        free = _idle.setdefault(settings, [])
-        reader = free.pop() if free else None
-    if not known and len(_idle) > 1:  # a worker of a cluster goes from job to job
-        close_all()
-    if reader is None:
-        reader = RangeReader(settings.open_source(settings.source_url), verify=settings.verify)
-    try:
-        yield reader
-    except BaseException:
-        reader.close()
-        raise
-    with _lock:
-        _idle.setdefault(settings, []).append(reader)
 
 
 class _Runner:
@@ -250,14 +225,20 @@ class _Runner:
         self._indexed = [0, 0]
         self._fragments: dict[int, list[Fragment]] = {}
 
-    def run(self, sink: Sink, on_bytes: Callable[[int], None] | None) -> None:
+    def run(self, sink: WriteHandle, on_bytes: Callable[[int], None] | None) -> None:
         """All of the task."""
         task = self._task
+        own = (
+            bytearray()
+            if isinstance(sink, FileRange)
+            else bytearray(min(WINDOW_BYTES, task.end - task.begin))
+        )
         for begin in range(task.begin, task.end, WINDOW_BYTES):
             end = min(begin + WINDOW_BYTES, task.end)
-            buffer = sink.buffer(end - begin)
+            buffer = sink.lend(end - begin) if isinstance(sink, FileRange) else memoryview(own)[: end - begin]
             self._assemble(buffer, begin, end)
-            sink.write(buffer, begin)
+            announce("window", task.name)
+            sink.write(buffer)
             if on_bytes is not None:
                 on_bytes(end - begin)
 

@@ -1,8 +1,8 @@
 """What of a conversion is done: a file of small entries, so that a killed one goes on where it was.
 
 The first entry says of which conversion (fingerprint) and under which save id; each other one is the result
-of a task whose bytes were durable before. An entry counts if its checksum fits, and none after one that does
-not: that is how far the file was written.
+of a batch of tasks whose bytes were durable before. An entry counts if its checksum fits, and none after one
+that does not: that is how far the file was written.
 
 Entries must never be believed of bytes that another conversion has written since, whichever of both a power
 cut has left. So they are bound to these: by a folder that has the save id in its name, or by the versions of
@@ -17,6 +17,7 @@ import re
 import shutil
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,18 +25,18 @@ import msgpack
 
 from dcp.conversion.copying.sinks import announce
 from dcp.storage.commit_names import DATA_SUFFIX
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointNotFoundError
+from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import Store, Version
 from dcp.storage.stores.posix import NO_LOCKS
-from dcp.storage.stores.posix_files import storage_error
+from dcp.storage.stores.posix_files import step
 
 __all__ = ["LEDGER_NAME", "ConversionLedger", "LocalLedger", "StoredLedger"]
 
 LEDGER_NAME: Final = "ledger"
 
 _HEAD: Final = struct.Struct("<II")
-_VERSION: Final = 3
+_VERSION: Final = 4
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 _MAX_BYTES: Final = 1 << 30
 
@@ -66,7 +67,7 @@ def _unpacked(data: bytes) -> Any:
 
 
 class ConversionLedger(ABC):
-    """Entries of one conversion. ``save_id`` is that of its first run; ``done`` are its tasks' results."""
+    """Entries of one conversion. ``save_id`` is that of its first run; ``done`` are its batches' results."""
 
     save_id: str = ""
 
@@ -74,15 +75,19 @@ class ConversionLedger(ABC):
         self.done: list[bytes] = []
 
     @abstractmethod
-    def open(self, fingerprint: str, save_id: str) -> bool:
-        """Go on with what is there if it is of ``fingerprint``, else begin anew with ``save_id``.
+    def open(self, fingerprint: str) -> bool:
+        """Whether what is there is of the conversion ``fingerprint``, which goes on then.
 
-        True if it goes on. Raises CheckpointConflictError where another process is at it.
+        Raises CheckpointConflictError where another process is at it.
         """
 
     @abstractmethod
-    def append(self, result: bytes, file: str) -> None:
-        """Note that a task is done, which has written ``file`` or a part of it."""
+    def begin(self, fingerprint: str, save_id: str) -> None:
+        """Anew, before anything is written; what there is of another conversion goes."""
+
+    @abstractmethod
+    def append(self, result: bytes, files: Iterable[str]) -> None:
+        """Note that a batch is done, which has written ``files`` or ranges of them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -113,7 +118,7 @@ class ConversionLedger(ABC):
 class LocalLedger(ConversionLedger):
     """A file in the folder where the output is built, locked while a process is at it.
 
-    ``save_id`` is for whoever needs `output` and does not `open` it, beside the one who has.
+    ``save_id`` is for whoever needs `output` and does not `open` it.
     """
 
     def __init__(self, folder: Path, save_id: str = "") -> None:
@@ -128,57 +133,46 @@ class LocalLedger(ConversionLedger):
         """The folder beside the ledger in which the files are built: of no other conversion, ever."""
         return self._folder / f"output-{self.save_id}"
 
-    def open(self, fingerprint: str, save_id: str) -> bool:
-        """The folders are made if they are not there; of another conversion, all that is there goes."""
+    def open(self, fingerprint: str) -> bool:
+        """The folder is made if it is not there."""
         announce("mkdir", self._folder)
-        try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with step(None, "open", self._path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(
-                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
-            )
+            self._descriptor = os.open(self._path, flags, 0o666)
             self._lock()
-            data = os.pread(self._descriptor, min(os.fstat(self._descriptor).st_size, _MAX_BYTES), 0)
-            entries, end = _entries(data)
-            resumed = self._take(entries, fingerprint)
-            if resumed:
-                os.ftruncate(self._descriptor, end)
-                os.lseek(self._descriptor, end, os.SEEK_SET)
-            else:
-                self._begin(fingerprint, save_id)
-            self.output.mkdir(exist_ok=True)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise storage_error(error, "open", self._path) from error
-        return resumed
+            size = min(os.fstat(self._descriptor).st_size, _MAX_BYTES)
+            entries, end = _entries(os.pread(self._descriptor, size, 0))
+            if not self._take(entries, fingerprint):
+                return False
+            os.ftruncate(self._descriptor, end)
+            os.lseek(self._descriptor, end, os.SEEK_SET)
+        return True
 
-    def _begin(self, fingerprint: str, save_id: str) -> None:
+    def begin(self, fingerprint: str, save_id: str) -> None:
+        """Its lock is held."""
         self.forget()
         self.save_id, self.done = save_id, []
-        for entry in self._folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry != self._path:
-                entry.unlink()
-        self._write(self._header(fingerprint, save_id))
+        with step(None, "open", self._path):
+            for entry in self._folder.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry != self._path:
+                    entry.unlink()
+            self._write(self._header(fingerprint, save_id))
+            self.output.mkdir(exist_ok=True)
 
-    def append(self, result: bytes, file: str) -> None:
+    def append(self, result: bytes, files: Iterable[str]) -> None:
         """Not durable on its own: losing entries costs work, not correctness."""
-        announce("ledger", self._path)
-        try:
+        with step(announce, "ledger", self._path):
             self._write(_framed(result))
-        except OSError as error:
-            raise storage_error(error, "append", self._path) from error
 
     def forget(self) -> None:
         """Drop all entries, durably: what lies beside them is about to be something else."""
-        announce("forget", self._path)
-        try:
+        with step(announce, "forget", self._path):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
-        except OSError as error:
-            raise storage_error(error, "truncate", self._path) from error
 
     def close(self) -> None:
         """Releases the lock."""
@@ -199,8 +193,7 @@ class LocalLedger(ConversionLedger):
             self.close()
             raise CheckpointConflictError(
                 f"another process is converting to the same target now (it holds {self._path}); wait for it, "
-                "or "
-                "stop it",
+                "or stop it",
                 path=str(self._path),
             ) from None
         except OSError as error:
@@ -214,7 +207,7 @@ class LocalLedger(ConversionLedger):
 
 
 class StoredLedger(ConversionLedger):
-    """A small object beside the output, replaced with each file that is done."""
+    """A small object beside the output, replaced with each batch that is done."""
 
     def __init__(self, store: Store, name: str) -> None:
         super().__init__()
@@ -222,35 +215,46 @@ class StoredLedger(ConversionLedger):
         self._name = name
         self._data = b""
 
-    def open(self, fingerprint: str, save_id: str) -> bool:
+    def open(self, fingerprint: str) -> bool:
         """Two processes at once are not told apart: files of one name are refused by the store."""
-        try:
-            data = self._store.read(self._name, limit_bytes=_MAX_BYTES)
-        except CheckpointNotFoundError:
-            data = b""
+        data = self._read()
         entries, end = _entries(data)
-        if self._take(entries, fingerprint):
-            self._data = data[:end]
-            self.done = [result for entry in self.done if (result := self._still_done(entry)) is not None]
-            return True
-        self.save_id, self.done, self._data = save_id, [], self._header(fingerprint, save_id)
-        self._publish()  # before a file is written: one of another conversion's would be taken for its own
-        return False
+        if not self._take(entries, fingerprint):
+            return False
+        self._data = data[:end]
+        self.done = [noted[0] for noted in map(_noted, self.done) if noted and self._is_there(noted[1])]
+        return True
 
-    def append(self, result: bytes, file: str) -> None:
-        """One request, or two: an object store has no appending."""
-        self._data += _framed(msgpack.packb([result, file, self._version(file)]))
+    def begin(self, fingerprint: str, save_id: str) -> None:
+        """Before a file is written: one of another conversion's would be taken for its own."""
+        self.save_id, self.done, self._data = save_id, [], self._header(fingerprint, save_id)
         self._publish()
 
-    def _still_done(self, entry: bytes) -> bytes | None:
-        """The result of a task, if what it wrote is what is there."""
-        noted = _unpacked(entry)
-        if not isinstance(noted, list) or len(noted) != 3:
-            return None
-        result, file, version = noted
-        if not isinstance(result, bytes) or not isinstance(file, str):
-            return None
-        return result if self._store.stat(file) is not None and self._version(file) == version else None
+    def append(self, result: bytes, files: Iterable[str]) -> None:
+        """One request, and one for each file: an object store has no appending."""
+        versions = {file: self._version(file) for file in files}
+        self._data += _framed(msgpack.packb([result, versions]))
+        self._publish()
+
+    def note(self, save_id: str, files: Iterable[str]) -> None:
+        """Of one batch alone, whose result is known elsewhere: so that `discard_files` knows its files."""
+        self._data = self._header("", save_id)
+        self.append(b"", files)
+
+    def discard_files(self) -> None:
+        """Remove what it has noted and is still the same; data files have the save id in their names, and
+        are removed by that."""
+        for noted in map(_noted, _entries(self._read())[0][1:]):
+            for file, version in noted[1].items() if noted else ():
+                if version:
+                    self._store.delete_if(file, Version(version))
+
+    def _is_there(self, versions: Mapping[str, str]) -> bool:
+        """Whether what a batch wrote is what is there."""
+        return all(
+            self._store.stat(file) is not None and self._version(file) == version
+            for file, version in versions.items()
+        )
 
     def _version(self, file: str) -> str:
         if file.endswith(DATA_SUFFIX):  # they have the save id in their names
@@ -258,7 +262,14 @@ class StoredLedger(ConversionLedger):
         version = self._store.version(file)
         return "" if version is None else version.token
 
+    def _read(self) -> bytes:
+        try:
+            return self._store.read(self._name, limit_bytes=_MAX_BYTES)
+        except CheckpointNotFoundError:
+            return b""
+
     def _publish(self) -> None:
+        announce("ledger", self._name)
         self._store.publish(self._name, self._data, durable=True)
 
     def close(self) -> None:
@@ -266,4 +277,18 @@ class StoredLedger(ConversionLedger):
 
     def remove(self) -> None:
         """Delete the object."""
+        announce("remove", self._name)
         self._store.delete(self._name)
+
+
+def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
+    """(result, versions by file) of an entry of a `StoredLedger`; None for anything else."""
+    noted = _unpacked(entry)
+    if not isinstance(noted, list) or len(noted) != 2:
+        return None
+    result, versions = noted
+    if not isinstance(result, bytes) or not isinstance(versions, dict):
+        return None
+    if not all(type(text) is str for pair in versions.items() for text in pair):
+        return None
+    return result, versions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -42,14 +42,16 @@ class TargetPlace:
         """Where a local target is built: beside it, so that it gets its name by a rename."""
         if self.path is None:
             raise PlanError(f"{self.url} is not local")
-        name = self.path.name + (f"/{self.attempt}" if self.attempt else "")
-        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-        return self.path.parent / f"{_WORK_PREFIX}{digest}"
+        return self.path.parent / _work_name(self.path.name + (f"/{self.attempt}" if self.attempt else ""))
 
     @property
     def ledger_name(self) -> str:
         """Name of the ledger's object, for a target that is not local."""
         return _ledger_name(self.file_name)
+
+    def ledger_of(self, batch: int) -> str:
+        """As `ledger_name`, where an attempt has one for each batch."""
+        return _work_name(f"{self.attempt}/{batch}")
 
     def end_uploads(self) -> None:
         """End the unfinished uploads of this target's files, once it is made, or given up: they are of
@@ -57,18 +59,20 @@ class TargetPlace:
         ledgers = {self.ledger_name}
         commit.abort_uploads(self.store, lambda name: is_written_under(ledgers, name))
 
-    def exists(self) -> bool:
-        """Whether anything is at the target: a file, or a folder that is not empty."""
+    def exists(self, is_leftover: Callable[[str], bool] | None = None) -> bool:
+        """Whether anything is at the target: a file, or a folder that is not empty. Of objects in a folder
+        ledgers do not count, nor those whose names ``is_leftover`` takes."""
         if self.path is not None:
             is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
             return os.path.lexists(self.path) and (self.file_name is not None or not is_empty)
         if self.file_name is not None:
             return self.store.stat(self.file_name) is not None
-        return any(not info.name.startswith(_WORK_PREFIX) for info in self.store.list())
+        names = (info.name for info in self.store.list() if not info.name.startswith(_WORK_PREFIX))
+        return any(is_leftover is None or not is_leftover(name) for name in names)
 
-    def refuse_existing(self) -> None:
-        """Raise CheckpointConflictError if something is there."""
-        if self.exists():
+    def refuse_existing(self, is_leftover: Callable[[str], bool] | None = None) -> None:
+        """Raise CheckpointConflictError if something is there, as `exists` says."""
+        if self.exists(is_leftover):
             raise CheckpointConflictError(
                 f"{self.url} exists; give another target",
                 alternative="replace it",
@@ -87,7 +91,12 @@ def is_written_under(ledgers: Collection[str], name: str) -> bool:
 
 
 def _ledger_name(file_name: str | None) -> str:
-    return f"{_WORK_PREFIX}{hashlib.sha256((file_name or '').encode()).hexdigest()[:16]}"
+    return _work_name(file_name or "")
+
+
+def _work_name(what: str) -> str:
+    digest = hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return f"{_WORK_PREFIX}{digest}"
 
 
 def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> TargetPlace:

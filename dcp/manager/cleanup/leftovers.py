@@ -115,7 +115,7 @@ def _remove_conversion(left: Leftovers) -> Removed:
     """Under the ledger's own lock: one that goes on just now stays."""
     ledger = LocalLedger(Path(left.url))
     try:
-        ledger.open("", "")
+        ledger.open("")
     except CheckpointConflictError:
         return Removed("replaced")
     ledger.remove()

@@ -1,4 +1,4 @@
-"""``convert``: a checkpoint in another format, under a root; the tasks are parts of a staged conversion."""
+"""``convert``: a checkpoint in another format, under a root; each task is a batch of the conversion's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -33,8 +32,8 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.registry import target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+    from dcp.conversion.driver import Conversion
     from dcp.conversion.plan import ConversionOptions
-    from dcp.conversion.stages import StagedConversion
     from dcp.conversion.targets.places import TargetPlace
 
 __all__ = ["ConvertKind", "ConvertOptions", "ConvertParams", "target_dedup_key"]
@@ -129,12 +128,12 @@ def target_dedup_key(root: str, key: str) -> str:
 
 
 class ConvertKind(Kind[ConvertParams]):
-    """Prepared in the plan, a part a task, published by one rename or one conditional request."""
+    """Prepared in the plan, a batch a task, published by one rename or one conditional request."""
 
     name: ClassVar[str] = "convert"
     scope: ClassVar[Scope] = "convert"
     params = ConvertParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.stages",)
+    preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
     leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
 
     def specify(
@@ -167,24 +166,27 @@ class ConvertKind(Kind[ConvertParams]):
 
     def plan(self, context: JobContext, params: ConvertParams) -> JobPlan:
         """As `Kind.plan`."""
+        from dcp.conversion.driver import BATCH_BYTES
+        from dcp.conversion.wire import encode_batch
+
         self.clear_plans(context, params)
         shared: dict[str, Any] = {
             "params": params.model_dump(mode="json"),
             "subject": dict(context.prepared),
             "attempt": _attempt_of(context.attempt_name),
-            "seconds": time.time(),
         }
-        with _staged(context, shared) as staged:
-            prepared, parts = staged.prepare()
+        with _conversion(context, shared) as conversion:
+            prepared, batches = conversion.prepare(batch_bytes=BATCH_BYTES)
+        shared["source_mark"] = prepared.source_mark
         specs = [
-            TaskSpec(payload={**shared, "part": asdict(part)}, weight_bytes=part.size_bytes) for part in parts
+            TaskSpec(payload={"batch": encode_batch(batch)}, weight_bytes=batch.size_bytes)
+            for batch in batches
         ]
-        return JobPlan(tasks=specs, plan_data={**shared, "prepared": prepared.to_json()})
+        return JobPlan(tasks=specs, plan_data={"shared": shared, "prepared": prepared.to_json()})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.conversion.stages import TaskBatch
-        from dcp.conversion.wire import encode_result
+        from dcp.conversion.wire import decode_batch, encode_result
 
         done = 0
 
@@ -193,19 +195,19 @@ class ConvertKind(Kind[ConvertParams]):
             done += count
             report_progress(done)
 
-        with _staged(context, payload) as staged:
-            result = staged.run(TaskBatch(**payload["part"]), on_bytes)
+        with _conversion(context, payload) as conversion:
+            result = conversion.run(decode_batch(payload["batch"]), payload["source_mark"], on_bytes)
         return {"result": encode_result(result)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
-        from dcp.conversion.stages import Prepared
+        from dcp.conversion.driver import Prepared
         from dcp.conversion.wire import decode_result
 
-        params = ConvertParams.model_validate(plan_data["params"])
+        params = ConvertParams.model_validate(plan_data["shared"]["params"])
         prepared = Prepared.of_json(plan_data["prepared"])
-        with _staged(context, plan_data) as staged:
-            report = staged.publish(prepared, [decode_result(done["result"]) for done in results])
+        with _conversion(context, plan_data["shared"]) as conversion:
+            report = conversion.publish(prepared, (decode_result(done["result"]) for done in results))
         root = _root(context, params)
         return {
             "root": root.name,
@@ -224,18 +226,19 @@ class ConvertKind(Kind[ConvertParams]):
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
         """As `Kind.discard`."""
-        from dcp.conversion.stages import discard_attempt
+        from dcp.conversion.driver import discard_attempt
 
-        if "attempt" not in plan_data:
+        if "shared" not in plan_data:
             return
-        params = ConvertParams.model_validate(plan_data["params"])
+        shared, batches = plan_data["shared"], plan_data["prepared"]["batch_count"]
+        params = ConvertParams.model_validate(shared["params"])
         root = _root(context, params)
         with storage_errors(root):
-            discard_attempt(_target(root, params), plan_data["attempt"], plan_data["prepared"]["part_count"])
+            discard_attempt(_target(root, params), shared["attempt"], batches)
 
     def clear_plans(self, context: JobContext, params: ConvertParams) -> None:
         """As `Kind.clear_plans`."""
-        from dcp.conversion.stages import discard_attempt
+        from dcp.conversion.driver import discard_attempt
 
         root = _root(context, params)
         with storage_errors(root), suppress(PlanError):  # what is no place for a target has nothing either
@@ -279,24 +282,18 @@ def _target(root: Root, params: ConvertParams) -> TargetPlace:
 
 
 @contextmanager
-def _staged(context: JobContext, shared: Mapping[str, Any]) -> Iterator[StagedConversion]:
-    """One stage of the conversion that plan, tasks and publishing share."""
-    from dcp.conversion.stages import StagedConversion
+def _conversion(context: JobContext, shared: Mapping[str, Any]) -> Iterator[Conversion]:
+    """The conversion that plan, tasks and publishing share."""
+    from dcp.conversion.driver import Conversion
 
     params = ConvertParams.model_validate(shared["params"])
     root = _root(context, params)
     source_root, source = open_source(context, Subject(**shared["subject"]))
     with (
         storage_errors(root, source_root),
-        StagedConversion(
-            source,
-            _target(root, params),
-            params.options(),
-            attempt=shared["attempt"],
-            seconds=shared["seconds"],
-        ) as staged,
+        Conversion(source, _target(root, params), params.options(), attempt=shared["attempt"]) as conversion,
     ):
-        yield staged
+        yield conversion
 
 
 def _facts_document(root: Root, key: str) -> dict[str, Any]:

@@ -69,8 +69,8 @@ class RetentionKind(Kind[RetentionParams]):
             found = runs_of(connection, policy.root, policy.run_glob)
         shared = {"policy_id": policy.id, "version": policy.version, "dry_run": params.dry_run}
         return JobPlan(
-            tasks=[TaskSpec(payload=shared | {"runs": list(some)}) for some in _batches(found)],
-            plan_data=shared,
+            tasks=[TaskSpec(payload={"runs": list(some)}) for some in _batches(found)],
+            plan_data={"shared": shared},
         )
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
@@ -102,7 +102,8 @@ class RetentionKind(Kind[RetentionParams]):
             name: [each for one in results for each in one.get(name, ())][:_MAX_LISTED]
             for name in ("keys", "unjudged")
         }
-        return {"policy_id": plan_data["policy_id"], "dry_run": plan_data["dry_run"], **sums, **lists}
+        shared = plan_data["shared"]
+        return {"policy_id": shared["policy_id"], "dry_run": shared["dry_run"], **sums, **lists}
 
 
 def _batches(found: Sequence[tuple[int, str]]) -> list[list[tuple[int, str]]]:

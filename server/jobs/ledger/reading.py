@@ -30,6 +30,7 @@ __all__ = [
     "job_events_after",
     "list_jobs",
     "list_tasks",
+    "payload_of",
     "plan_of",
     "progress_of",
     "task_documents",
@@ -119,6 +120,12 @@ def plan_of(connection: Connection, job_id: int) -> Json | None:
     """What publishing the job needs; None if it has not been planned."""
     found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
     return found
+
+
+def payload_of(connection: Connection, task: JobTask) -> Json:
+    """All that a claimed task needs: what the plan has for every task, and its own."""
+    shared = connection.execute(select(jobs.c.plan["shared"]).where(jobs.c.id == task.job_id)).scalar()
+    return {**(shared or {}), **task.payload}
 
 
 def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:

@@ -66,7 +66,8 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """One task of a plan. ``payload`` is all that it needs; ``weight_bytes`` is its share of the progress."""
+    """One task of a plan. ``payload`` is what it needs beside what all of them share; ``weight_bytes`` is its
+    share of the progress."""
 
     payload: Json
     weight_bytes: int = 0

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from dcp.storage.errors import (
-    CheckpointConflictError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     StorageError,
@@ -198,10 +197,10 @@ class FsspecStore(Store):
         if isinstance(expected, Version):
             condition = _tag(expected)
             if not condition:  # no version of this store: it cannot be what is there
-                raise self._conflict(name)
+                raise self.conflict(name)
         if condition is not None and not self._compares(condition):
             if self.version(name) != (expected if isinstance(expected, Version) else None):
-                raise self._conflict(name)
+                raise self.conflict(name)
             condition = None
         try:
             return _version(self._put(name, data, condition))
@@ -212,7 +211,7 @@ class FsspecStore(Store):
             if version is not None and self._holds(name, data):
                 return version
             if error.kind is Failure.CONDITION:
-                raise self._conflict(name) from error
+                raise self.conflict(name) from error
             raise StorageError(
                 f"{self.path_of(name)}: {error}", path=self.path_of(name), op="publish"
             ) from error
@@ -429,13 +428,6 @@ class FsspecStore(Store):
             except RequestError as error:  # of the client itself, which cannot say what service it talks to
                 raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
         return True
-
-    def _conflict(self, name: str) -> CheckpointConflictError:
-        return CheckpointConflictError(
-            f"{self.path_of(name)} was published by somebody else since this save began, and is untouched; "
-            "save under another id, or load what is there first",
-            path=self.path_of(name),
-        )
 
     def _run(self, op: str, key: str, attempt: Callable[[], T]) -> T:
         """A request of which no answer is expected that needs interpreting."""

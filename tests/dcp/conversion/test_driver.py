@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,18 @@ import pytest
 import torch
 
 import dcp
-from dcp.conversion import stages
-from dcp.conversion.copying.tasks import TaskResult
-from dcp.conversion.plan import ConversionOptions, LayoutOptions, plan_target
-from dcp.conversion.run import convert
-from dcp.conversion.stages import (
+from dcp.conversion import driver
+from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.driver import (
+    Conversion,
     Prepared,
     SourceChangedError,
-    StagedConversion,
-    TaskBatch,
     discard_attempt,
 )
+from dcp.conversion.plan import ConversionOptions, LayoutOptions, plan_target
+from dcp.conversion.run import convert
 from dcp.conversion.targets.places import TargetPlace, place_of
-from dcp.conversion.wire import decode_result, encode_result
+from dcp.conversion.wire import decode_batch, decode_result, encode_batch, encode_result
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
@@ -38,12 +36,13 @@ from tests.support.s3 import raw_s3
 
 _TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
 _SHARD_BYTES = 6 << 20
+_BATCH_BYTES = 8 << 20
 _ATTEMPT = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training state and 24 MiB of tensors: several parts of several files."""
+    """A training state and 24 MiB of tensors: several batches of several files."""
     path = tmp_path_factory.mktemp("source") / "checkpoint"
     state = training_state() | {f"t{n}": torch.full((1 << 20,), float(n)) for n in range(6)}
     dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -51,9 +50,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 8 MiB, so that there are some."""
-    monkeypatch.setattr(stages, "PART_BYTES", 8 << 20)
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks and batches of 8 MiB, so that there are some."""
     monkeypatch.setattr("dcp.conversion.copying.tasks.TASK_BYTES", 8 << 20)
 
 
@@ -64,22 +62,27 @@ def options_of(to: str) -> ConversionOptions:
 
 def staged(
     source: str | Path, target: TargetPlace, to: str, attempt: str = _ATTEMPT, options: Any = None
-) -> StagedConversion:
+) -> Conversion:
     """One stage's own object."""
     found = open_source(source, open_store=OpenWith(options))
-    return StagedConversion(found, target, options_of(to), attempt=attempt, seconds=1_700_000_000.0)
+    return Conversion(found, target, options_of(to), attempt=attempt)
+
+
+def prepare(stage: Conversion) -> tuple[Prepared, list[TaskBatch]]:
+    """As a job does."""
+    return stage.prepare(batch_bytes=_BATCH_BYTES)
 
 
 def carry_out(source: str | Path, target: TargetPlace, to: str, *, times: int = 1) -> Prepared:
     """All stages, each by an object of its own and ``times`` over, with JSON between them."""
     with staged(source, target, to) as stage:
-        made, parts = stage.prepare()
+        made, batches = prepare(stage)
     prepared = Prepared.of_json(json.loads(json.dumps(made.to_json())))
     results: list[TaskResult] = []
-    for part in reversed([TaskBatch(**json.loads(json.dumps(asdict(part)))) for part in parts]):
+    for batch in reversed([decode_batch(encode_batch(batch)) for batch in batches]):
         for _ in range(times):
             with staged(source, target, to) as stage:
-                result = encode_result(stage.run(part))
+                result = encode_result(stage.run(batch, prepared.source_mark))
         results.insert(0, decode_result(result))
     for _ in range(times):
         with staged(source, target, to) as stage:
@@ -103,12 +106,12 @@ def bytes_of(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("to", list(_TARGETS))
 @pytest.mark.parametrize("times", [1, 2])
 def test_local_stages_make_what_convert_makes(to: str, times: int, source: Path, tmp_path: Path) -> None:
-    """The same files with the same bytes, also if every part and the publishing are done twice."""
+    """The same files with the same bytes, also if every batch and the publishing are done twice."""
     expected = tmp_path / "expected" / _TARGETS[to]
     convert(source, expected, to=to, files=2, shard_bytes=_SHARD_BYTES, executor="inline")
     target = tmp_path / "made" / _TARGETS[to]
     prepared = carry_out(source, place_of(target, to, OpenWith()), to, times=times)
-    assert prepared.part_count >= 3
+    assert prepared.batch_count >= 3
     assert bytes_of(target) == bytes_of(expected)
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
     if to == "dcp":
@@ -116,14 +119,14 @@ def test_local_stages_make_what_convert_makes(to: str, times: int, source: Path,
 
 
 def test_the_layout_is_planned_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By preparing; parts and publishing get it as plain data, also where each of them is repeated."""
+    """By preparing; batches and publishing get it as plain data, also where each of them is repeated."""
     planned: list[str] = []
 
     def plan(*arguments: Any) -> Any:
         planned.append("")
         return plan_target(*arguments)
 
-    monkeypatch.setattr(stages, "plan_target", plan)
+    monkeypatch.setattr(driver, "plan_target", plan)
     carry_out(source, place_of(tmp_path / "copy", "dcp", OpenWith()), "dcp", times=2)
     assert len(planned) == 1
 
@@ -163,9 +166,9 @@ def test_what_is_at_the_target_stays(
         url = f"{base}/{_TARGETS[to]}"
         place = place_of(url, to, opened)
         with staged(source, place, to) as stage:
-            prepared, parts = stage.prepare()
-            results = [stage.run(part) for part in parts]
-        if place.path is not None:  # behind S3 the parts have made a file of this name themselves
+            prepared, batches = prepare(stage)
+            results = [stage.run(batch, prepared.source_mark) for batch in batches]
+        if place.path is not None:  # behind S3 the batches have made a file of this name themselves
             convert(source, url, to=to, only="model", executor="inline")
             before = bytes_of(place.path)
             with staged(source, place, to) as stage, pytest.raises(CheckpointConflictError):
@@ -178,7 +181,7 @@ def test_what_is_at_the_target_stays(
             staged(source, place, to, attempt="f" * 16) as stage,
             pytest.raises(CheckpointConflictError, match="exists"),
         ):
-            stage.prepare()
+            prepare(stage)
 
 
 def test_objects_of_somebody_else_are_not_taken_for_ones_own(
@@ -188,33 +191,33 @@ def test_objects_of_somebody_else_are_not_taken_for_ones_own(
     url = f"{s3_root}/folder"
     place = place_of(url, "safetensors", OpenWith(s3_server.storage_options))
     with staged(source, place, "safetensors") as stage:
-        prepared, parts = stage.prepare()
-        stage.run(parts[0])
+        prepared, batches = prepare(stage)
+        stage.run(batches[0], prepared.source_mark)
         with raw_s3(s3_server) as raw:
             name = next(name for name in raw.list(url) if name.startswith("model-00001"))
             data = bytearray(raw.read(f"{url}/{name}"))
             data[-1] ^= 1
             raw.write(f"{url}/{name}", bytes(data))
             with pytest.raises(CheckpointConflictError, match="not of this conversion"):
-                stage.run(parts[0])
-            discard_attempt(place, _ATTEMPT, prepared.part_count)
+                stage.run(batches[0], prepared.source_mark)
+            discard_attempt(place, _ATTEMPT, prepared.batch_count)
             assert raw.read(f"{url}/{name}") == bytes(data)
 
 
 def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
-    """No part of another layout gets into a target, and nothing is published from it."""
+    """No batch of another layout gets into a target, and nothing is published from it."""
     mine = tmp_path / "source"
     mine.mkdir()
     for path in source.iterdir():
         (mine / path.name).write_bytes(path.read_bytes())
     place = place_of(tmp_path / "made.pt", "torch", OpenWith())
     with staged(mine, place, "torch") as stage:
-        prepared, parts = stage.prepare()
-        results = [stage.run(part) for part in parts]
+        prepared, batches = prepare(stage)
+        results = [stage.run(batch, prepared.source_mark) for batch in batches]
     changed = next(mine.glob("*.distcp"))
     os.utime(changed, (1, 1))
     with staged(mine, place, "torch") as stage, pytest.raises(SourceChangedError, match="again"):
-        stage.run(parts[0])
+        stage.run(batches[0], prepared.source_mark)
     with staged(mine, place, "torch") as stage, pytest.raises(SourceChangedError):
         stage.publish(prepared, results)
     assert not (tmp_path / "made.pt").exists()
@@ -224,7 +227,7 @@ def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
 def test_damage_publishes_nothing(
     is_local: bool, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:
-    """One flipped bit of the source: a part or the publishing fails, and no file has the target's name."""
+    """One flipped bit of the source: a batch or the publishing fails, and no file has the target's name."""
     mine = tmp_path / "source"
     mine.mkdir()
     for path in source.iterdir():
@@ -235,9 +238,9 @@ def test_damage_publishes_nothing(
     target = str(tmp_path / "made.pt") if is_local else f"{s3_root}/made.pt"
     place = place_of(target, "torch", OpenWith(None if is_local else s3_server.storage_options))
     with staged(mine, place, "torch") as stage:
-        prepared, parts = stage.prepare()
+        prepared, batches = prepare(stage)
         with pytest.raises(CorruptCheckpointError, match="damaged"):
-            stage.publish(prepared, [stage.run(part) for part in parts])
+            stage.publish(prepared, [stage.run(batch, prepared.source_mark) for batch in batches])
     assert not place.exists()
 
 
@@ -245,18 +248,18 @@ def test_damage_publishes_nothing(
 def test_what_is_given_up_leaves_nothing(
     to: str, source: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:
-    """Discarding removes what parts have written; what was published stays as it is."""
+    """Discarding removes what batches have written; what was published stays as it is."""
     for opened, base in (
         (OpenWith(), str(tmp_path / "made")),
         (OpenWith(s3_server.storage_options), s3_root),
     ):
         place = place_of(f"{base}/{_TARGETS[to]}", to, opened)
         with staged(source, place, to) as stage:
-            prepared, parts = stage.prepare()
-            for part in parts:
-                stage.run(part)
+            prepared, batches = prepare(stage)
+            for batch in batches:
+                stage.run(batch, prepared.source_mark)
         for _ in range(2):
-            discard_attempt(place, _ATTEMPT, prepared.part_count)
+            discard_attempt(place, _ATTEMPT, prepared.batch_count)
         if place.path is not None:
             assert list(place.path.parent.iterdir()) == []
         else:
@@ -265,7 +268,7 @@ def test_what_is_given_up_leaves_nothing(
         if place.file_name is not None:  # then the file itself is all that there is
             continue
         carry_out(source, place, to)
-        discard_attempt(place, _ATTEMPT, prepared.part_count)
+        discard_attempt(place, _ATTEMPT, prepared.batch_count)
         found = opened(place.url)
         assert verify_store(found).findings == []
         assert found.list()
@@ -273,11 +276,10 @@ def test_what_is_given_up_leaves_nothing(
 
 _PROGRAM = """
 import json, os, signal, sys
-from dcp.conversion import stages
 from dcp.conversion.copying import tasks
-stages.PART_BYTES = tasks.TASK_BYTES = 8 << 20
-from dataclasses import asdict
-from dcp.conversion.wire import decode_result, encode_result
+tasks.TASK_BYTES = 8 << 20
+from dcp.conversion.driver import Conversion, Prepared
+from dcp.conversion.wire import decode_batch, decode_result, encode_batch, encode_result
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.copying.sinks import observers
 from dcp.conversion.targets.places import place_of
@@ -293,19 +295,18 @@ def observe(op, name):
 observers.append(observe)
 layout = LayoutOptions(to, files=2, shard_bytes=6 << 20)
 place = place_of(target, to, OpenWith(json.loads(options)))
-with stages.StagedConversion(
-    open_source(source), place, ConversionOptions(layout), attempt=attempt, seconds=1.0
-) as it:
+with Conversion(open_source(source), place, ConversionOptions(layout), attempt=attempt) as it:
     if stage == "prepare":
-        prepared, parts = it.prepare()
-        answer = {"prepared": prepared.to_json(), "parts": [asdict(part) for part in parts]}
+        prepared, batches = it.prepare(batch_bytes=8 << 20)
+        answer = {"prepared": prepared.to_json(), "batches": [encode_batch(batch) for batch in batches]}
     else:
         if stage == "publish":
-            prepared = stages.Prepared.of_json(given["prepared"])
+            prepared = Prepared.of_json(given["prepared"])
             it.publish(prepared, [decode_result(one) for one in given["results"]])
             answer = None
         else:
-            answer = encode_result(it.run(stages.TaskBatch(**given["parts"][int(stage)])))
+            batch = decode_batch(given["batches"][int(stage)])
+            answer = encode_result(it.run(batch, given["prepared"]["source_mark"]))
 assert "torch" not in sys.modules
 print(json.dumps([answer, len(steps)]))
 """
@@ -335,7 +336,7 @@ class _Deaths:
 
     def convert(self) -> None:
         given: dict[str, Any] = self.run("prepare", {})
-        results = [self.run(str(part), given) for part in range(len(given["parts"]))]
+        results = [self.run(str(batch), given) for batch in range(len(given["batches"]))]
         self.run("publish", given | {"results": results})
 
 

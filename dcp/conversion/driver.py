@@ -1,0 +1,243 @@
+"""A conversion: prepared, its batches of tasks carried out by whatever executor, published.
+
+`Conversion.prepare` plans what there is to do, once. The batches run in any order, in this process or in
+others (`Conversion.run`, `dcp.conversion.copying.batches.run_batch`), and `publish` makes the target exist.
+Stages of another process get what they need of the plan as plain data (`to_json`, `of_json`), and refuse a
+source that has changed since. No stage needs the machine of another.
+
+Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
+the same place, and the target is published once, by one rename or one conditional request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from dcp.conversion.copying.batches import BatchRunner, BatchSettings
+from dcp.conversion.copying.checks import ResultChecks
+from dcp.conversion.copying.tasks import TaskBatch, TaskResult, make_batches, make_tasks
+from dcp.conversion.layouts.layout import TargetLayout
+from dcp.conversion.layouts.sources import copy_sources
+from dcp.conversion.plan import (
+    ConversionOptions,
+    SourceChangedError,
+    fingerprint,
+    plan_target,
+    refuse_changed,
+    refuse_itself,
+    source_mark,
+)
+from dcp.conversion.publishing.publisher import Publisher
+from dcp.conversion.report import ConversionReport, report_of
+from dcp.conversion.targets.places import TargetPlace
+from dcp.conversion.wire import decode_layout, encode_layout
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.sources import Source, complete_index
+from dcp.storage.stores.opening import OpenWith
+
+__all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
+
+BATCH_BYTES: Final = 512 << 20
+"""What a batch of a job writes, about: enough that a process for it does not count beside it."""
+
+_ATTEMPT: Final = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What publishing goes by; `to_json` and `of_json` are each other's inverse, but for literals.
+
+    ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
+    where that is local. ``dropped`` are the values that the target has no place for.
+    """
+
+    source_mark: str
+    layout: TargetLayout
+    chunks: tuple[int, ...]
+    batch_count: int
+    inode: int | None = None
+    dropped: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"layout": encode_layout(self.layout)}
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> Prepared:
+        """From plain data, whose sequences may be lists."""
+        sequences = {name: tuple(data[name]) for name in ("chunks", "dropped")}
+        return cls(**{**data, **sequences, "layout": decode_layout(data["layout"])})
+
+
+class Conversion:
+    """A conversion of ``source`` to ``target``.
+
+    ``attempt`` is 16 hexadecimal digits, new for each preparation and the same in all stages after it; such a
+    target is never replaced, and its stages may be of several processes. Without it all stages are of this
+    object, and a ledger beside the target has what is done. Use as a context manager. Raises what
+    `dcp.convert` raises, and SourceChangedError.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: TargetPlace,
+        options: ConversionOptions,
+        *,
+        attempt: str = "",
+        overwrite: bool = False,
+        verify: Verify = "blocks",
+    ) -> None:
+        refuse_itself(source, target)
+        self._source = source
+        self._options = options
+        self.place = _place_of_attempt(target, attempt) if attempt else target
+        self._save_id = _save_id_of(attempt) if attempt else uuid.uuid4().hex[:8]
+        self.publisher = Publisher(self.place, self._save_id, overwrite=overwrite)
+        self._engine = ReadEngine(source.store, complete_index(source.store, source.index), verify=verify)
+        self._prepared: Prepared | None = None
+        self._checks: ResultChecks | None = None
+        self.has_progress = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.publisher.ledger.close()
+        self._engine.__exit__(kind, error, trace)
+
+    # -- the stages ------------------------------------------------------------------------------------------
+
+    def prepare(self, *, batch_bytes: int = 0, resume: bool = True) -> tuple[Prepared, list[TaskBatch]]:
+        """Plan what there is to do, and reserve the space for it where that can be done: the batches that are
+        left, with ``resume`` without those that an earlier run has done.
+
+        Raises CheckpointConflictError if something is at the target.
+        """
+        engine, to, by_file = self._engine, self._options.layout.to, self.place.path is None
+        mark = source_mark(engine.store, engine.index, to)
+        planned = plan_target(engine, self.place, self._options, self._save_id)
+        identity = fingerprint(mark, planned.layout, by_file=by_file) + ("" if resume else self._save_id)
+        layout, done = self.publisher.begin(planned.layout, identity)
+        sources = copy_sources(engine, layout)
+        batches = make_batches(make_tasks(engine.index, layout, sources, by_file=by_file), batch_bytes)
+        chunks = tuple(np.unique(sources.chunks).tolist())
+        prepared = Prepared(mark, layout, chunks, len(batches), self.publisher.inode, planned.dropped)
+        self._prepared, self._checks = prepared, ResultChecks(engine, layout.copies)
+        for result in done:
+            self._checks.add(replace(result, bytes_read=0))  # by another run
+        self.has_progress = bool(done)
+        numbers = {result.number for result in done}
+        return prepared, [batch for batch in batches if batch.number not in numbers]
+
+    def run(
+        self, batch: TaskBatch, source_mark: str, on_bytes: Callable[[int], None] | None = None
+    ) -> TaskResult:
+        """Carry ``batch`` out, which was planned for the source of ``source_mark``; what it writes is durable
+        when this returns. ``on_bytes`` hears of each window that is written."""
+        engine, publisher = self._engine, self.publisher
+        self._refuse_changed(source_mark)
+        with closing(BatchRunner(engine.store, publisher.output, lambda: engine, engine.verify)) as runner:
+            result = runner.run(batch, on_bytes)
+        publisher.note(batch.number, batch.file_names)
+        return result
+
+    def settings(self, prepared: Prepared, open_source: OpenWith) -> BatchSettings:
+        """For `run_batch` in other processes, which ``open_source`` for themselves."""
+        return BatchSettings(
+            conversion=self._save_id,
+            source=self._source.name,
+            open_source=open_source,
+            store=self._source.store,
+            to=self._options.layout.to,
+            source_mark=prepared.source_mark,
+            output=self.publisher.output,
+            verify=self._engine.verify,
+        )
+
+    def take(self, prepared: Prepared, batch: TaskBatch, result: bytes) -> None:
+        """Note what `run_batch` returned, and compare what was read: CorruptCheckpointError if it differs."""
+        self.publisher.ledger.append(result, batch.file_names)
+        self.has_progress = True
+        self._checks_of(prepared).add(TaskResult.decode(result))
+
+    def publish(self, prepared: Prepared, results: Iterable[TaskResult] = ()) -> ConversionReport:
+        """Compare the last checksums, and make the target exist; fine if an earlier attempt has done so.
+
+        ``results`` are those that were not taken. Raises CheckpointConflictError if something else has come
+        into being there.
+        """
+        engine, publisher, layout = self._engine, self.publisher, prepared.layout
+        checks = self._checks_of(prepared)
+        for result in results:
+            checks.add(result)
+        checks.source.finish(prepared.chunks if engine.verify != "none" else ())
+        checks.target.check_complete()
+        if engine.verify == "none" or checks.source.stats.blocks_unverified:
+            # What has no checksums must not have been replaced: files of both might be mixed.
+            self._refuse_changed(prepared.source_mark)
+        if not publisher.is_published(layout, prepared.inode):
+            try:
+                publisher.publish(layout, checks.target)
+            except (CheckpointError, OSError):
+                if not publisher.is_published(layout, prepared.inode):  # by a quicker attempt
+                    raise
+        publisher.clear(prepared.batch_count)
+        return report_of(
+            layout,
+            checks.target,
+            checks.source.stats,
+            source=self._source.name,
+            target=self.place.url,
+            format=self._options.layout.to,
+            bytes_read=checks.bytes_read,
+            tasks=prepared.batch_count,
+            dropped_objects=prepared.dropped,
+        )
+
+    def discard(self) -> None:
+        """Remove what this object has begun."""
+        if self.publisher.has_begun:
+            self.publisher.discard(0)
+
+    def _refuse_changed(self, mark: str) -> None:
+        refuse_changed(self._engine, self._options.layout.to, mark, self._source.name)
+
+    def _checks_of(self, prepared: Prepared) -> ResultChecks:
+        if self._checks is None or self._prepared is not prepared:  # by another process
+            self._refuse_changed(prepared.source_mark)
+            self._engine.resolve(prepared.chunks)
+            self._checks = ResultChecks(self._engine, prepared.layout.copies)
+        return self._checks
+
+
+def _save_id_of(attempt: str) -> str:
+    """The save id of a ``dcp`` target that the attempt makes."""
+    return hashlib.sha256(attempt.encode()).hexdigest()[:8]
+
+
+def _place_of_attempt(target: TargetPlace, attempt: str) -> TargetPlace:
+    if not _ATTEMPT.fullmatch(attempt):
+        raise ValueError(f"attempt: must be 16 hexadecimal digits, not {attempt!r}")
+    return replace(target, attempt=attempt)
+
+
+def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
+    """Remove what a conversion of ``batches`` batches that was given up has written; needs no source.
+
+    A target that was published after all stays as it is. So do objects that are not of this attempt.
+    """
+    Publisher(_place_of_attempt(target, attempt), _save_id_of(attempt)).discard(batches)
