@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -197,6 +198,59 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
         process.kill()
         process.wait()
     proxy.heal()
+
+
+_KILLED_WHEN_FINISHED = (
+    """
+import os, signal
+from dcp.conversion.copying.sinks import observers
+def observe(op, name):
+    if op == "finished":
+        os.kill(os.getpid(), signal.SIGKILL)
+observers.append(observe)
+"""
+    + _KILLED
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_foreign"),
+    [
+        pytest.param(kind, is_foreign, marks=() if number % 2 == is_foreign else pytest.mark.exhaustive)
+        for number, kind in enumerate(_LARGE_TARGETS)
+        for is_foreign in (False, True)
+    ],
+)
+def test_what_was_finished_and_not_noted_is_compared(
+    kind: str, is_foreign: bool, large: Path, s3_server: S3Server, s3_root: str
+) -> None:
+    """Killed between an object's completion and the ledger's entry, a conversion is done by the same call. An
+    object there that has other bytes is refused, and stays."""
+    name, settings = _LARGE_TARGETS[kind]
+    url, options = f"{s3_root}/{name}", _options(s3_server)
+    arguments = [str(large), url, json.dumps(options), json.dumps(settings)]
+    killed = subprocess.run([sys.executable, "-c", _KILLED_WHEN_FINISHED, *arguments], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+
+    def again() -> None:
+        convert(large, url, target_options=options, executor="inline", **settings)
+
+    with raw_s3(s3_server) as raw:
+        (key,) = (key for key in raw.list(s3_root) if ".tmp-" not in key)
+        made = raw.read(f"{s3_root}/{key}")
+        if is_foreign:
+            foreign = made[:-1] + bytes([made[-1] ^ 1])
+            raw.write(f"{s3_root}/{key}", foreign)
+            with pytest.raises(CheckpointConflictError, match="not of this conversion"):
+                again()
+            assert raw.read(f"{s3_root}/{key}") == foreign
+            return
+        again()
+        assert raw.read(f"{s3_root}/{key}") == made
+        assert not [key for key in raw.list(s3_root) if ".tmp-" in key]
+    loaded = {f"t{n}": torch.zeros(3 << 20, dtype=torch.int32) for n in range(2)}
+    dcp.load(loaded, checkpoint_id=url, storage_options=options, no_dist=True)
+    assert [int(tensor.sum()) for tensor in loaded.values()] == [0, 3 << 20]
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ __all__ = ["Publisher"]
 class Publisher:
     """What happens to a target before and after its bytes are written.
 
-    ``save_id`` is that of a ``dcp`` target, unless an earlier run has begun it under another one. What is done
-    `ledger` says, or, of an attempt (`TargetPlace.attempt`), the job that it is of.
+    ``save_id`` is that of a ``dcp`` target, unless an earlier run has begun it under another one. `ledger`
+    says what is done; of an attempt (`TargetPlace.attempt`) the job does that it is of.
     """
 
     def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
