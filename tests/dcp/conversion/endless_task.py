@@ -6,7 +6,7 @@ import os
 import time
 
 
-def run_task(_job: object, _task: object) -> bytes:
+def run_batch(_job: object, _task: object) -> bytes:
     """Sleeps on."""
     os.write(2, f"{os.getpid()}\n".encode())
     while True:

@@ -144,7 +144,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it 
 from dcp.cli import main
 from dcp.conversion import run
 from tests.dcp.conversion import endless_task
-run.run_task = endless_task.run_task
+run.run_batch = endless_task.run_batch
 sys.argv = ["dcp", "convert", *sys.argv[1:]]
 main()
 """
