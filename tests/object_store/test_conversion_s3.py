@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -352,6 +353,30 @@ def test_damage_on_s3_is_found(source: Path, s3_server: S3Server, s3_root: str, 
     with pytest.raises(CorruptCheckpointError, match="damaged"):
         convert(url, tmp_path / "m.safetensors", to="safetensors", storage_options=options, executor="inline")
     assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", list(_LARGE_TARGETS))
+def test_a_damaged_source_leaves_and_replaces_nothing(
+    kind: str, large: Path, s3_server: S3Server, s3_root: str, tmp_path: Path
+) -> None:
+    """Worker processes compare before a file appears: the old one stays, and of a folder's new files none."""
+    name, settings = _LARGE_TARGETS[kind]
+    url, options = f"{s3_root}/{name}", _options(s3_server)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(large, damaged)
+    file = next(damaged.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 4] ^= 1
+    file.write_bytes(data)
+    before: dict[str, bytes] = {}
+    with raw_s3(s3_server) as raw:
+        if kind in ("torch", "file"):
+            convert(large, url, target_options=options, executor="inline", **settings)
+            before = {name: raw.read(url)}
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            convert(damaged, url, target_options=options, workers=2, overwrite=True, **settings)
+        assert {key: raw.read(f"{s3_root}/{key}") for key in raw.list(s3_root)} == before
+        assert not raw.uploads(s3_root)
 
 
 def test_a_store_in_memory(source: Path, expected: bytes, tmp_path: Path) -> None:

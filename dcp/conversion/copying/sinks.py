@@ -15,7 +15,7 @@ from dcp.storage.stores.posix_files import DurableFile, step
 if TYPE_CHECKING:
     from dcp.conversion.copying.tasks import Task
 
-__all__ = ["ComparedFile", "FileRange", "Output", "announce", "observers"]
+__all__ = ["ComparedFile", "Output", "ReservedRange", "announce", "observers"]
 
 observers: Final[list[Callable[[str, str], None]]] = []
 """Called with (step, file name) before everything that changes storage: crash tests kill there."""
@@ -44,7 +44,7 @@ class Output:
         """The range or the file of ``task``. A file that is there already, since a run before this one wrote
         it, need only be compared."""
         if self.in_place:
-            return FileRange(Path(self.store.url) / task.name, task.begin)
+            return ReservedRange(Path(self.store.url) / task.name, task.begin)
         if self.is_written(task):
             return ComparedFile(self.store.open_read(task.name), self.store.path_of(task.name), task.end)
         return self.store.create(
@@ -56,7 +56,7 @@ class Output:
         return not (self.in_place or self.replace) and self.store.stat(task.name) is not None
 
 
-class FileRange(DurableFile):
+class ReservedRange(DurableFile):
     """A range of a file that has its size, while others write other ranges of it."""
 
     def __init__(self, path: Path, begin: int) -> None:

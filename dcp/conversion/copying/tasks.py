@@ -17,7 +17,7 @@ import numpy as np
 
 from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
-from dcp.conversion.copying.sinks import FileRange, announce
+from dcp.conversion.copying.sinks import ReservedRange, announce
 from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.pieces import SourceBox
 from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, source_files
@@ -228,19 +228,18 @@ class _Runner:
     def run(self, sink: WriteHandle, on_bytes: Callable[[int], None] | None) -> None:
         """All of the task."""
         task = self._task
-        own = (
-            bytearray()
-            if isinstance(sink, FileRange)
-            else bytearray(min(WINDOW_BYTES, task.end - task.begin))
-        )
+        own = memoryview(b"")
+        if not isinstance(sink, ReservedRange):  # which lends memory, to write it without a copy
+            own = memoryview(bytearray(min(WINDOW_BYTES, task.end - task.begin)))
         for begin in range(task.begin, task.end, WINDOW_BYTES):
             end = min(begin + WINDOW_BYTES, task.end)
-            buffer = sink.lend(end - begin) if isinstance(sink, FileRange) else memoryview(own)[: end - begin]
+            size = end - begin
+            buffer = sink.lend(size) if isinstance(sink, ReservedRange) else own[:size]
             self._assemble(buffer, begin, end)
             announce("window", task.name)
             sink.write(buffer)
             if on_bytes is not None:
-                on_bytes(end - begin)
+                on_bytes(size)
 
     def _assemble(self, buffer: memoryview, begin: int, end: int) -> None:
         later: list[Callable[[], None]] = []
