@@ -39,7 +39,7 @@ __all__ = ["load_engine", "save_engine", "save_engine_again"]
 def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> SaveEngine:
     """What saves with ``planner`` (ours, if there is none) and ``writer``.
 
-    Raises CheckpointError for user metadata that a storage of somebody else's has no place for.
+    Raises CheckpointError for user metadata that a user's own storage has no place for.
     """
     planner = planner if planner is not None else DefaultSavePlanner()
     ours = planner if isinstance(planner, DefaultSavePlanner) else None

@@ -128,7 +128,7 @@ class Folder:
 class Root:
     """Storage below one place. Nothing is touched before the first operation; safe from any thread.
 
-    ``is_answering``: somebody waits for an answer, so that storage which does not is soon an error. Jobs have
+    ``is_answering``: a request waits, so that storage which does not answer is soon an error. Jobs have
     the patience of a trainer. What the operator has set counts in any case.
     """
 

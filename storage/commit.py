@@ -345,7 +345,7 @@ def _mend_metadata(
         for _ in range(_ATTEMPTS):
             manifest = store.version(names.manifest)
             if store.version(names.metadata) != written:
-                return  # by somebody who came after us, and looks after it
+                return  # by a writer that came after us, and looks after it
             wanted = _metadata_of_manifest(store, names)
             if store.version(names.manifest) != manifest:
                 continue

@@ -1,4 +1,4 @@
-"""Which of many names somebody may have meant. Names are parts between dots, as keys of state dicts are.
+"""Which of many names may have been meant. Names are parts between dots, as keys of state dicts are.
 
 Of a hundred thousand names all are looked at in some tens of milliseconds: they are compared as wholes only
 where most of their parts are equal.

@@ -53,7 +53,7 @@ class AnyEvent(threading.Event):
 @contextmanager
 def clearing_up() -> Iterator[None]:
     """Around what only removes what is not needed any more. While Ctrl-C is handled it is called off after a
-    few seconds for all of it, because somebody waits; else it takes the time that it takes."""
+    few seconds for all of it, because a caller waits; else it takes the time that it takes."""
     interrupt = sys.exception()
     if not isinstance(interrupt, KeyboardInterrupt):
         yield

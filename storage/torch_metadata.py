@@ -78,7 +78,7 @@ class _Built:
 
 
 class LazyMetadata(Metadata):
-    """torch's `Metadata`, built when somebody looks inside.
+    """torch's `Metadata`, built when it is looked into.
 
     A save of 20,000 tensors takes less time than building their metadata objects, and most callers drop them.
     """

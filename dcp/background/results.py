@@ -32,7 +32,7 @@ def end_future(
             result = _metadata(order, found.save_id, metadata, rank)
         except WriterProcessError as unknown:
             error = unknown
-        except Exception as unknown:  # noqa: BLE001 - whatever it is, somebody waits for the future
+        except Exception as unknown:  # noqa: BLE001 - whatever it is, a caller waits for the future
             error = WriterProcessError(
                 "the checkpoint is committed, but its metadata cannot be given: "
                 f"{type(unknown).__name__}: {unknown}",

@@ -183,7 +183,7 @@ class AsyncSession:
             return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
             return StagedDict(self._staged_alone(chosen, state, part))
-        # What a stager of somebody else's has copied is not where another process can read it.
+        # What a user's own stager has copied is not where another process can read it.
         staged = _staged_by(chosen, state, part)
         return self._own_stager().stage_local(staged.result(self.timeout_seconds), shared=True)
 

@@ -52,7 +52,7 @@ class CatalogService:
             try:
                 self._start()
                 break
-            except DemoError:  # somebody else may have taken the port meanwhile
+            except DemoError:  # another process may have taken the port meanwhile
                 if attempt == _START_ATTEMPTS or "is taken" not in self._tail():
                     raise
         self.ready_seconds = time.monotonic() - begun

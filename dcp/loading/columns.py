@@ -60,7 +60,7 @@ class ColumnLoad(LoadEngine):
         self._targets, self._report = targets, report
         self._ready = self._planned = None
         begun = time.perf_counter()
-        self._reader.reset()  # it may have served another load, before somebody saved anew
+        self._reader.reset()  # it may have served another load, before another save
         chosen = self.options.only is not None or self.options.exclude is not None
         places = begin(
             self.ranks,

@@ -32,7 +32,7 @@ _MAX_LISTED = 10
 class LoadEngine(ABC):
     """One load: plan what goes where, read it, give objects their state.
 
-    ``planner`` and ``storage`` are None where they are somebody else's. ``options`` are those of the call,
+    ``planner`` and ``storage`` are None where they are not ours. ``options`` are those of the call,
     over those of the planner.
     """
 

@@ -98,7 +98,7 @@ class WholeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Deferred:
-    """What a field of a `CheckpointIndex` is given to be made when somebody asks for it."""
+    """What a field of a `CheckpointIndex` is given to be made when it is first asked for."""
 
     make: Callable[[], Any]
 

@@ -228,7 +228,7 @@ def byte_view(data: Buffer) -> memoryview:
 
 
 class Inflow(Protocol):
-    """Takes in a stretch of a file as it comes, so that what has come is used while a cache has it."""
+    """Takes in a range of a file as it comes, so that what has come is used while a cache has it."""
 
     @property
     def size_bytes(self) -> int:
@@ -318,7 +318,7 @@ class WriteHandle(ABC):
     def finish(self) -> int:
         """Everything on storage, and durable where `Store.create` was asked so; returns the size in bytes.
 
-        Raises `CheckpointConflictError` if somebody has ended its upload (`Store.abort_uploads`).
+        Raises `CheckpointConflictError` if another process has ended its upload (`Store.abort_uploads`).
         The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.
         """
 

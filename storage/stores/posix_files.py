@@ -415,7 +415,7 @@ class PosixReadHandle(ReadHandle):
     def __init__(self, path: Path, descriptor: int) -> None:
         self.name = path.name
         self._path = path
-        self._descriptor = -1  # not ours before the checks: closing one twice could close somebody else's
+        self._descriptor = -1  # not ours before the checks: closing one twice could close another file
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)

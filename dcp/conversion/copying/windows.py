@@ -1,4 +1,4 @@
-"""A target file for somebody who reads it front to back while it is made, in place of a sink."""
+"""A target file for a caller that reads it front to back while it is made, in place of a sink."""
 
 from __future__ import annotations
 

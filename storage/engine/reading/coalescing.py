@@ -92,9 +92,9 @@ def coalesce_columns(
     long = np.flatnonzero(ends[last - 1] - offsets[first] > limit_bytes)
     cuts: list[int] = []
     for row, behind in zip(first[long].tolist(), last[long].tolist(), strict=True):
-        stretch, at = ends[row:behind].data, 0
-        while (at := max(at + 1, bisect_right(stretch, int(offsets[row + at]) + limit_bytes, at))) < len(
-            stretch
+        group_ends, at = ends[row:behind].data, 0
+        while (at := max(at + 1, bisect_right(group_ends, int(offsets[row + at]) + limit_bytes, at))) < len(
+            group_ends
         ):
             cuts.append(row + at)
     is_first[cuts] = True

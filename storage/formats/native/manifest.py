@@ -338,7 +338,7 @@ def _decode_stride_orders(
 
 
 def _planner_data(fields: Mapping[str, Any], budget: Budget) -> Deferred | None:
-    """Decoded when somebody asks: a load does not, and it takes longer than all the rest."""
+    """Decoded when it is asked for: a load does not, and it takes longer than all the rest."""
     if fields.get("planner_data") is None:
         return None
     version, section, left = fields["version"], get_section(fields, "planner_data"), copy(budget)

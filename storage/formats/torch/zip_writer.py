@@ -81,7 +81,7 @@ class ZipLayout:
     def reserve(
         self, folder: str, sizes: Int64, keys: Int64, crcs: Int64, contents: Mapping[int, bytes] = _NOTHING
     ) -> Int64:
-        """Entries of ``sizes`` bytes that somebody else writes; returns where each begins in the file.
+        """Entries of ``sizes`` bytes that the caller writes; returns where each begins in the file.
 
         They are called ``folder/0`` and so on. ``keys`` (not negative) name them in ``crc_holes``; -1 where
         the one of ``crcs`` is right, as that of nothing is. Those in ``contents``, by number, are known now.
