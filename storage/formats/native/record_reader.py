@@ -67,7 +67,7 @@ def locate_payload(
     except CheckpointFormatError as error:
         if error.fqn:
             raise
-        raise type(error)(f"the record of {fqn!r}: {error}", **error.facts, fqn=fqn) from error
+        raise type(error)(f"the record of {fqn!r}: {error}", **(error.facts | {"fqn": fqn})) from error
 
 
 def _locate_in_zip(window: Window, record_offset: int) -> StoredTensor:

@@ -132,6 +132,14 @@ def test_finds_tensors_in_stock_safetensors_files(tmp_path: Path) -> None:
         locate_payload(lambda at, n: data[at : at + n], info.offset, info.length, fqn="absent")
 
 
+def test_a_damaged_header_is_an_error_of_the_tensor_that_was_asked_for() -> None:
+    """Also where what is wrong in it is a tensor whose name is empty."""
+    header = b'{"":{"dtyppe":"F32","shape":[3],"data_offsets":[0,12]}}'
+    with pytest.raises(CheckpointFormatError, match="the record of 'a': tensor ''") as raised:
+        locate(len(header).to_bytes(8, "little") + header + bytes(12), fqn="a")
+    assert raised.value.fqn == "a"
+
+
 def rezipped(
     record: bytes, change: Callable[[str, bytes], bytes | None], method: int = zipfile.ZIP_STORED
 ) -> bytes:
