@@ -248,7 +248,8 @@ class ConvertKind(Kind[ConvertParams]):
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
         """As `Kind.record`."""
-        record_target(connection, job, ConvertParams.model_validate(job.params), result)
+        params = ConvertParams.model_validate(job.params)
+        record_target(connection, job, params.checkpoint_id, params.tags, result)
 
 
 def _refuse_known(connection: Connection, root: str, key: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from sqlalchemy import Connection, select, update
 
@@ -18,19 +18,16 @@ from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.ledger import submit
 from dcp.server.jobs.ledger.states import Job, Json
 
-if TYPE_CHECKING:
-    from dcp.server.jobs.kinds.convert import ConvertParams
-
 __all__ = ["record_target"]
 
 
-def record_target(connection: Connection, job: Job, params: ConvertParams, result: Json) -> None:
+def record_target(
+    connection: Connection, job: Job, source_id: int, tags: Iterable[str], result: Json
+) -> None:
     """Register the target, note its origin, emit "checkpoint.converted", and have its structure read."""
     now = time.time()
     found, root, key = result["target"], result["root"], result["key"]
-    source = connection.execute(
-        select(checkpoints.c.step).where(checkpoints.c.id == params.checkpoint_id)
-    ).one_or_none()
+    source = connection.execute(select(checkpoints.c.step).where(checkpoints.c.id == source_id)).one_or_none()
     facts = CheckpointFacts(
         root=root,
         key=key,
@@ -42,15 +39,15 @@ def record_target(connection: Connection, job: Job, params: ConvertParams, resul
         fingerprint=found["fingerprint"],
         bytes=found["bytes"],
         file_count=found["file_count"],
-        tags=frozenset(params.tags),
+        tags=frozenset(tags),
     )
     target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
     # So that the scan opens it, and finds the structure; that it is committed has been told by now.
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
     connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
     if source is not None:
-        add_lineage(connection, target, params.checkpoint_id, "converted_from", job_id=job.id, now=now)
-    detail = {"root": root, "key": key, "from": params.checkpoint_id, "job": job.id}
+        add_lineage(connection, target, source_id, "converted_from", job_id=job.id, now=now)
+    detail = {"root": root, "key": key, "from": source_id, "job": job.id}
     audit.record(connection, job.created_by, "checkpoint.convert", f"checkpoint:{target}", detail, now=now)
     submit(connection, scan_spec(root, facts.run_key, created_by="system"), now)
     emit(
@@ -64,7 +61,7 @@ def record_target(connection: Connection, job: Job, params: ConvertParams, resul
             "key": key,
             "step": facts.step,
             "format": facts.format,
-            "source_id": params.checkpoint_id,
+            "source_id": source_id,
             "job_id": job.id,
         },
         now=now,
