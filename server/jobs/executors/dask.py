@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 import uuid
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -218,13 +219,15 @@ class DaskExecutor:
                 remote.on_progress(int(message["done_bytes"]))
 
     def _done(self, remote: _Remote, future: Any) -> None:
-        if future.status == "finished":
-            self._end(remote, _outcome(future.result()), is_finished=True)
-        elif remote.is_killed:
-            self._end(remote, ProcessOutcome())
+        """In Dask's one thread for this: what waited there for ever would hold up the ends of all others, and
+        what raised would be the end of none."""
+        try:
+            outcome = _outcome(future.result(timeout=_ANSWER_SECONDS))
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - whatever was raised there, or by Dask
+            failure = None if future.status == "cancelled" else error
+            self._end(remote, ProcessOutcome() if remote.is_killed else ProcessOutcome(error=_away(failure)))
         else:
-            failure = None if future.status == "cancelled" else future.exception()
-            self._end(remote, ProcessOutcome(error=_away(failure)))
+            self._end(remote, outcome, is_finished=True)
 
     def _end(self, remote: _Remote, outcome: ProcessOutcome, *, is_finished: bool = False) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ import distributed
 import pytest
 
 from dcp.server.database.engine import Database
+from dcp.server.jobs.executors import dask
 from dcp.server.jobs.executors.dask import DaskExecutor
 from dcp.server.jobs.executors.executor import Running
 from dcp.server.jobs.executors.subprocess_main import Setup
@@ -214,6 +215,35 @@ def test_a_process_of_the_cluster_dies(executor: DaskExecutor, tmp_path: Path, c
             outcome = Begun(executor, tmp_path, number, "wait:go").outcome()
         assert outcome.result is not None and outcome.result["number"] == number
     until(lambda: len(cluster_pids(cluster)) == 2, "its successor")
+
+
+def _finished() -> dict[str, Any]:
+    return {"result": {"pid": os.getpid()}, "error": None}
+
+
+def test_a_result_that_cannot_be_fetched_ends_its_task(
+    executor: DaskExecutor, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process there stops, or it is taken back, before the result is: lost in passing, and the ends of
+    others are told as ever."""
+    monkeypatch.setattr(dask, "_ANSWER_SECONDS", 1)
+    began_one = Begun(executor, tmp_path, 0, "write")
+    assert began_one.outcome().result is not None
+    connect: Any = distributed.Client
+    with connect(cluster, set_as_default=False) as client:
+        pid, address = next((pid, address) for address, pid in client.run(os.getpid).items())
+        stopped, cancelled = (client.submit(_finished, workers=[address], pure=False) for _ in range(2))
+        until(lambda: stopped.done() and cancelled.done(), "the results")
+        cancelled.cancel()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for number, future in enumerate((stopped, cancelled)):
+                lost = Begun(executor, tmp_path, 1 + number, "wait:never")
+                executor._done(lost.running, future)  # type: ignore[arg-type]  # that of the cluster
+                error = lost.outcome().error
+                assert error is not None and (error.type, error.is_retryable) == ("DaskError", True)
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.exhaustive

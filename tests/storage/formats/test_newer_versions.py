@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.planners.wire.codec import decode_save_columns, encode_save_columns
+from dcp.planners.wire.codec import VERSION, decode_save_columns, encode_save_columns
 from dcp.ranks.failures import is_damage
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
@@ -194,7 +194,7 @@ def test_verification_tells_newer_from_damaged(tmp_path: Path) -> None:
 
 def test_plans_of_another_version() -> None:
     """Ranks of a newer dcphub are told to run the same one."""
-    message = msgpack.unpackb(encode_save_columns(example())) | {"version": 2}
+    message = msgpack.unpackb(encode_save_columns(example())) | {"version": VERSION + 1}
     with newer("same version"):
         decode_save_columns(msgpack.packb(message))
 
@@ -224,7 +224,7 @@ def test_notes_on_structure_of_a_later_version(tmp_path: Path) -> None:
     dcp.convert(tmp_path / "m.pt", tmp_path / "c", to="dcp", executor="inline")
     manifest = tmp_path / "c" / "manifest.msgpack"
     index = decode_manifest(manifest.read_bytes())
-    structure = dict(index.provenance["structure"]) | {"version": 2}
+    structure = dict(index.provenance["structure"]) | {"version": VERSION + 1}
     changed = dataclasses.replace(index, provenance=dict(index.provenance) | {"structure": structure})
     manifest.write_bytes(encode_manifest(changed))
     with newer("newer dcphub"):
