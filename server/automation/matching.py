@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from sqlalchemy import Connection, literal, select
 
 from dcp.server.automation.actions import Action, Condition, ConvertAction
-from dcp.server.automation.rules import Rule
+from dcp.server.automation.rules import RuleRow
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
@@ -30,7 +30,7 @@ EVENTS = ("checkpoint.committed", "checkpoint.verified", "checkpoint.tagged")
 
 
 def act_on(
-    connection: Connection, event: CatalogEvent, rules: Sequence[Rule], settings: Settings, now: float
+    connection: Connection, event: CatalogEvent, rules: Sequence[RuleRow], settings: Settings, now: float
 ) -> int:
     """Make the jobs of all ``rules`` that ``event`` concerns; how many are new.
 
@@ -52,7 +52,7 @@ def act_on(
     return count
 
 
-def _is_for(rule: Rule, event: CatalogEvent) -> bool:
+def _is_for(rule: RuleRow, event: CatalogEvent) -> bool:
     if not rule.is_enabled or event.at_seconds < rule.updated_seconds:
         return False
     if event.kind == rule.event:
@@ -82,7 +82,7 @@ def _holds(connection: Connection, condition: Condition, found: CheckpointDetail
 
 def _act(
     connection: Connection,
-    rule: Rule,
+    rule: RuleRow,
     action: Action,
     found: CheckpointDetail,
     settings: Settings,

@@ -15,7 +15,7 @@ from dcp.server.catalog.named import NamedRows
 from dcp.server.catalog.queries.patterns import check_pattern
 from dcp.server.database.tables import rules as table
 
-__all__ = ["NewRule", "Rule", "create_rule", "delete_rule", "get_rule", "list_rules", "update_rule"]
+__all__ = ["NewRule", "RuleRow", "create_rule", "delete_rule", "get_rule", "list_rules", "update_rule"]
 
 _ROWS: Final = NamedRows(table, "rule")
 _ACTIONS: Final[TypeAdapter[tuple[Action, ...]]] = TypeAdapter(tuple[Action, ...])
@@ -44,7 +44,7 @@ class NewRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule(NewRule):
+class RuleRow(NewRule):
     """A stored one. Events from before it was made, or changed last, do not concern it."""
 
     id: int
@@ -58,7 +58,7 @@ class Rule(NewRule):
         return f'"r{self.id}-{self.version}"'
 
 
-def create_rule(connection: Connection, new: NewRule, now: float) -> Rule:
+def create_rule(connection: Connection, new: NewRule, now: float) -> RuleRow:
     """Store it; StateError if there is one of its name, InvalidQueryError for a glob that cannot be meant."""
     values = _columns(
         {
@@ -72,7 +72,7 @@ def create_rule(connection: Connection, new: NewRule, now: float) -> Rule:
     return get_rule(connection, _ROWS.insert(connection, values, now))
 
 
-def get_rule(connection: Connection, rule_id: int) -> Rule:
+def get_rule(connection: Connection, rule_id: int) -> RuleRow:
     """One; MissingError if there is none."""
     row = connection.execute(select(table).where(table.c.id == rule_id)).mappings().one_or_none()
     if row is None:
@@ -82,7 +82,7 @@ def get_rule(connection: Connection, rule_id: int) -> Rule:
 
 def list_rules(
     connection: Connection, *, after: int = 0, limit: int | None = None, is_enabled: bool | None = None
-) -> list[Rule]:
+) -> list[RuleRow]:
     """By id."""
     query = select(table).where(table.c.id > after).order_by(table.c.id).limit(limit)
     if is_enabled is not None:
@@ -97,32 +97,32 @@ def update_rule(
     now: float,
     *,
     expected_version: int | None = None,
-) -> Rule:
+) -> RuleRow:
     """Change the fields named, of `NewRule`. Raises MissingError, ChangedError, and as `create_rule`."""
     _lock(connection, rule_id, expected_version)
     _ROWS.update(connection, rule_id, _columns(changes), now)
     return get_rule(connection, rule_id)
 
 
-def delete_rule(connection: Connection, rule_id: int, *, expected_version: int | None = None) -> Rule:
+def delete_rule(connection: Connection, rule_id: int, *, expected_version: int | None = None) -> RuleRow:
     """Remove it; jobs that it has made go on."""
     rule = _lock(connection, rule_id, expected_version)
     connection.execute(delete(table).where(table.c.id == rule_id))
     return rule
 
 
-def _lock(connection: Connection, rule_id: int, expected_version: int | None) -> Rule:
+def _lock(connection: Connection, rule_id: int, expected_version: int | None) -> RuleRow:
     _ROWS.lock(connection, rule_id)
     rule = get_rule(connection, rule_id)
     _ROWS.expect(rule_id, rule.version, expected_version)
     return rule
 
 
-def _rule(row: Mapping[Any, Any]) -> Rule:
+def _rule(row: Mapping[Any, Any]) -> RuleRow:
     values = {name: row[name] for name in _NAMES}
     values["condition"] = Condition.model_validate(row["condition"])
     values["actions"] = _ACTIONS.validate_python(row["actions"], strict=False)
-    return Rule(**values)
+    return RuleRow(**values)
 
 
 def _columns(values: Mapping[str, Any]) -> dict[str, Any]:

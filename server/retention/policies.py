@@ -18,7 +18,7 @@ from dcp.server.database.tables import roots, schedules
 
 __all__ = [
     "NewPolicy",
-    "RetentionPolicy",
+    "PolicyRow",
     "create_policy",
     "delete_policy",
     "get_policy",
@@ -43,7 +43,7 @@ class NewPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetentionPolicy(NewPolicy):
+class PolicyRow(NewPolicy):
     """A stored one."""
 
     id: int
@@ -62,21 +62,19 @@ class RetentionPolicy(NewPolicy):
         return f'"p{self.id}-{self.version}"'
 
 
-def create_policy(connection: Connection, new: NewPolicy, now: float) -> RetentionPolicy:
+def create_policy(connection: Connection, new: NewPolicy, now: float) -> PolicyRow:
     """Store it. Raises MissingError for the root, StateError if there is one of its name."""
     check_pattern("run_glob", new.run_glob)
     values = _columns(new) | {"root_id": root_id(connection, new.root)}
     return get_policy(connection, _ROWS.insert(connection, values, now))
 
 
-def get_policy(
-    connection: Connection, policy_id: int, visible: frozenset[str] | None = None
-) -> RetentionPolicy:
+def get_policy(connection: Connection, policy_id: int, visible: frozenset[str] | None = None) -> PolicyRow:
     """One; MissingError if there is none that may be seen."""
     row = connection.execute(_select(visible).where(table.c.id == policy_id)).mappings().one_or_none()
     if row is None:
         raise MissingError(_ROWS.what, policy_id)
-    return RetentionPolicy(**row)
+    return PolicyRow(**row)
 
 
 def list_policies(
@@ -86,12 +84,12 @@ def list_policies(
     after: int = 0,
     limit: int | None = None,
     is_enabled: bool | None = None,
-) -> list[RetentionPolicy]:
+) -> list[PolicyRow]:
     """Those that may be seen, by id."""
     query = _select(visible).where(table.c.id > after).order_by(table.c.id).limit(limit)
     if is_enabled is not None:
         query = query.where(table.c.is_enabled == is_enabled)
-    return [RetentionPolicy(**row) for row in connection.execute(query).mappings()]
+    return [PolicyRow(**row) for row in connection.execute(query).mappings()]
 
 
 def update_policy(
@@ -102,7 +100,7 @@ def update_policy(
     *,
     expected_version: int | None = None,
     visible: frozenset[str] | None = None,
-) -> RetentionPolicy:
+) -> PolicyRow:
     """Change the fields named. Raises MissingError, ChangedError, StateError as `create_policy`."""
     _lock(connection, policy_id, expected_version, visible)
     if "run_glob" in changes:
@@ -117,7 +115,7 @@ def delete_policy(
     *,
     expected_version: int | None = None,
     visible: frozenset[str] | None = None,
-) -> RetentionPolicy:
+) -> PolicyRow:
     """Remove it; what it has deleted stays so."""
     policy = _lock(connection, policy_id, expected_version, visible)
     connection.execute(delete(schedules).where(schedules.c.name == f"retention:{policy_id}"))
@@ -127,7 +125,7 @@ def delete_policy(
 
 def _lock(
     connection: Connection, policy_id: int, expected_version: int | None, visible: frozenset[str] | None
-) -> RetentionPolicy:
+) -> PolicyRow:
     _ROWS.lock(connection, policy_id)
     policy = get_policy(connection, policy_id, visible)
     _ROWS.expect(policy_id, policy.version, expected_version)

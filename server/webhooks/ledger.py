@@ -26,9 +26,9 @@ __all__ = [
     "CONSUMER",
     "MAX_ATTEMPTS",
     "TEST_KIND",
-    "Delivery",
     "DeliveryClaim",
     "DeliveryOutcome",
+    "DeliveryRow",
     "DeliveryState",
     "claim_next",
     "due_hooks",
@@ -62,7 +62,7 @@ _ERROR_CHARACTERS: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class DeliveryRow:
     """One event for one webhook. ``attempt``: how many there were."""
 
     id: int
@@ -215,7 +215,7 @@ def retry_pause(attempt: int) -> float:
 
 def list_deliveries(
     connection: Connection, hook_id: int, state: str | None, before_event: int | None, limit: int
-) -> list[Delivery]:
+) -> list[DeliveryRow]:
     """Those of a webhook, newest event first, of events before ``before_event``."""
     query = _deliveries().where(deliveries.c.webhook_id == hook_id)
     if state is not None:
@@ -223,10 +223,10 @@ def list_deliveries(
     if before_event is not None:
         query = query.where(deliveries.c.event_id < before_event)
     rows = connection.execute(query.order_by(deliveries.c.event_id.desc()).limit(limit))
-    return [Delivery(**row._mapping) for row in rows]
+    return [DeliveryRow(**row._mapping) for row in rows]
 
 
-def redeliver(connection: Connection, hook_id: int, delivery_id: int, now: float) -> Delivery:
+def redeliver(connection: Connection, hook_id: int, delivery_id: int, now: float) -> DeliveryRow:
     """Deliver it again, from the first attempt on. `MissingError` if the webhook has none of this number."""
     changed = connection.execute(
         update(deliveries)
@@ -238,7 +238,7 @@ def redeliver(connection: Connection, hook_id: int, delivery_id: int, now: float
     return _delivery(connection, delivery_id)
 
 
-def send_test(connection: Connection, hook: Hook, now: float) -> Delivery:
+def send_test(connection: Connection, hook: Hook, now: float) -> DeliveryRow:
     """An event for this webhook alone, to be delivered at once."""
     emit(connection, TEST_KIND, data={"webhook_id": hook.id}, now=now)
     event_id = last_event_id(connection)
@@ -275,9 +275,9 @@ def _deliveries() -> Select[Any]:
     )
 
 
-def _delivery(connection: Connection, delivery_id: int) -> Delivery:
+def _delivery(connection: Connection, delivery_id: int) -> DeliveryRow:
     row = connection.execute(_deliveries().where(deliveries.c.id == delivery_id)).one()
-    return Delivery(**row._mapping)
+    return DeliveryRow(**row._mapping)
 
 
 def _claim(

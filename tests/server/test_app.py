@@ -101,6 +101,14 @@ def test_scopes(sqlite_app: App) -> None:
     assert sqlite_app.client("admin", roots=["main"]).get(f"{API}/keys").status_code == 403
 
 
+@pytest.mark.parametrize("twice", [{"scopes": ["read", "read"]}, {"roots": ["main", "main"]}])
+def test_a_key_names_each_scope_and_root_once(sqlite_app: App, twice: dict[str, list[str]]) -> None:
+    """As the documentation of the API says."""
+    made = sqlite_app.client("admin", name="root").post(f"{API}/keys", json={"name": "twice"} | twice)
+    assert made.status_code == 422
+    assert "there twice" in made.json()["detail"]
+
+
 def test_a_key_for_some_roots_sees_no_others(sqlite_app: App) -> None:
     """Not in the list, not by name; a root that there is not looks the same."""
     client = sqlite_app.client("read", roots=["main"])

@@ -18,7 +18,7 @@ from dcp.server.database.tables import checkpoints, statistics, verifications
 from dcp.server.records.declaring import moment
 
 __all__ = [
-    "Statistics",
+    "StatisticsRow",
     "VerificationRow",
     "add_verification",
     "get_statistics",
@@ -58,7 +58,7 @@ class VerificationRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class StatisticsRow:
     """Statistics of a checkpoint's values; of content that has been replaced since if ``is_stale``.
 
     ``result`` is what is of all of its ``tensor_count`` tensors together.
@@ -187,7 +187,7 @@ def set_statistics(
 
 def get_statistics(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
-) -> Statistics | None:
+) -> StatisticsRow | None:
     """What is kept, None if nothing; `MissingError` for a checkpoint that may not be seen."""
     detail = get_checkpoint(connection, checkpoint_id, visible)
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
@@ -197,7 +197,7 @@ def get_statistics(
     if detail.fingerprint is None:  # not known yet
         is_stale = moment(row.created_seconds) < detail.committed_at
     kept = {name: value for name, value in row.result.items() if name != "tensor_count"}
-    return Statistics(
+    return StatisticsRow(
         checkpoint_id=checkpoint_id,
         fingerprint=row.fingerprint,
         result=kept,

@@ -14,11 +14,11 @@ from dcp.server.catalog.labelling.labels import Change
 from dcp.server.catalog.values import check_label
 from dcp.server.database.tables import aliases, roots, runs
 
-__all__ = ["Alias", "delete_alias", "get_alias", "list_aliases", "set_alias"]
+__all__ = ["AliasRow", "delete_alias", "get_alias", "list_aliases", "set_alias"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alias:
+class AliasRow:
     """A name in a run. ``is_protected``: only admins move or remove it."""
 
     run_id: int
@@ -35,20 +35,26 @@ class Alias:
         return f'"a{self.run_id}-{self.checkpoint_id}-{self.version}"'
 
 
-def get_alias(connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None) -> Alias:
+def get_alias(
+    connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None
+) -> AliasRow:
     """One alias; `MissingError` if there is none that may be seen."""
     row = connection.execute(
         _select(visible).where(aliases.c.run_id == run_id, aliases.c.name == name)
     ).first()
     if row is None:
         raise MissingError("alias", name)
-    return Alias(**row._mapping)
+    return AliasRow(**row._mapping)
 
 
-def list_aliases(connection: Connection, run_id: int, visible: frozenset[str] | None = None) -> list[Alias]:
+def list_aliases(
+    connection: Connection, run_id: int, visible: frozenset[str] | None = None
+) -> list[AliasRow]:
     """The aliases of a run, by name."""
     query = _select(visible).where(aliases.c.run_id == run_id)
-    return sorted((Alias(**row._mapping) for row in connection.execute(query)), key=lambda alias: alias.name)
+    return sorted(
+        (AliasRow(**row._mapping) for row in connection.execute(query)), key=lambda alias: alias.name
+    )
 
 
 def set_alias(
@@ -60,7 +66,7 @@ def set_alias(
     *,
     is_admin: bool = False,
     is_protected: bool | None = None,
-) -> Alias:
+) -> AliasRow:
     """Let the alias name this checkpoint of the run; make it if it is not there.
 
     ``change.expected_version`` is that of the alias; 0 is "not there". ``is_protected`` None leaves it; only
@@ -133,13 +139,13 @@ def _select(visible: frozenset[str] | None) -> Select[Any]:
     )
 
 
-def _locked(connection: Connection, run_id: int, name: str) -> Alias | None:
+def _locked(connection: Connection, run_id: int, name: str) -> AliasRow | None:
     query = _select(None).where(aliases.c.run_id == run_id, aliases.c.name == name).with_for_update()
     row = connection.execute(query).first()
-    return None if row is None else Alias(**row._mapping)
+    return None if row is None else AliasRow(**row._mapping)
 
 
-def _check(present: Alias | None, name: str, change: Change) -> None:
+def _check(present: AliasRow | None, name: str, change: Change) -> None:
     version = 0 if present is None else present.version
     if change.expected_version is not None and change.expected_version != version:
         raise ChangedError("alias", name, expected=change.expected_version, version=version)
@@ -152,7 +158,7 @@ def _record(
     row: Mapping[Any, Any],
     change: Change,
     *,
-    before: Alias | None,
+    before: AliasRow | None,
     after: int | None,
 ) -> None:
     detail = {

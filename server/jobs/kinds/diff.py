@@ -10,7 +10,13 @@ from sqlalchemy import Connection
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.numbers import difference_document
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters
-from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.jobs.kinds.shared.subjects import (
+    Subject,
+    find_subject,
+    job_about,
+    open_source,
+    storage_errors,
+)
 from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
@@ -45,14 +51,7 @@ class DiffKind(Kind[DiffParams]):
         """As `Kind.specify`."""
         find_subject(connection, params.a, caller.roots)
         second = find_subject(connection, params.b, caller.roots)
-        return JobSpec(
-            kind=self.name,
-            params=params.model_dump(mode="json"),
-            created_by=caller.name,
-            root=second.root,
-            checkpoint_id=second.id,
-            dedup_key=f"diff:{params.digest()}",
-        )
+        return job_about(second, self.name, params, caller, f"diff:{params.digest()}")
 
     def prepare(self, connection: Connection, params: DiffParams) -> Json:
         """As `Kind.prepare`."""

@@ -16,7 +16,7 @@ from dcp.server.jobs.kinds.shared.subjects import open_database
 from dcp.server.jobs.ledger.states import JobSpec, Json
 from dcp.server.problems import ForbiddenError
 from dcp.server.retention.planning import plan_run, runs_of
-from dcp.server.retention.policies import RetentionPolicy, get_policy
+from dcp.server.retention.policies import PolicyRow, get_policy
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
@@ -33,7 +33,7 @@ class RetentionParams(Parameters):
     dry_run: bool = False
 
 
-def retention_spec(policy: RetentionPolicy, *, created_by: str, dry_run: bool = False) -> JobSpec:
+def retention_spec(policy: PolicyRow, *, created_by: str, dry_run: bool = False) -> JobSpec:
     """The job; there is one of a policy at a time."""
     return JobSpec(
         kind="retention",
@@ -110,7 +110,7 @@ def _batches(found: Sequence[tuple[int, str]]) -> list[list[tuple[int, str]]]:
     return [list(found[start : start + _RUNS]) for start in range(0, len(found), _RUNS)]
 
 
-def _policy(connection: Connection, policy_id: int) -> RetentionPolicy:
+def _policy(connection: Connection, policy_id: int) -> PolicyRow:
     try:
         policy = get_policy(connection, policy_id)
     except CatalogError as error:

@@ -16,6 +16,7 @@ from dcp.server.jobs.kinds.shared.subjects import (
     Subject,
     find_subject,
     fingerprint_at,
+    job_about,
     open_place,
     storage_errors,
 )
@@ -57,14 +58,7 @@ class StatsKind(Kind[StatsParams]):
     ) -> JobSpec:
         """As `Kind.specify`."""
         subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        return JobSpec(
-            kind=self.name,
-            params=params.model_dump(mode="json"),
-            created_by=caller.name,
-            root=subject.root,
-            checkpoint_id=subject.id,
-            dedup_key=f"stats:{subject.id}:{params.digest()}",
-        )
+        return job_about(subject, self.name, params, caller, f"stats:{subject.id}:{params.digest()}")
 
     def prepare(self, connection: Connection, params: StatsParams) -> Json:
         """As `Kind.prepare`."""

@@ -18,6 +18,7 @@ from dcp.server.jobs.kinds.shared.subjects import (
     Subject,
     find_subject,
     fingerprint_at,
+    job_about,
     open_place,
     storage_errors,
 )
@@ -51,14 +52,7 @@ class VerifyKind(Kind[VerifyParams]):
     ) -> JobSpec:
         """As `Kind.specify`."""
         subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        return JobSpec(
-            kind=self.name,
-            params=params.model_dump(mode="json"),
-            created_by=caller.name,
-            root=subject.root,
-            checkpoint_id=subject.id,
-            dedup_key=f"verify:{subject.id}",
-        )
+        return job_about(subject, self.name, params, caller, f"verify:{subject.id}")
 
     def prepare(self, connection: Connection, params: VerifyParams) -> Json:
         """As `Kind.prepare`."""

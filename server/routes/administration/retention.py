@@ -25,7 +25,7 @@ from dcp.server.jobs.kinds.retention import RetentionParams
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.retention import policies
 from dcp.server.retention.planning import plan_run, runs_of
-from dcp.server.retention.policies import RetentionPolicy
+from dcp.server.retention.policies import PolicyRow
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.administration.retention import (
     PolicyAnswer,
@@ -124,7 +124,7 @@ def change_retention_policy(
     """Change what is given; a run of it that is under way stops."""
     expected = if_match.version(f"p{policy_id}")
 
-    def act(connection: Connection) -> RetentionPolicy:
+    def act(connection: Connection) -> PolicyRow:
         policy = policies.update_policy(
             connection,
             policy_id,
@@ -177,7 +177,7 @@ def _check_root(service: Service, author: Writer, root: str) -> None:
         raise ForbiddenError(f"root {root} is read-only")
 
 
-def _note(connection: Connection, author: Writer, action: str, policy: RetentionPolicy) -> None:
+def _note(connection: Connection, author: Writer, action: str, policy: PolicyRow) -> None:
     detail = {
         "name": policy.name,
         "root": policy.root,

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from dcp.server.automation import rules
 from dcp.server.automation.actions import Action, Condition, ConvertAction
-from dcp.server.automation.rules import Rule
+from dcp.server.automation.rules import RuleRow
 from dcp.server.catalog.queries.cursors import decode_cursor, encode_cursor
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Author, IfMatch, Page, ServiceDep, Writer, requires
@@ -75,7 +75,7 @@ def change_rule(
     _check_roots(service, body.condition, body.actions or ())
     expected = if_match.version(f"r{rule_id}")
 
-    def act(connection: Connection) -> Rule:
+    def act(connection: Connection) -> RuleRow:
         rule = rules.update_rule(
             connection, rule_id, body.values(), author.now_seconds, expected_version=expected
         )
@@ -111,6 +111,6 @@ def _check_roots(service: Service, condition: Condition | None, actions: Iterabl
             raise UnprocessableError(f"root {name} is read-only")
 
 
-def _note(connection: Connection, author: Writer, action: str, rule: Rule) -> None:
+def _note(connection: Connection, author: Writer, action: str, rule: RuleRow) -> None:
     detail = {"name": rule.name, "event": rule.event, "actions": [one.kind for one in rule.actions]}
     author.change(None).record(connection, action, f"rule:{rule.id}", detail)

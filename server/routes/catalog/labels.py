@@ -121,7 +121,7 @@ def set_alias(
 ) -> AliasAnswer:
     """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias yet."""
 
-    def act(connection: Connection) -> aliases.Alias:
+    def act(connection: Connection) -> aliases.AliasRow:
         expected = _expected(connection, run_id, name, if_match, author.change(None))
         return aliases.set_alias(
             connection,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -14,8 +14,10 @@ from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = ["KeyAnswer", "KeyList", "NewKey", "NewKeyAnswer"]
 
+T = TypeVar("T")
 
-def _distinct(values: list[str]) -> list[str]:
+
+def _distinct(values: list[T]) -> list[T]:
     if len(set(values)) < len(values):
         raise ValueError("one of them is there twice")
     return values
@@ -29,7 +31,9 @@ class NewKey(Request):
 
     name: Name
     scopes: Annotated[
-        list[Scope], Field(min_length=1, max_length=5, json_schema_extra={"uniqueItems": True})
+        list[Scope],
+        AfterValidator(_distinct),
+        Field(min_length=1, max_length=5, json_schema_extra={"uniqueItems": True}),
     ] = Field(default_factory=lambda: list[Scope](["read"]))
     roots: (
         Annotated[

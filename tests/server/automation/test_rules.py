@@ -16,7 +16,7 @@ from sqlalchemy import select
 import dcp
 from dcp.server.automation.actions import Action, Condition, expand_key
 from dcp.server.automation.periodic import consume_events, has_events
-from dcp.server.automation.rules import NewRule, Rule, create_rule, update_rule
+from dcp.server.automation.rules import NewRule, RuleRow, create_rule, update_rule
 from dcp.server.catalog.labelling.labels import Change, add_tags
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs
@@ -43,7 +43,7 @@ def runs(database: Database, tmp_path: Path) -> KindRuns:
 
 def rule(
     runs: KindRuns, *actions: Any, event: str = "checkpoint.committed", name: str = "r", **condition: Any
-) -> Rule:
+) -> RuleRow:
     """A rule, made a while ago."""
     new = NewRule(
         name=name,

@@ -21,7 +21,7 @@ from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.retention.planning import RunPlan, plan_run, runs_of
 from dcp.server.retention.policies import (
     NewPolicy,
-    RetentionPolicy,
+    PolicyRow,
     create_policy,
     delete_policy,
     get_policy,
@@ -61,7 +61,7 @@ def kept(plan: RunPlan) -> dict[str, tuple[str, ...]]:
     return {one.key.rpartition("/")[2]: one.reasons for one in plan.decisions if one.reasons}
 
 
-def policy(runs: KindRuns, **changes: Any) -> RetentionPolicy:
+def policy(runs: KindRuns, **changes: Any) -> PolicyRow:
     """A policy that keeps the last two of each run."""
     given: dict[str, Any] = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 2}}
     given |= {"grace_seconds": 50.0, "interval_seconds": 600.0, "is_enabled": True}

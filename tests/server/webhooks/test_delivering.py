@@ -19,7 +19,7 @@ from dcp.server.settings import Settings
 from dcp.server.webhooks import hooks, ledger
 from dcp.server.webhooks.delivering import Deliverer, deliver_due
 from dcp.server.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
-from dcp.server.webhooks.ledger import CONSUMER, MAX_ATTEMPTS, RETRY_SECONDS, Delivery
+from dcp.server.webhooks.ledger import CONSUMER, MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
 from dcp.server.webhooks.signing import SignatureError, verify
 from tests.support.receivers import Receiver, raw_server
 
@@ -76,7 +76,7 @@ class Bench:
         """One round of deliveries."""
         return Deliverer(self.settings, self.database).round(now)
 
-    def deliveries(self, hook: Hook) -> list[Delivery]:
+    def deliveries(self, hook: Hook) -> list[DeliveryRow]:
         """All of a webhook, oldest event first."""
         with self.database.read() as connection:
             return ledger.list_deliveries(connection, hook.id, None, None, 1000)[::-1]

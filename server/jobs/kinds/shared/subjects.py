@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from pydantic import BaseModel
 from sqlalchemy import Connection, select
 
 from dcp.server.catalog.checkpoints import get_checkpoint
@@ -14,9 +15,11 @@ from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.jobs.kind import JobContext, PermanentJobError, UnavailableJobError
+from dcp.server.jobs.ledger.states import JobSpec
 from dcp.server.problems import ProblemError
 from dcp.server.roots import Root, storage_problem
 from dcp.server.scanning.facts import fingerprint_of, marks_of
+from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.sources import Source, SourcePlace, index_at
 
@@ -24,6 +27,7 @@ __all__ = [
     "Subject",
     "find_subject",
     "fingerprint_at",
+    "job_about",
     "open_database",
     "open_place",
     "open_source",
@@ -60,6 +64,18 @@ class Subject:
             if mine is not None and row[name] is not None:
                 return bool(row[name] == mine)
         return True
+
+
+def job_about(subject: Subject, kind: str, params: BaseModel, caller: Principal, dedup_key: str) -> JobSpec:
+    """A job of ``caller`` about the checkpoint, one at a time with that key."""
+    return JobSpec(
+        kind=kind,
+        params=params.model_dump(mode="json"),
+        created_by=caller.name,
+        root=subject.root,
+        checkpoint_id=subject.id,
+        dedup_key=dedup_key,
+    )
 
 
 def find_subject(
