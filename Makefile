@@ -17,13 +17,14 @@ DEMO_STAMP = .venv/.installed-$(DEMO)
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-all check lint types contracts bench format sync-client clean
+.PHONY: help demo test test-all test-torch check lint types contracts bench format sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
 	@echo "make demo S3=1 the same on an S3 server, which it starts"
 	@echo "make test      tries every promise, in some minutes on two cores"
 	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
+	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours and stock torch in turn, on the same data"
 	@echo "make format    what ruff can repair by itself"
@@ -41,6 +42,27 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+# With another torch: what depends on it. An index without NVIDIA's libraries (PIP_EXTRA_INDEX_URL) saves some GB.
+TORCH ?= 2.13.0
+TORCH_ENV ?= .venv-torch/$(TORCH)
+TORCH_TESTS ?= tests/test_torch_names.py tests/test_api_names.py tests/planners tests/dcp/staging \
+	tests/dcp/state_dict tests/dcp/background tests/dcp/compat tests/dcp/test_collectives.py \
+	tests/dcp/test_load_optimizer.py tests/dcp/test_plan_cache_ranks.py tests/dcp/test_torch_matrix.py \
+	tests/storage/formats tests/object_store/test_fsspec_storage.py
+
+test-torch: export PYTHONDONTWRITEBYTECODE =
+
+test-torch: $(TORCH_ENV)/.installed
+	$(TORCH_ENV)/bin/python -m pytest $(WORKERS) -m "not exhaustive" $(TORCH_TESTS) $(PYTEST_ARGS)
+
+# setuptools as well is that version's to choose
+$(TORCH_ENV)/.installed: $(STAMP)
+	$(BIN)/python -m venv --without-pip $(TORCH_ENV)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(BIN)/python -m pip --disable-pip-version-check --python $(TORCH_ENV)/bin/python install \
+		torch==$(TORCH) --editable '.[dev]' --constraint $(TORCH_ENV)/constraints.txt
+	touch $@
 
 check: lint types contracts
 
@@ -65,7 +87,7 @@ sync-client: $(STAMP)
 	$(BIN)/python -m tests.support.sync_client
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(STAMP): EXTRA = dev
 $(DEMO_STAMP): EXTRA = $(DEMO)

@@ -150,7 +150,7 @@ def _in_group(
     if world_size == 1:
         return function(rank, world_size, progress, *args)
     torch.set_num_threads(1)  # what torchrun sets for several ranks of one machine
-    store = dist.FileStore(str(Path(meeting) / "store"), world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(Path(meeting) / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         return function(rank, world_size, progress, *args)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dcp.planner import SavePlanner as SavePlanner
     from dcp.planner import WriteItem as WriteItem
     from dcp.planners.per_rank import PerRank as PerRank
+    from dcp.protocol import CheckpointableTensor as CheckpointableTensor
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
@@ -87,6 +88,7 @@ _NAMES = {
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
     "dcp.planners.per_rank": ("PerRank",),
+    "dcp.protocol": ("CheckpointableTensor",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict", "read"),
@@ -130,6 +132,7 @@ _SUBMODULES = frozenset(
         "errors",
         "filesystem",
         "format_utils",
+        "fsspec_filesystem",
         "hf_storage",
         "inspection",
         "logger",
@@ -137,6 +140,7 @@ _SUBMODULES = frozenset(
         "optimizer",
         "planner",
         "planners",
+        "protocol",
         "quantized_hf_storage",
         "server",
         "staging",

@@ -16,6 +16,7 @@ from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.encoded_objects import EncodedObject, encoded_object
 from dcp.storage.file_partitions import EncodedObjects
 from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.tensors import LocalMemory, narrow
 
 __all__ = ["RankState"]
@@ -46,13 +47,11 @@ class RankState:
         return self.memory.tensors
 
     def views(self, rows: Int64) -> list[torch.Tensor]:
-        """The box of each of the items ``rows``: its local tensor itself where that has no other box."""
-        sources, numbers = self.sources, self.columns.item_sources
-        if len(rows) == len(sources) == len(numbers) and np.array_equal(numbers[rows], np.arange(len(rows))):
-            return list(sources)
-        alone = np.bincount(numbers, minlength=len(sources))[numbers[rows]] == 1
-        views = [sources[number] for number in numbers[rows].tolist()]
-        for position in np.flatnonzero(~alone).tolist():
+        """The box of each of the items ``rows``: its local tensor itself where the box is all of that."""
+        columns, numbers = self.columns, self.columns.item_sources[rows]
+        views = [self.sources[number] for number in numbers.tolist()]
+        sizes = row_products(columns.item_sizes, columns.box_start)[rows]
+        for position in np.flatnonzero(sizes != self.memory.volumes[numbers]).tolist():
             views[position] = self._box_view(views[position], int(rows[position]))
         return views
 

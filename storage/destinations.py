@@ -28,6 +28,7 @@ from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 from dcp.storage.geometry.ragged import row_matrix
 from dcp.storage.geometry.strides import contiguous_positions
 from dcp.storage.tensors import LocalMemory, as_copied, is_addressable, narrow, torch_dtype
+from dcp.storage.torch_compat import has_internal_overlap
 
 __all__ = ["ReadRequest", "classify"]
 
@@ -189,7 +190,7 @@ def _dtype_code(engine: ReadEngine, chunk: int) -> int:
 def _target(engine: ReadEngine, row: _BoxRead) -> torch.Tensor:
     """The part of the row's tensor that is read into."""
     target = row.dest if row.dest.shape == row.lengths else narrow(row.dest, row.dest_offsets, row.lengths)
-    if not target.is_contiguous() and torch._debug_has_internal_overlap(target) == 1:
+    if not target.is_contiguous() and has_internal_overlap(target):
         fqn = engine.index.fqns[int(engine.index.chunk_tensors[row.chunk])]
         raise PlanError(
             f"{fqn!r} cannot be loaded into an expanded tensor, whose elements share memory; load into a "

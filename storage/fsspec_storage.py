@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsspec.utils import get_protocol
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores.opening import OpenWith
+from dcp.storage.torch_compat import VERSION
 from dcp.storage.writer import FileSystemWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]
@@ -41,6 +42,7 @@ class FsspecWriter(FileSystemWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
+        cache_staged_state_dict: bool = False,
         torch_compatible: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -50,6 +52,7 @@ class FsspecWriter(FileSystemWriter):
             sync_files,
             thread_count,
             per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
             overwrite=overwrite,
             _extensions=_extensions,
             serialization_format=serialization_format,
@@ -61,6 +64,39 @@ class FsspecWriter(FileSystemWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether fsspec knows the scheme; a `Path` is never a URL."""
         return _is_known(checkpoint_id)
+
+
+if VERSION >= (2, 15) and not TYPE_CHECKING:
+    _Writer = FsspecWriter
+
+    class FsspecWriter(_Writer):
+        """The same, with torch's order of what may be given by position: it has one more here."""
+
+        def __init__(
+            self,
+            path: str | os.PathLike[str],
+            single_file_per_rank: bool = True,
+            sync_files: bool = True,
+            thread_count: int = 1,
+            per_thread_copy_ahead: int = 10_000_000,
+            cache_staged_state_dict: bool = False,
+            overwrite: bool = True,
+            _extensions: Sequence[Any] | None = None,
+            serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(
+                path,
+                single_file_per_rank,
+                sync_files,
+                thread_count,
+                per_thread_copy_ahead,
+                overwrite,
+                _extensions,
+                serialization_format,
+                cache_staged_state_dict=cache_staged_state_dict,
+                **kwargs,
+            )
 
 
 class FsspecReader(FileSystemReader):

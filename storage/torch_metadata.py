@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,6 +22,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.tensors import dtype_code, torch_dtype
+from dcp.storage.torch_compat import StorageInfo
 
 __all__ = ["VERSION", "LazyMetadata", "index_from_results", "metadata_from_index"]
 
@@ -33,13 +33,13 @@ VERSION = "1.0.0"
 def metadata_from_index(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
     """torch's object tree for ``index``: what stock's planners and readers expect from ``read_metadata``."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    storage_data: dict[MetadataIndex, StorageInfo] = {}
     for tensor, fqn in enumerate(index.fqns):
         chunks = []
         for position, row in enumerate(index.chunks(tensor)):
             offsets, sizes = index.box(row)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            storage_data[MetadataIndex(fqn, offsets, position)] = _StorageInfo(
+            storage_data[MetadataIndex(fqn, offsets, position)] = StorageInfo(
                 index.files[int(index.chunk_files[row])],
                 int(index.record_offsets[row]),
                 int(index.record_lengths[row]),
@@ -52,7 +52,7 @@ def metadata_from_index(index: CheckpointIndex, storage_meta: StorageMeta | None
     for row, fqn in enumerate(objects.fqns):
         entries[fqn] = BytesStorageMetadata()
         if objects.files[row] >= 0:
-            storage_data[MetadataIndex(fqn)] = _StorageInfo(
+            storage_data[MetadataIndex(fqn)] = StorageInfo(
                 index.files[int(objects.files[row])], int(objects.offsets[row]), int(objects.lengths[row])
             )
     return Metadata(entries, index.planner_data, storage_data, storage_meta or StorageMeta(), VERSION)

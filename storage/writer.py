@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -35,6 +35,7 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.threads import WorkerThreads
+from dcp.storage.torch_compat import StorageInfo
 
 __all__ = ["FileSystemWriter", "uses_columns"]
 
@@ -218,7 +219,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {
-            result.index: _StorageInfo(
+            result.index: StorageInfo(
                 result.storage_data.file, result.storage_data.record_offset, result.storage_data.record_length
             )
             for rank_results in results

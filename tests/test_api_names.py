@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dcp
+from dcp.storage.torch_compat import VERSION
 
 TORCH = "torch.distributed.checkpoint"
 ROOT = Path(__file__).parents[1]
@@ -93,6 +94,8 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "quantized_hf_storage": (("QuantizedHuggingFaceStorageReader",), ()),
     "_fsspec_filesystem": (("FsspecReader", "FsspecWriter"), ()),
 }
+if VERSION >= (2, 15):
+    TABLE["fsspec_filesystem"] = TABLE["_fsspec_filesystem"]
 
 # methods that torch documents for users to override or call, by class
 METHODS = {

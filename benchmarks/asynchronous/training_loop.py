@@ -107,7 +107,7 @@ def train(rank: int, world_size: int, progress: Progress, spec: LoopSpec) -> Mea
     A process group of one rank, because stock's process writer does not work without one.
     """
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # stock's process writer would ask a name server for this host
-    store = dist.FileStore(str(spec.folder / "store"), 1)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(spec.folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     loop = _Loop(spec, progress)
     try:

@@ -308,7 +308,7 @@ def own_channel(
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
     # A connection of its own: while training waits for a key (new_group does), nobody else could use its.
-    store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))
     rank, world_size = shared.rank, shared.world_size
     return shared.form(
         "form a group", lambda seconds: Channel.own_gloo(store, rank, world_size, timeout_seconds=seconds)

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader as stock
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import dcp
 from dcp.demo.digests import digest_of
+from dcp.storage.torch_compat import stock_fsspec_storages
 
 __all__ = ["main"]
 
 
 def load_with_stock_torch(folder: str) -> dict[str, str]:
     """Digests of all entries, as stock torch loads them into full tensors."""
-    reader = FsspecReader(folder) if "://" in folder else FileSystemReader(folder)
+    fsspec_reader, _ = stock_fsspec_storages()
+    reader = fsspec_reader(folder) if "://" in folder else FileSystemReader(folder)
     metadata = reader.read_metadata()
     state: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():

@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from dcp.planners.load.optimizer_dicts import optimizer_dicts
+from dcp.storage.torch_compat import preserved_versions
 
 __all__ = ["optimizers_without_state", "parameter_groups", "state_dict_with_state"]
 
@@ -151,7 +151,7 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
             _optimizer_step_post_hooks=OrderedDict(),
         )
         counted = tuple(parameter for parameter in parameters if not parameter.is_inference())
-        with _unsafe_preserve_version_counter(counted):
+        with preserved_versions(counted):
             try:
                 # Not as it is called: schedulers and profilers count the steps that are made through them.
                 step = type(optimizer).step

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dcp.storage import torch_compat
+
 __all__ = ["HEAD_BYTES", "Channel", "Wait"]
 
 Wait = Callable[[Any], None]
@@ -92,7 +94,8 @@ class Channel:
         """
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        group._set_default_timeout(2 * timeout)  # who waits has a bound of its own, and names who is missing
+        # who waits has a bound of its own, and names who is missing
+        torch_compat.set_default_timeout(group, 2 * timeout)
         return cls(group, store, rank, world_size, torch.device("cpu"))
 
     def next_serial(self) -> int:
@@ -130,8 +133,7 @@ class Channel:
         """Never destroy the group of gloo: its destructor waits for a collective that is under way until that
         times out, which is half an hour by default, and for others that may be waiting for this process."""
         if self.device.type == "cpu":
-            shared = isinstance(self.group, dist.ProcessGroup)
-            _keep_for_ever(self.group._get_backend(self.device) if shared else self.group)
+            _keep_for_ever(torch_compat.backend_of(self.group, self.device))
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class Channel:
 
 def _collective_device(group: dist.ProcessGroup) -> torch.device:
     """CPU where the group has a CPU backend, else the accelerator that the group's backend works on."""
-    devices = [torch.device(device) for device in group._device_types]
+    devices = torch_compat.devices_of(group)
     for device in devices:
         if device.type == "cpu":
             return device
@@ -256,7 +258,7 @@ def _keep_groups_for_ever() -> None:
     The destructor of a gloo group waits for threads that the child does not have, so that a child which ends
     by `sys.exit` would never end.
     """
-    for group in {*_groups, *dist.distributed_c10d._world.pg_map}:
+    for group in {*_groups, *torch_compat.all_process_groups()}:
         _keep_for_ever(group)
 
 

@@ -16,6 +16,7 @@ import torch
 from dcp.staging.memory.arena import PAGES_BYTES, HostArena
 from dcp.storage.formats.index import Int64
 from dcp.storage.tensors import as_copied
+from dcp.storage.torch_compat import copy_tensors
 
 __all__ = ["DeviceWork", "HostCopier", "HostCopies", "default_threads", "resolved"]
 
@@ -172,7 +173,7 @@ def _copy_tensors(
     sources += [as_copied(copies.sources[row].detach()) for row in bytes_each]
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+            copy_tensors(targets, sources, non_blocking=non_blocking)
 
 
 class DeviceWork:

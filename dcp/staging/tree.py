@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
+from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.per_rank import PerRank
 from dcp.staging.copies import resolved
+from dcp.storage import torch_compat
 from dcp.storage.errors import PlanError
+from dcp.storage.torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor
 
 __all__ = ["StateTree"]
 
@@ -119,8 +118,8 @@ class StateTree:
 
     def _tensor(self, path: _Path, value: torch.Tensor) -> _Maker:
         if isinstance(value, DTensor):
-            spec, local = value._spec, self._tensor(path, value._local_tensor)
-            return lambda copies: DTensor(local(copies), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            spec, local = torch_compat.spec_of(value), self._tensor(path, torch_compat.local_part(value))
+            return lambda copies: torch_compat.dtensor_with(spec, local(copies))
         if isinstance(value, ShardedTensor):
             return self._sharded(path, value)
         if isinstance(value, AsyncCollectiveTensor):
@@ -134,6 +133,9 @@ class StateTree:
         number = len(self.sources)
         self.sources.append(resolved(value))
         self._paths.append(path)
+        claim = claim_of(value)
+        if claim is not None:
+            return lambda copies: with_claim(copies[number].detach(), claim)
         return lambda copies: copies[number]
 
     def _wrapper(self, path: _Path, value: Any) -> _Maker:
@@ -149,23 +151,21 @@ class StateTree:
         metadata = copy.deepcopy(value.metadata())
         for entry in metadata.shards_metadata:
             if entry.placement is not None:
-                entry.placement = _remote_device(f"rank:{entry.placement.rank()}/cpu")
+                entry.placement = torch_compat.on_cpu(entry.placement)
         metadata.tensor_properties.requires_grad = False
         by_offsets = {tuple(entry.shard_offsets): entry for entry in metadata.shards_metadata}
         shards = [
             (by_offsets[tuple(shard.metadata.shard_offsets)], self._tensor((path, number), shard.tensor))
             for number, shard in enumerate(value.local_shards())
         ]
-        group = value._process_group
+        group = torch_compat.group_of_sharded(value)
 
         def make(copies: Sequence[torch.Tensor]) -> ShardedTensor:
             local = [Shard(tensor(copies), entry) for entry, tensor in shards]
             own = copy.copy(metadata)
             own.tensor_properties = copy.copy(metadata.tensor_properties)
             own.tensor_properties.pin_memory = any(shard.tensor.is_pinned() for shard in local)
-            return ShardedTensor._init_from_local_shards_and_global_metadata(
-                local, sharded_tensor_metadata=own, process_group=group, init_rrefs=False
-            )
+            return torch_compat.sharded_with(group, local, own)
 
         return make
 

@@ -26,6 +26,7 @@ from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.torch_compat import weight_scales
 from dcp.torch_protocol import plan_transport
 from dcp.torch_protocol.calls import call_with_optional
 
@@ -129,9 +130,7 @@ class ProtocolLoad(LoadEngine):
         """Names that this rank does not take, and those of them that it should have a place for."""
         reader = self._reader
         # What a reader makes other tensors of is no tensor of the model.
-        scales = (
-            set(reader._weight_scale_mapping.values()) if isinstance(reader, TorchQuantizedReader) else set()
-        )
+        scales = weight_scales(reader) if isinstance(reader, TorchQuantizedReader) else set()
         lost = [name for name in planner.lost_keys if name not in scales]
         names = list(planner.metadata.state_dict_metadata) if lost and planner.metadata is not None else []
         if not self._together and lost:

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.tensors import dtype_code, torch_dtype
+from dcp.storage.torch_compat import strides_of, tensor_properties
 
 __all__ = ["pack", "unpack"]
 
@@ -125,6 +126,7 @@ def _write_items(items: Sequence[WriteItem]) -> dict[str, Any]:
         ints.add(data.chunk.offsets)
         ints.add(data.chunk.sizes)
         ints.add(data.size)
+        ints.add(strides_of(data.properties))
     fqns = [item.index.fqn for item in items]
     return {"fqns": fqns, "kinds": kinds, "hints": hints, "codes": codes, "ints": ints.packed()}
 
@@ -138,9 +140,8 @@ def _to_write_items(packed: dict[str, Any]) -> list[WriteItem]:
         index = MetadataIndex(fqn, ints.next(), hint)
         data = None
         if code is not None:
-            properties = TensorProperties(dtype=torch_dtype(code[0]), requires_grad=code[1])
-            chunk = ChunkStorageMetadata(_size(ints), _size(ints))
-            data = TensorWriteData(chunk, properties, _size(ints))
+            chunk, size = ChunkStorageMetadata(_size(ints), _size(ints)), _size(ints)
+            data = TensorWriteData(chunk, tensor_properties(torch_dtype(code[0]), code[1], ints.next()), size)
         items.append(WriteItem(index, WriteItemType(kind), tensor_data=data))
     return items
 

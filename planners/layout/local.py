@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.layout.checkpointable import any_has_claim, has_claim
 from dcp.planners.layout.local_tensor import (
     DTENSOR,
     KINDS,
@@ -37,6 +38,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows
 from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_compat import local_part, spec_of
 
 __all__ = ["DTYPE_CODES", "collect_tensors"]
 
@@ -174,7 +176,7 @@ class _Builder:
         for fqn, value in state_dict.items():
             kind = KINDS[type(value)]
             try:
-                if kind == PLAIN:
+                if kind == PLAIN and not has_claim(value):
                     self.form_numbers.append(plain_forms[value.shape])
                     self.fqns.append(fqn)
                     self.sources.append(value)
@@ -189,8 +191,8 @@ class _Builder:
                 self.note(_no_memory(fqn, value, error))
 
     def add_plain(self, state_dict: Mapping[str, Any], *, has_objects: bool) -> bool:
-        """Plain tensors and objects, all together; False, and nothing is added, where a tensor has no
-        shape."""
+        """Plain tensors and objects, all together; False, and nothing is added, where a tensor has no shape
+        or holds boxes of another."""
         tensors, objects = state_dict, dict[str, Any]()
         if has_objects:
             types = list(map(type, state_dict.values()))
@@ -199,6 +201,8 @@ class _Builder:
             tensors = dict(compress(state_dict.items(), is_plain))
             objects = dict(compress(state_dict.items(), map(not_, is_plain)) if tensors else state_dict)
         sources, plain_forms = list(tensors.values()), _PlainForms(self.forms)
+        if any_has_claim(sources):
+            return False
         try:
             self.form_numbers += [plain_forms[source.shape] for source in sources]
         except RuntimeError:
@@ -211,10 +215,10 @@ class _Builder:
 
     def add_dtensor(self, fqn: str, tensor: DTensor, cache: SpecCache) -> bool:
         """The usual DTensor, one box of a plain local tensor; whether it is one."""
-        source = tensor._local_tensor
+        source = local_part(tensor)
         if KINDS[type(source)] != PLAIN:
             return False
-        layout = layout_of(fqn, tensor._spec, tensor.shape, cache)
+        layout = layout_of(fqn, spec_of(tensor), tensor.shape, cache)
         if layout is None or len(layout.boxes) != 1 or source.shape != layout.local_shape:
             return False
         self.form_numbers.append(self.forms.of_layout(layout, tensor.shape))

@@ -10,13 +10,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from dcp.planners.layout.checkpointable import claimed_boxes, has_claim
 from dcp.planners.layout.placements import LocalBox, Split, boxes_of_runs, local_runs, local_shape
 from dcp.storage.errors import PlanError
+from dcp.storage.torch_compat import (
+    AsyncCollectiveTensor,
+    ShardedTensor,
+    StridedShard,
+    flatten_sharded_tensors,
+    local_part,
+    shard_order,
+    spec_of,
+)
 
 __all__ = [
     "DTENSOR",
@@ -109,10 +116,7 @@ def _has_sharded_tensor(values: Iterable[object]) -> bool:
 def _ordered_mesh_dims(spec: Any, ndim: int) -> list[int]:
     """Mesh dimensions in the order in which their shardings are applied; left to right unless the spec says
     else."""
-    order = getattr(spec, "shard_order", None)
-    if not order or getattr(spec, "use_strided_shard_as_shard_order", True):
-        return list(range(ndim))
-    listed = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
+    listed = [mesh_dim for entry in shard_order(spec) for mesh_dim in entry.mesh_dims]
     return listed + [mesh_dim for mesh_dim in range(ndim) if mesh_dim not in listed]
 
 
@@ -124,8 +128,8 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
     splits, replicated = [], False
     for mesh_dim in _ordered_mesh_dims(spec, len(placements)):
         placement, parts = placements[mesh_dim], mesh.size(mesh_dim)
-        if placement.is_shard() or isinstance(placement, _StridedShard):
-            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        if placement.is_shard() or isinstance(placement, StridedShard):
+            factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
             splits.append(Split(placement.dim, parts, coordinate[mesh_dim], factor))
         elif isinstance(placement, Replicate):
             replicated |= parts > 1
@@ -155,13 +159,12 @@ def layout_of(fqn: str, spec: Any, shape: tuple[int, ...], cache: SpecCache) -> 
 
 
 def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | None:
-    # what to_local() gives without autograd, and without its making of a new Parameter a call
-    local = tensor._local_tensor
+    local = local_part(tensor)
     kind = KINDS[type(local)]
     if kind == _PROTOCOL:
         return _from_protocol(fqn, tensor)
     shape = tuple(tensor.shape)
-    layout = layout_of(fqn, tensor._spec, shape, cache)
+    layout = layout_of(fqn, spec_of(tensor), shape, cache)
     if layout is None:
         return None
     if kind == _ASYNC:
@@ -236,22 +239,30 @@ def _from_plain(tensor: torch.Tensor) -> LocalTensor:
     )
 
 
+def _from_checkpointable(fqn: str, tensor: torch.Tensor) -> LocalTensor:
+    shape, boxes = claimed_boxes(fqn, tensor)
+    pieces = [LocalPiece(tensor, box) for box in boxes]
+    return LocalTensor(shape, tensor.dtype, tensor.requires_grad, True, True, pieces)
+
+
 def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
     """What this rank holds of the tensor-like ``value``; None where it is outside of a DTensor's mesh.
 
     Raises PlanError for a pending reduction, and for a subclass that hides its memory.
     """
     kind = KINDS[type(value)]
-    if kind == PLAIN:
-        return _from_plain(value)
     if kind == DTENSOR:
         return _from_dtensor(fqn, value, cache)
     if kind == _SHARDED:
         return _from_sharded(fqn, value)
-    if kind == _ASYNC:
-        return _from_plain(value.wait())
     if kind == _PROTOCOL:
         return _from_protocol(fqn, value)
+    if has_claim(value):
+        return _from_checkpointable(fqn, value)
+    if kind == PLAIN:
+        return _from_plain(value)
+    if kind == _ASYNC:
+        return _from_plain(value.wait())
     raise PlanError(
         f"tensor {fqn!r} is a {type(value).__name__}, a subclass made of inner tensors; store those "
         "under names of their own, or implement __create_write_items__, __create_chunk_list__ and "
@@ -265,7 +276,4 @@ def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
     does."""
     if not _has_sharded_tensor(flat.values()):
         return flat
-    from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-
-    flattened: dict[str, Any] = _flatten_sharded_tensors(flat)
-    return flattened
+    return flatten_sharded_tensors(flat)

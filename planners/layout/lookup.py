@@ -64,7 +64,7 @@ class BoxLookup:
         if local is not None:
             for piece in local.pieces:
                 if offsets is None and len(local.pieces) == 1:
-                    return piece.source
+                    return box_view(piece, piece.box.offsets, piece.box.sizes)
                 if offsets is None or len(offsets) != len(piece.box.offsets):
                     continue
                 if sizes is None and piece.box.offsets == offsets:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.per_rank import PerRank
 from dcp.storage.errors import PlanError
+from dcp.storage.torch_compat import ShardedTensor
 
 __all__ = ["has_meta_tensor", "materialise"]
 
@@ -79,7 +80,7 @@ def materialise(value: Any) -> Any:
         return (
             _real_dtensor(value)
             if isinstance(value, DTensor)
-            else torch.empty_like(value, device=_default_device())
+            else with_claim(torch.empty_like(value, device=_default_device()), claim_of(value))
         )
     if isinstance(value, dict):
         for key, entry in value.items():

@@ -19,6 +19,7 @@ from dcp.planners.columns import LoadColumns, WantedColumns
 from dcp.planners.flatten import flatten_state_dict as flatten
 from dcp.planners.flatten import replace_element
 from dcp.planners.garbage_collection import garbage_collection_paused
+from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
@@ -339,7 +340,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         values = dict(chosen.values)
         for fqn, value in chosen.values.items():
             if isinstance(value, torch.Tensor) and self._per_rank_name(fqn) is not None:
-                values[fqn] = torch.empty_like(value.detach())
+                # what lies outside of the boxes of a CheckpointableTensor is kept as well
+                values[fqn] = with_claim(value.detach().clone(), claim_of(value))
                 self._copies.append((fqn, value, values[fqn]))
         return values
 

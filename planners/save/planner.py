@@ -122,8 +122,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """This rank's boxes and objects as torch's plan."""
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        columns = self.create_local_columns(digests=together).columns
-        items = write_items(columns, list(self.state_dict))
+        local = self.create_local_columns(digests=together)
+        items = write_items(local.columns, local.memory.tensors, list(self.state_dict))
         paths = self.mappings if self.flatten_state_dict else None
         self.plan = NotedPlan(items, planner_data=paths, notes=self._notes)
         return self.plan

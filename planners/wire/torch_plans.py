@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -34,6 +33,7 @@ from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.torch_compat import tensor_properties
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = [
@@ -65,8 +65,10 @@ class NotedPlan(SavePlan):
     notes: Sequence[Note] = dataclasses.field(default=(), compare=False)
 
 
-def write_items(columns: SaveColumns, order: Sequence[str]) -> list[WriteItem]:
-    """One item a box and an object, in the order of the names ``order``."""
+def write_items(
+    columns: SaveColumns, sources: Sequence[torch.Tensor], order: Sequence[str]
+) -> list[WriteItem]:
+    """One item a box and an object, in the order of the names ``order``; ``sources`` by source number."""
     boxes: dict[str, list[WriteItem]] = {}
     offsets, sizes = columns.item_offsets.tolist(), columns.item_sizes.tolist()
     start, shape_start = columns.box_start.tolist(), columns.shape_start.tolist()
@@ -75,12 +77,11 @@ def write_items(columns: SaveColumns, order: Sequence[str]) -> list[WriteItem]:
     for item, tensor in enumerate(columns.item_tensors.tolist()):
         fqn, box = columns.fqns[tensor], slice(start[item], start[item + 1])
         offset = torch.Size(offsets[box])
+        strides = sources[columns.item_sources[item]].stride()
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offset, torch.Size(sizes[box])),
             # one object an item, because planners change it in place
-            properties=TensorProperties(
-                dtype=_TORCH_DTYPES[codes[tensor]], requires_grad=bool(grads[tensor])
-            ),
+            properties=tensor_properties(_TORCH_DTYPES[codes[tensor]], bool(grads[tensor]), strides),
             size=torch.Size(shapes[shape_start[tensor] : shape_start[tensor + 1]]),
         )
         kind = WriteItemType.SHARD if columns.item_sharded[item] else WriteItemType.TENSOR

@@ -235,7 +235,7 @@ _rendezvous: list[Any] = []
 
 def _member(rank: int, path: str, group: Group) -> Any:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(group.world_size))
-    store = dist.FileStore(path, group.world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(path, group.world_size)
     store.set(f"pid/{rank}", str(os.getpid()))
     _rendezvous.append(store)
     dist.init_process_group(

@@ -64,7 +64,7 @@ def _serve(connection: Connection, number: int) -> None:
             if rank >= 0:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
                 os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-                store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+                store = dist.FileStore(path, world_size)
                 dist.init_process_group(
                     "gloo",
                     store=store,

@@ -19,14 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed._shard.sharding_spec.api import ShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from dcp.planners.layout.checkpointable import Claim, claim_of, with_claim
+from dcp.storage import torch_compat
 from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.tensors import byte_pieces
 from dcp.storage.writer import FileSystemWriter
@@ -135,7 +132,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, DeviceMesh):
-            return _mesh, (obj.device_type, obj.mesh.tolist(), obj.mesh_dim_names, obj._rank)
+            return torch_compat.mesh_of_parts, torch_compat.mesh_parts(obj)
         if isinstance(obj, FileSystemWriter):
             return _without_store(obj)
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
@@ -146,17 +143,16 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, ShardedTensor):
-            return _sharded, (tensor.local_shards(), tensor.metadata(), tensor.sharding_spec())
+        if isinstance(tensor, torch_compat.ShardedTensor):
+            return torch_compat.sharded_of_parts, torch_compat.sharded_parts(tensor)
         if isinstance(tensor, DTensor):
-            spec = tensor._spec
-            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            return _dtensor, (tensor._local_tensor, spec.mesh, spec.placements, shape, stride)
+            return torch_compat.dtensor_of_parts, torch_compat.dtensor_parts(tensor)
         if not tensor.is_cpu:
             raise CheckpointError(f"a tensor on {tensor.device} is not a staged copy")
         if tensor.layout is not torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
             return NotImplemented  # torch's own way, with the bytes in the pickle
-        return _tensor, (self._place(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        parts = self._place(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+        return _tensor, (*parts, claim_of(tensor))
 
     def _place(self, tensor: torch.Tensor) -> int:
         """The tensor's offset in the state's memory; tensors that are one in memory stay one."""
@@ -228,39 +224,8 @@ def tensor_view(
     return memory[offset : offset + size].view(dtype).view(shape)
 
 
-def _tensor(offset: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    return tensor_view(_memory.get(), offset, shape, dtype).requires_grad_(requires_grad)
-
-
-def _mesh(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
-    """A mesh that says where this rank is, and over which nothing can be sent."""
-    return DeviceMesh(device_type, mesh, mesh_dim_names=names, _init_backend=False, _rank=rank)
-
-
-def _dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Any, ...],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> DTensor:
-    spec = DTensorSpec(mesh, placements, TensorMeta(torch.Size(shape), stride, local.dtype))
-    build: Callable[..., DTensor] = DTensor
-    return build(local, spec, requires_grad=local.requires_grad)
-
-
-def _sharded(shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec) -> ShardedTensor:
-    """A sharded tensor without a process group: torch's own way back wants the group it was saved with."""
-    properties = metadata.tensor_properties
-    made: ShardedTensor = ShardedTensorBase.__new__(
-        ShardedTensor,
-        spec,
-        *metadata.size,
-        dtype=properties.dtype,
-        layout=properties.layout,
-        pin_memory=False,
-        requires_grad=properties.requires_grad,
-    )
-    made._local_shards, made._metadata, made._sharding_spec = shards, metadata, spec
-    made.__dict__.update(_process_group=None, _init_rrefs=False, _sharded_tensor_id=None)
-    return made
+def _tensor(
+    offset: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, claim: Claim | None
+) -> torch.Tensor:
+    tensor = tensor_view(_memory.get(), offset, shape, dtype).requires_grad_(requires_grad)
+    return with_claim(tensor, claim)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from dcp.storage.errors import CollectiveTimeoutError
 

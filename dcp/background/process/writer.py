@@ -15,7 +15,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from dcp.background.error_codec import Ending, Verdict, error_to_data, verdict
 from dcp.background.future import SaveFuture, SaveOutcome

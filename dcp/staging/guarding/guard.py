@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.layout.checkpointable import claim_of
 from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
 from dcp.staging.guarding.samples import Guard, Samples
 from dcp.staging.layout import pointers_of
@@ -69,6 +70,8 @@ def check_staged(
                 f"is {copy.dtype} of shape {tuple(copy.shape)}, not {source.dtype} of shape "
                 f"{tuple(source.shape)}",
             )
+        elif claim_of(copy) != claim_of(source):
+            problems.setdefault(fqn, "does not say which boxes it holds, as a CheckpointableTensor does")
         copies.append(copy if copy is not None else source)
     if problems:
         raise _wrong_error(problems)

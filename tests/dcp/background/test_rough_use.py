@@ -412,7 +412,7 @@ def wait_for_a_key_while_saving(rank: int, world_size: int, root: Path) -> bool:
     assert group is not None
     first = group.get_group_store()
     port = 0 if rank == 0 else int(first.get("port"))
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         "127.0.0.1", port, None, is_master=rank == 0, timeout=timedelta(seconds=240), wait_for_workers=False
     )
     if rank == 0:

@@ -22,7 +22,7 @@ def agreement(rank: int, world_size: int, *, timeout_seconds: float = 120.0, eve
     """One over a gloo group of its own, on the store of the default group."""
     group = dist.group.WORLD
     assert group is not None
-    store = dist.PrefixStore("agreement", group.get_group_store())  # type: ignore[attr-defined]
+    store = dist.PrefixStore("agreement", group.get_group_store())
     own = Channel.own_gloo(store, rank, world_size, timeout_seconds=timeout_seconds)
     return RankAgreement(own, timeout_seconds=timeout_seconds, every_steps=every)
 

@@ -447,7 +447,7 @@ def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
     del os.environ["WORLD_SIZE"]
     early = manager_of(f"{root}/early")
     os.environ["WORLD_SIZE"] = str(world_size)
-    store = torch.distributed.PrefixStore("again", group)  # type: ignore[attr-defined]
+    store = torch.distributed.PrefixStore("again", group)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         early.save(1, state_at(1, rank))

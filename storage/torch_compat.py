@@ -1,0 +1,365 @@
+"""All that is used of torch beyond what it promises to keep: private names, and those that versions lack.
+
+Nobody else imports or looks up such a name (tests/test_torch_names.py). Each has what serves where it is
+gone: a public way that is slower, or, for a kind of tensor, a class without instances. So a torch that is
+newer than those that were tested works as far as it can, and is warned of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "TESTED",
+    "VERSION",
+    "AsyncCollectiveTensor",
+    "Shard",
+    "ShardedTensor",
+    "StorageInfo",
+    "StridedShard",
+    "UntestedTorchWarning",
+    "all_process_groups",
+    "backend_of",
+    "copy_tensors",
+    "devices_of",
+    "dtensor_of_parts",
+    "dtensor_parts",
+    "dtensor_with",
+    "flatten_sharded_tensors",
+    "group_of_sharded",
+    "has_internal_overlap",
+    "local_part",
+    "mesh_of_parts",
+    "mesh_parts",
+    "on_cpu",
+    "preserved_versions",
+    "set_default_timeout",
+    "shard_order",
+    "sharded_of_parts",
+    "sharded_parts",
+    "sharded_with",
+    "spec_of",
+    "stock_fsspec_storages",
+    "strides_of",
+    "tensor_properties",
+    "warn_if_untested",
+    "weight_scales",
+]
+
+TESTED: Final = ((2, 10), (2, 15))
+"""The oldest and the newest version that all of `make test-torch` passes with."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """This torch is not among the versions that were tested."""
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number; those of the release that a pre-release comes before."""
+    major, minor = version.split(".")[:2]
+    return int(major), int("".join(digit for digit in minor if digit.isdigit()) or 0)
+
+
+VERSION: Final = _release(torch.__version__)
+
+
+def warn_if_untested(version: str) -> None:
+    """Warn of a torch that is older or newer than those that were tested."""
+    oldest, newest = TESTED
+    if oldest <= _release(version) <= newest:
+        return
+    warnings.warn(
+        f"torch {version} was not tested with this dcphub, torch {oldest[0]}.{oldest[1]} to "
+        f"{newest[0]}.{newest[1]} were: load what you have saved once before you rely on it",
+        UntestedTorchWarning,
+        stacklevel=2,
+    )
+
+
+warn_if_untested(torch.__version__)  # once a process, as modules are imported once
+
+
+# -- classes and functions by name ---------------------------------------------------------------------------
+
+
+def _found(path: str, otherwise: Any) -> Any:
+    """What is called ``path`` in this torch, or ``otherwise``."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        return otherwise
+
+
+def _class(path: str) -> Any:
+    """A class of torch's, or one that has no instances."""
+    return _found(path, None) or type(path.rpartition(".")[2].lstrip("_"), (), {})
+
+
+@dataclasses.dataclass
+class _OwnStorageInfo:
+    relative_path: str
+    offset: int
+    length: int
+
+
+if not TYPE_CHECKING:
+    AsyncCollectiveTensor = _class("torch.distributed._functional_collectives.AsyncCollectiveTensor")
+    Shard = _class("torch.distributed._shard.sharded_tensor.shard.Shard")
+    ShardedTensor = _class("torch.distributed._shard.sharded_tensor.api.ShardedTensor")
+    StorageInfo = _found("torch.distributed.checkpoint.filesystem._StorageInfo", _OwnStorageInfo)
+    StridedShard = _class("torch.distributed.tensor.placement_types._StridedShard")
+
+flatten_sharded_tensors: Callable[[dict[str, Any]], dict[str, Any]] = _found(
+    "torch.distributed.checkpoint._sharded_tensor_utils._flatten_sharded_tensors", lambda flat: flat
+)
+"""Makes nested ShardedTensors (FSDP1 over tensor parallelism) flat; those that stay nested are refused."""
+
+preserved_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[object]] = _found(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter", lambda tensors: nullcontext()
+)
+"""Within, tensors change without autograd's notice; without it a backward from before them is refused."""
+
+
+# -- plain tensors -------------------------------------------------------------------------------------------
+
+
+def _is_expanded(tensor: torch.Tensor) -> int:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(any(size > 1 and stride == 0 for size, stride in pairs))
+
+
+_overlap: Callable[[torch.Tensor], int] = getattr(torch, "_debug_has_internal_overlap", _is_expanded)
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements are known to share memory, as those of an expanded tensor do."""
+    return _overlap(tensor) == 1
+
+
+def _copy_each(
+    targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+copy_tensors: Callable[..., None] = getattr(torch, "_foreach_copy_", _copy_each)
+"""Copies lists of tensors, ``(targets, sources, non_blocking=)``."""
+
+
+_HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}  # from 2.15 on
+
+
+def tensor_properties(
+    dtype: torch.dtype, requires_grad: bool, strides: Sequence[int] | None
+) -> TensorProperties:
+    """What torch's planner notes of a tensor whose local part has these strides."""
+    properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
+    if _HAS_STRIDES:
+        properties.strides = None if strides is None else tuple(strides)  # type: ignore[attr-defined]
+    return properties
+
+
+def strides_of(properties: TensorProperties) -> Sequence[int] | None:
+    """The strides that `tensor_properties` was given, if this torch keeps them."""
+    return getattr(properties, "strides", None)
+
+
+# -- DTensors and their meshes -------------------------------------------------------------------------------
+
+local_part: Callable[[DTensor], torch.Tensor] = (
+    attrgetter("_local_tensor") if hasattr(DTensor, "_local_tensor") else DTensor.to_local
+)
+"""What `DTensor.to_local` gives, without autograd and without its making of a new Parameter a call."""
+
+
+def _public_spec(tensor: DTensor) -> Any:
+    return SimpleNamespace(
+        mesh=tensor.device_mesh, placements=tensor.placements, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+spec_of: Callable[[DTensor], Any] = attrgetter("_spec") if hasattr(DTensor, "_spec") else _public_spec
+"""Mesh, placements, shape and stride of a DTensor, without its memory."""
+
+
+def shard_order(spec: Any) -> Sequence[Any]:
+    """By tensor dimension the order in which mesh dimensions shard it; empty for left to right.
+
+    Where `StridedShard` says the order, 2.11 and newer say so (``use_strided_shard_as_shard_order``).
+    """
+    by_placements = getattr(spec, "use_strided_shard_as_shard_order", None)
+    if by_placements is None:
+        by_placements = any(isinstance(placement, StridedShard) for placement in spec.placements)
+    return () if by_placements else getattr(spec, "shard_order", None) or ()
+
+
+def dtensor_with(spec: Any, local: torch.Tensor) -> DTensor:
+    """A DTensor without gradients of that `spec_of` and local part."""
+    if isinstance(spec, SimpleNamespace):
+        return _from_local(local, spec.mesh, spec.placements, spec.shape, spec.stride)
+    build: Callable[..., DTensor] = DTensor
+    return build(local, spec, requires_grad=False)
+
+
+def dtensor_parts(tensor: DTensor) -> tuple[Any, ...]:
+    """What `dtensor_of_parts` makes the tensor of in another process."""
+    return (
+        local_part(tensor),
+        tensor.device_mesh,
+        tensor.placements,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tuple(shard_order(spec_of(tensor))),
+    )
+
+
+def dtensor_of_parts(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    order: tuple[Any, ...],
+) -> DTensor:
+    """A DTensor over a mesh that nothing can be sent over."""
+    try:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    except ImportError:
+        return _from_local(local, mesh, placements, shape, stride)
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), meta)
+    if order:
+        spec.shard_order = order
+    build: Callable[..., DTensor] = DTensor
+    return build(local, spec, requires_grad=local.requires_grad)
+
+
+def _from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Any],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def mesh_parts(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """What `mesh_of_parts` makes the mesh of in another process."""
+    rank = mesh._rank if hasattr(mesh, "_rank") else dist.get_rank()
+    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, rank
+
+
+def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
+    """A mesh that says where this rank is, and over which nothing can be sent."""
+    return DeviceMesh(device_type, mesh, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+# -- ShardedTensors ------------------------------------------------------------------------------------------
+
+
+def group_of_sharded(tensor: ShardedTensor) -> Any:
+    """The process group whose ranks hold its shards."""
+    return tensor._process_group
+
+
+def sharded_with(group: Any, local: list[Shard], metadata: Any) -> ShardedTensor:
+    """A ShardedTensor of ``local`` shards over the process group ``group``."""
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, sharded_tensor_metadata=metadata, process_group=group, init_rrefs=False
+    )
+
+
+def on_cpu(placement: Any) -> Any:
+    """Where the shard of a rank is, with its CPU in place of its accelerator."""
+    return type(placement)(f"rank:{placement.rank()}/cpu")
+
+
+def sharded_parts(tensor: ShardedTensor) -> tuple[Any, ...]:
+    """What `sharded_of_parts` makes the tensor of in another process."""
+    return tensor.local_shards(), tensor.metadata(), tensor.sharding_spec()
+
+
+def sharded_of_parts(shards: list[Shard], metadata: Any, spec: Any) -> ShardedTensor:
+    """A sharded tensor without a process group: torch's own way back wants the group it was saved with."""
+    properties = metadata.tensor_properties
+    base = import_module("torch.distributed._shard.sharded_tensor.api").ShardedTensorBase
+    made: ShardedTensor = base.__new__(
+        ShardedTensor,
+        spec,
+        *metadata.size,
+        dtype=properties.dtype,
+        layout=properties.layout,
+        pin_memory=False,
+        requires_grad=properties.requires_grad,
+    )
+    made._local_shards, made._metadata, made._sharding_spec = shards, metadata, spec
+    made.__dict__.update(_process_group=None, _init_rrefs=False, _sharded_tensor_id=None)
+    return made
+
+
+# -- process groups ------------------------------------------------------------------------------------------
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """Devices that a process group has a backend for."""
+    try:
+        return [torch.device(device) for device in group._device_types]
+    except AttributeError:
+        pairs = str(dist.get_backend_config(group)).split(",")
+        return [torch.device(pair.partition(":")[0]) for pair in pairs]
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """What carries out a group's collectives on a device: the group itself where it is a single backend."""
+    return getattr(group, "_get_backend", lambda device: group)(device)
+
+
+def set_default_timeout(group: Any, timeout: Any) -> None:
+    """Let collectives of a group wait so long; else it stays what the group was made with."""
+    getattr(group, "_set_default_timeout", lambda timeout: None)(timeout)
+
+
+def all_process_groups() -> list[Any]:
+    """The groups of this process that `torch.distributed` knows."""
+    return [*getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())]
+
+
+# -- storages of torch's own ---------------------------------------------------------------------------------
+
+
+def weight_scales(reader: Any) -> set[str]:
+    """Names of the scales that torch's reader of quantized folders makes other tensors of."""
+    return set(getattr(reader, "_weight_scale_mapping", {}).values())
+
+
+def stock_fsspec_storages() -> tuple[Any, Any]:
+    """torch's own FsspecReader and FsspecWriter: in a public module from 2.15 on."""
+    package = "torch.distributed.checkpoint"
+    name = "fsspec_filesystem" if VERSION >= (2, 15) else "_fsspec_filesystem"
+    module = import_module(f"{package}.{name}")
+    return module.FsspecReader, module.FsspecWriter

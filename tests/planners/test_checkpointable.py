@@ -1,0 +1,218 @@
+"""Plain tensors that say which boxes of a global tensor they hold, as torch 2.14's CheckpointableTensor."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import dcp
+from dcp.planners.layout.checkpointable import Claim, claim_of, with_claim
+from dcp.planners.layout.local import collect_tensors
+from dcp.staging import DefaultStager, StagingOptions
+from dcp.storage.errors import PlanError, StagingError
+from dcp.storage.torch_compat import VERSION
+from tests.support.ranks import run_ranks
+
+GLOBAL = torch.arange(40.0).reshape(8, 5)
+PADDING = -7.0
+
+
+def rows(begin: int, end: int, *, filled: bool = True) -> torch.Tensor:
+    """Rows of `GLOBAL` as a rank has them: two boxes, in the wrong order, within padding."""
+    middle = (begin + end) // 2
+    tensor = torch.full((end - begin + 2, 7), PADDING)
+    places = [(middle, end, 0), (begin, middle, end - middle + 2)]
+    for first, last, at in places if filled else ():
+        tensor[at : at + last - first, 1:6] = GLOBAL[first:last]
+    claim = Claim(
+        tuple(GLOBAL.shape),
+        tuple((first, 0) for first, _, _ in places),
+        tuple((at, 1) for _, _, at in places),
+        tuple((last - first, 5) for first, last, _ in places),
+    )
+    return with_claim(tensor, claim)
+
+
+def same(loaded: torch.Tensor, begin: int, end: int) -> bool:
+    """Whether ``loaded`` has its boxes filled, and its padding as it was."""
+    return torch.equal(loaded, rows(begin, end))
+
+
+def test_boxes_are_those_of_the_global_tensor() -> None:
+    """The two elements at offset 2 of four are stored as such, not as two at offset 0."""
+    tensor = with_claim(torch.tensor([3.0, 4.0]), Claim((4,), ((2,),), ((0,),), ((2,),)))
+    columns = collect_tensors({"w": tensor, "plain": torch.ones(3)}).columns
+    assert columns.fqns == ("w", "plain")
+    assert columns.shape_values.tolist() == [4, 3]
+    assert columns.item_offsets.tolist() == [2, 0]
+    assert columns.item_sizes.tolist() == [2, 3]
+    assert columns.item_sharded.tolist() == [1, 0]
+
+
+def test_a_tensor_of_several_boxes_comes_back_with_its_padding(tmp_path: Path) -> None:
+    """What lies between the boxes is neither stored nor filled; a full tensor loads what was stored."""
+    dcp.save({"w": rows(0, 8), "b": torch.ones(2)}, checkpoint_id=tmp_path)
+    full, parts = {"w": torch.zeros(8, 5)}, {"w": rows(0, 8, filled=False)}
+    dcp.load(full, checkpoint_id=tmp_path, unexpected="ignore")
+    assert torch.equal(full["w"], GLOBAL)
+    dcp.load(parts, checkpoint_id=tmp_path, unexpected="ignore")
+    assert same(parts["w"], 0, 8)
+    stock.load(full | {"w": torch.zeros(8, 5)}, checkpoint_id=tmp_path)
+
+
+def test_one_box_within_padding_comes_back(tmp_path: Path) -> None:
+    """Elements of a local tensor outside of its only box are neither stored nor filled."""
+    claim = Claim((2, 3), ((0, 0),), ((1, 2),), ((2, 3),))
+    state = {"w": with_claim(torch.arange(24.0).reshape(4, 6), claim)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    target = {"w": with_claim(torch.full((4, 6), PADDING), claim)}
+    dcp.load(target, checkpoint_id=tmp_path)
+    expected = torch.full((4, 6), PADDING)
+    expected[1:3, 2:5] = state["w"][1:3, 2:5]
+    assert torch.equal(target["w"], expected)
+
+
+def test_parts_of_a_scalar_and_of_nothing() -> None:
+    """A scalar holds itself, and a tensor may hold no box."""
+    scalar = with_claim(torch.tensor(5.0), Claim((), ((),), ((),), ((),)))
+    none = with_claim(torch.zeros(2), Claim((4,), (), (), ()))
+    columns = collect_tensors({"scalar": scalar, "none": none}).columns
+    assert columns.item_tensors.tolist() == [0]
+    assert columns.shape_values.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("claim", "words"),
+    [
+        (Claim((4,), ((3,),), ((0,),), ((2,),)), r"global_offsets\[0\] \(3,\) of sizes \(2,\) is outside"),
+        (Claim((4,), ((0,),), ((1,),), ((2,),)), r"local_offsets\[0\] \(1,\) of sizes \(2,\) is outside"),
+        (Claim((4,), ((-1,),), ((0,),), ((2,),)), r"global_offsets\[0\]"),
+        (Claim((4,), ((0,),), ((0,), (0,)), ((2,),)), "same length"),
+        (Claim((4, 1), ((0, 0),), ((0,),), ((2, 1),)), r"local_offsets\[0\] and local_sizes must have 1"),
+        (Claim((4,), ((0, 0),), ((0,),), ((2,),)), r"global_offsets\[0\] and local_sizes must have 1"),
+    ],
+)
+def test_what_torch_refuses_is_refused_by_name(claim: Claim, words: str, tmp_path: Path) -> None:
+    """Boxes outside of the tensor or of the global one, and rows that do not go together."""
+    with pytest.raises(PlanError, match=words) as caught:
+        dcp.save({"layer": with_claim(torch.zeros(2), claim)}, checkpoint_id=tmp_path)
+    assert "'layer' is a CheckpointableTensor" in str(caught.value)
+
+
+def across_ranks(rank: int, world: int, root: str, writers: str, readers: str) -> list[bool]:
+    """Each rank saves its rows and loads its own, others, and all of them."""
+    packages: dict[str, Any] = {"dcp": dcp, "stock": stock}
+    cuts = [8 * number // world for number in range(world + 1)]
+    packages[writers].save({"w": rows(cuts[rank], cuts[rank + 1])}, checkpoint_id=root)
+    own = rows(cuts[rank], cuts[rank + 1], filled=False)
+    uneven = (0, 3) if rank == 0 else (3 if rank == 1 else 5, 8)
+    other, full = rows(*uneven, filled=False), torch.zeros(8, 5)
+    results = []
+    for target, expected in ((own, rows(cuts[rank], cuts[rank + 1])), (other, rows(*uneven)), (full, GLOBAL)):
+        packages[readers].load({"w": target}, checkpoint_id=root)
+        results.append(torch.equal(target, expected))
+    return results
+
+
+PAIRS = [("dcp", "dcp")]
+if VERSION >= (2, 14):  # where torch knows such tensors
+    PAIRS += [("dcp", "stock"), ("stock", "dcp")]
+
+
+@pytest.mark.parametrize(("writers", "readers"), PAIRS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_save_and_load_their_boxes(writers: str, readers: str, world: int, tmp_path: Path) -> None:
+    """Also with boxes other than the stored ones, and whole; with stock torch where it has the protocol."""
+    results = run_ranks(world, across_ranks, str(tmp_path), writers, readers)
+    assert results == [[True] * 3] * world
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_asynchronous_saves_keep_the_boxes(kind: str, tmp_path: Path) -> None:
+    """The staged copy says what its source says; later writes to the source do not reach it."""
+    state: dict[str, Any] = {"w": rows(0, 8), "nested": [{"v": rows(0, 8)}]}
+    future = dcp.async_save(
+        state, checkpoint_id=tmp_path, async_checkpointer_type=dcp.AsyncCheckpointerType[kind.upper()]
+    )
+    state["w"].fill_(1e9)
+    future.result()
+    loaded: dict[str, Any] = {"w": rows(0, 8, filled=False), "nested": [{"v": rows(0, 8, filled=False)}]}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert same(loaded["w"], 0, 8)
+    assert same(loaded["nested"][0]["v"], 0, 8)
+
+
+def test_our_stager_keeps_the_attributes() -> None:
+    """Of a copy, on an object of its own: buffers that serve again must not say what was."""
+    state = {"w": rows(0, 8)}
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    staged = stager.stage(state)
+    assert isinstance(staged, dict)
+    assert claim_of(staged["w"]) == claim_of(state["w"])
+    again = stager.stage({"w": torch.zeros_like(state["w"])})
+    assert isinstance(again, dict)
+    assert claim_of(again["w"]) is None
+    stager.close()
+
+
+class Forgetful(dcp.FileSystemWriter):
+    """A writer that stages as anybody would who does not know of the attributes."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies."""
+        return {name: value.clone() for name, value in state_dict.items()}
+
+
+def test_a_stager_that_loses_the_boxes_is_an_error(tmp_path: Path) -> None:
+    """And no checkpoint of local tensors in the place of the global one."""
+    with pytest.raises(StagingError, match="does not say which boxes it holds"):
+        dcp.async_save({"w": rows(0, 8)}, storage_writer=Forgetful(tmp_path)).result()
+    assert not list(tmp_path.glob("*.dcp"))
+
+
+def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
+    """The plan of the save before serves only as long as the boxes are what they were."""
+    writer = dcp.FileSystemWriter(tmp_path / "none")
+    dcp.save({"w": rows(0, 8)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
+    tensor = rows(0, 8)
+    swapped = Claim((8, 5), ((0, 0), (4, 0)), claim_of(tensor).local_offsets, ((4, 5), (4, 5)))  # type: ignore[union-attr]
+    dcp.save({"w": with_claim(tensor, swapped)}, storage_writer=writer, checkpoint_id=tmp_path / "2")
+    loaded = {"w": torch.zeros(8, 5)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "2")
+    assert torch.equal(loaded["w"], torch.cat([GLOBAL[4:], GLOBAL[:4]]))
+
+
+def test_tensors_on_the_meta_device_get_memory(tmp_path: Path) -> None:
+    """With the same boxes."""
+    dcp.save({"w": rows(0, 8)}, checkpoint_id=tmp_path)
+    claim = claim_of(rows(0, 8))
+    state = {"w": with_claim(torch.empty(10, 7, device="meta"), claim)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert claim_of(state["w"]) == claim
+    assert torch.equal(state["w"][2 + 4 :, 1:6], GLOBAL[:4])
+
+
+def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:
+    """An object of one is an object of the other; a plan by torch's planner is the same."""
+    tensor = rows(0, 8)
+    assert isinstance(tensor, dcp.CheckpointableTensor)
+    assert not isinstance(torch.zeros(2), dcp.CheckpointableTensor)
+    if VERSION < (2, 14):
+        assert not hasattr(stock, "CheckpointableTensor")
+        return
+    protocol = importlib.import_module("torch.distributed.checkpoint.protocol")
+    assert isinstance(tensor, protocol.CheckpointableTensor)
+    assert set(protocol.CheckpointableTensor.__annotations__) == set(Claim._fields)
+    plans = []
+    for planner in (dcp.DefaultSavePlanner(), stock.DefaultSavePlanner()):
+        planner.set_up_planner({"w": tensor}, is_coordinator=True)
+        plans.append(planner.create_local_plan().items)
+    for ours, torchs in zip(*plans, strict=True):
+        assert (ours.index, ours.type, ours.tensor_data) == (torchs.index, torchs.type, torchs.tensor_data)
+    dcp.save({"w": tensor}, checkpoint_id=tmp_path, planner=stock.DefaultSavePlanner())
+    loaded = {"w": rows(0, 8, filled=False)}
+    dcp.load(loaded, checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
+    assert same(loaded["w"], 0, 8)

@@ -1,0 +1,195 @@
+"""What is used of torch beyond what it promises to keep: in one module alone, with fallbacks."""
+
+import ast
+import importlib
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dcp.storage import torch_compat
+from dcp.storage.torch_compat import UntestedTorchWarning, warn_if_untested
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("dcp", "planners", "server", "storage")
+ONLY = Path("storage/torch_compat.py")
+OTHERS = {"os", "sys", "threading"}  # modules whose private names are used, for want of public ones
+
+
+def modules() -> list[Path]:
+    """All of ours, each by its path below the root."""
+    links = {path for path in (ROOT / "dcp").iterdir() if path.is_symlink()}
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return sorted(path.relative_to(ROOT) for path in found if not links & {*path.parents})
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name has a private part."""
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def own_names(trees: dict[Path, ast.Module]) -> set[str]:
+    """Private names that our own classes define: methods, fields, attributes of ``self``."""
+    names = {"_fields", "_make", "_replace", "_asdict", "_mapping"}  # of named tuples, and SQLAlchemy's
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    return names
+
+
+def torchs_names(path: Path, tree: ast.Module, own: set[str]) -> list[str]:
+    """Private names of torch's that a module imports or looks up."""
+    uses_torch = False
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            uses_torch = True
+            door_of = f"torch.distributed.checkpoint.{path.stem}" if path.parent == Path("dcp") else None
+            if node.module != door_of:  # a door has what the module of its name has
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            uses_torch |= any(alias.name.partition(".")[0] == "torch" for alias in node.names)
+            found += [alias.name for alias in node.names if alias.name.startswith("torch.")]
+    for node in ast.walk(tree) if uses_torch else ():
+        if isinstance(node, ast.Attribute) and node.attr not in own:
+            holder = ast.unparse(node.value)
+            if holder.partition(".")[0] not in {*OTHERS, "self", "cls"}:
+                found.append(f"torch?.{node.attr}")
+    return [name for name in found if is_private(name)]
+
+
+def test_one_module_has_all_private_names_of_torch() -> None:
+    """A name that a new version drops is mended in one place, and has its fallback there."""
+    trees = {path: ast.parse((ROOT / path).read_text()) for path in modules()}
+    own = own_names({path: tree for path, tree in trees.items() if path != ONLY})
+    found = {str(path): names for path, tree in trees.items() if (names := torchs_names(path, tree, own))}
+    assert set(found) == {str(ONLY)}, found
+
+
+def test_the_tested_versions_are_those_that_can_be_installed() -> None:
+    """The extra of the package allows what was tested."""
+    oldest, newest = torch_compat.TESTED
+    allowed = f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
+    assert f'torch = ["{allowed}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234", "3.0.0", "2.9.1+cu128"])
+def test_a_torch_that_was_not_tested_is_warned_of(version: str) -> None:
+    """By a class of its own, with what was tested."""
+    with pytest.warns(UntestedTorchWarning, match=r"torch .* was not tested .* torch 2\.10 to 2\.15 were"):
+        warn_if_untested(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.15.1", "2.15.0a0+git1234", "2.12.0rc3"])
+def test_tested_ones_and_what_comes_before_them_are_not(version: str) -> None:
+    """Nightly builds and release candidates of tested versions are silent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_untested(version)
+
+
+def test_the_warning_comes_once_a_process() -> None:
+    """At the first import that needs torch, wherever that is."""
+    program = (
+        "import torch; torch.__version__ = '2.99.0'\n"
+        "import dcp; dcp.save, dcp.load, dcp.CheckpointManager, dcp.async_save\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("UntestedTorchWarning") == 1, run.stderr
+
+
+# -- fallbacks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The module as it is with a torch that has none of the names."""
+    found = importlib.import_module
+
+    def without_private(name: str, package: str | None = None) -> Any:
+        if is_private(name):
+            raise ImportError(name)
+        module = found(name, package)
+        return type("Public", (), {key: value for key, value in vars(module).items() if key[0] != "_"})
+
+    monkeypatch.setattr(importlib, "import_module", without_private)
+    for name in ("_debug_has_internal_overlap", "_foreach_copy_"):
+        monkeypatch.delattr(torch, name)
+    monkeypatch.delattr(DTensor, "_local_tensor")
+    monkeypatch.delattr(DTensor, "_spec")
+    return runpy.run_path(str(ROOT / ONLY))
+
+
+def test_without_its_private_names_plain_tensors_work(bare: dict[str, Any]) -> None:
+    """Public ways serve, and kinds of tensors that are gone have no instances."""
+    for name in ("AsyncCollectiveTensor", "Shard", "ShardedTensor", "StridedShard"):
+        assert bare[name] is not getattr(torch_compat, name)
+        assert not isinstance(torch.zeros(1), bare[name])
+    info = bare["StorageInfo"]("file", 3, 4)
+    assert (info.relative_path, info.offset, info.length) == ("file", 3, 4)
+    assert bare["has_internal_overlap"](torch.zeros(1).expand(3))
+    assert not bare["has_internal_overlap"](torch.zeros(3, 2).t())
+    targets, sources = [torch.zeros(2), torch.zeros(1)], [torch.ones(2), torch.full((1,), 5)]
+    bare["copy_tensors"](targets, sources, non_blocking=True)
+    assert [target.tolist() for target in targets] == [[1, 1], [5]]
+    with bare["preserved_versions"]((targets[0],)):
+        targets[0].add_(1)
+    flat = {"w": targets[0]}
+    assert bare["flatten_sharded_tensors"](flat) is flat
+    assert bare["weight_scales"](object()) == set()
+
+
+class NoGroup:
+    """What has none of the methods of torch's groups."""
+
+
+def test_without_private_methods_of_groups_there_are_still_their_public_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The devices come from the description of the group's backends."""
+    group: Any = NoGroup()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    assert torch_compat.devices_of(group) == [torch.device("cpu"), torch.device("cuda")]
+    assert torch_compat.backend_of(group, torch.device("cpu")) is group
+    torch_compat.set_default_timeout(group, None)
+    monkeypatch.delattr(dist.distributed_c10d, "_world")
+    assert torch_compat.all_process_groups() == []
+
+
+def dtensors(rank: int, world: int) -> list[bool]:
+    """DTensors by torch's constructor, and by its public function."""
+    mesh = init_device_mesh("cpu", (world,))
+    tensor = DTensor.from_local(torch.full((2, 3), float(rank)), mesh, [Shard(0)])
+    spec, local = torch_compat.spec_of(tensor), torch_compat.local_part(tensor)
+    public = torch_compat._public_spec(tensor)
+    made = [
+        torch_compat.dtensor_with(spec, local),
+        torch_compat.dtensor_with(public, local),
+        torch_compat.dtensor_of_parts(*torch_compat.dtensor_parts(tensor)),
+        torch_compat._from_local(*torch_compat.dtensor_parts(tensor)[:5]),
+    ]
+    return [
+        torch.equal(other.full_tensor(), tensor.full_tensor())
+        and (other.placements, other.shape, other.stride()) == (spec.placements, spec.shape, spec.stride)
+        for other in made
+    ] + [not torch_compat.shard_order(public)]
+
+
+def test_dtensors_are_made_alike_in_both_ways() -> None:
+    """Of one local part the same tensor, whether torch's description of it can be used or not."""
+    assert run_ranks(2, dtensors) == [[True] * 5] * 2
