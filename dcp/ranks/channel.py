@@ -32,7 +32,7 @@ _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 
 HEAD_BYTES = 248
-"""As much of every rank's message travels with its length; what is longer takes another collective."""
+"""As much of every rank's message travels with its length; the rest takes another collective."""
 
 _group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the operations of each process group, equal on all ranks because all run the same program."""
@@ -170,7 +170,7 @@ class Channel:
         return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
-        """The same in one collective; None, on all ranks, where one has more than HEAD_BYTES."""
+        """The same; None, on all ranks, where one has more than HEAD_BYTES."""
         heads = self._all_heads(data, wait)
         return None if any(head.size > HEAD_BYTES for head in heads) else [head.data for head in heads]
 
@@ -217,14 +217,17 @@ class Channel:
         wait(self.group.broadcast([tensor], options))
 
     def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
-        """How every rank's message begins, and how long it is: a sum of tables in which each rank has filled
-        its own row. On gloo that takes half as long as an all-gather, and every rank knows what follows."""
+        """How every rank's message begins, and how long it is, on every rank.
+
+        By way of one of them: a ring, as gloo's all-reduce and all-gather are, has a step for every rank, and
+        each waits for a core where the ranks share some.
+        """
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
-        row = self._padded(head, _LENGTH_BYTES + HEAD_BYTES).view(torch.int64)
-        table = torch.zeros(self.world_size, len(row), dtype=torch.int64, device=self.device)
-        table[self.rank] = row
-        wait(self.group.allreduce([table]))
-        return [_Head.of(_to_bytes(row.view(torch.uint8))) for row in table.cpu()]
+        row = self._padded(head, _LENGTH_BYTES + HEAD_BYTES)
+        rows = self._gather_tensor(row, 0, wait)
+        table = row.new_empty(self.world_size, len(row)) if rows is None else torch.stack(rows)
+        self._broadcast_tensor(table, 0, wait)
+        return [_Head.of(_to_bytes(row)) for row in table.cpu()]
 
     def _padded(self, data: bytes, size: int) -> torch.Tensor:
         tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
