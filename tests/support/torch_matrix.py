@@ -72,15 +72,19 @@ def state(*, filled: bool, swapped: bool = False, sharded: bool = True) -> dict[
 def shard(name: str, value: torch.Tensor, swapped: bool) -> Any:
     """A DTensor over all ranks."""
     try:
-        from torch.distributed import tensor
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     except ImportError:  # up to 2.4
-        from torch.distributed import _tensor as tensor  # type: ignore[no-redef]
+        from torch.distributed._tensor import (  # type: ignore[attr-defined]
+            Replicate,
+            Shard,
+            distribute_tensor,
+        )
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     dims = {"rows": 1 if swapped else 0, "columns": 0 if swapped else 1}
-    placement = tensor.Shard(dims[name]) if name in dims else tensor.Replicate()
-    return tensor.distribute_tensor(value, mesh, [placement])
+    placement = Shard(dims[name]) if name in dims else Replicate()
+    return distribute_tensor(value, mesh, [placement])
 
 
 def differing(loaded: dict[str, Any]) -> list[str]:
