@@ -270,8 +270,14 @@ def _from_local(
 
 def mesh_parts(mesh: DeviceMesh) -> tuple[Any, ...]:
     """What `mesh_of_parts` makes the mesh of in another process."""
-    rank = mesh._rank if hasattr(mesh, "_rank") else dist.get_rank()
-    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, rank
+    return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, _rank_in(mesh)
+
+
+def _rank_in(mesh: DeviceMesh) -> int:
+    if hasattr(mesh, "_rank"):  # from 2.11 on
+        return mesh._rank
+    place = mesh.get_coordinate()
+    return int(mesh.mesh[tuple(place)]) if place is not None else -1  # which no mesh has
 
 
 def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:

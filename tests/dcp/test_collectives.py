@@ -381,7 +381,8 @@ def test_a_process_that_gave_a_step_up_ends_at_once(tmp_path: Path) -> None:
     ranks = [start(rank) for rank in range(2)]
     try:
         output, _ = ranks[0].communicate(timeout=120)
-        assert (output, ranks[0].returncode) == ("gave up\n", 0)
+        told = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 greets
+        assert (told, ranks[0].returncode) == (["gave up"], 0)
     finally:
         ranks[0].kill()
         ranks[1].communicate()
