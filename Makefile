@@ -9,6 +9,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 # What is installed has a stamp each: all that development needs, or only what the demo does, which is half of it.
 STAMP = .venv/.installed
+BENCH_STAMP = .venv/.installed-bench
 DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
@@ -26,7 +27,7 @@ help:
 	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
-	@echo "make bench     ours and stock torch in turn, on the same data"
+	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make format    what ruff can repair by itself"
 	@echo "make sync-client the client that waits, made of the one that awaits"
 	@echo "make clean     remove .venv and the caches"
@@ -76,7 +77,7 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports
 
-bench: $(STAMP)
+bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks
 
 format: $(STAMP)
@@ -88,6 +89,12 @@ sync-client: $(STAMP)
 
 clean:
 	rm -rf .venv .venv-torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# On top of all that development needs, with the same torch.
+$(BENCH_STAMP): $(STAMP)
+	@echo "Installing what [bench] of pyproject.toml lists."
+	$(PIP) install --editable '.[bench]' --constraint constraints.txt
+	@touch $@
 
 $(STAMP): EXTRA = dev
 $(DEMO_STAMP): EXTRA = $(DEMO)

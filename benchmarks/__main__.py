@@ -65,11 +65,14 @@ class _Suite:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
+        from benchmarks.peers import not_installed
         from benchmarks.report import environment
 
         self._facts = environment(folder)
         self._begun = time.monotonic()
-        self._left_out: list[str] = []
+        self._left_out = not_installed(options.only)
+        if self._left_out:
+            self._say("others")(f"left out, not installed: {', '.join(self._left_out)}")
         self.rows: list[Any] = []
         self.measured: list[Any] = []
 
@@ -125,7 +128,7 @@ class _Suite:
 
     def _save_and_load(self, workload: str) -> None:
         from benchmarks.rounds import OPERATIONS, Spec, measure
-        from benchmarks.targets import save_load_row
+        from benchmarks.targets import peer_rows, save_load_row
 
         options = self._options
         for ranks in sorted({1, options.ranks}) if workload != "W2" else (1,):
@@ -135,7 +138,7 @@ class _Suite:
                 say = self._say(f"{workload}, {ranks} rank{'s' if ranks > 1 else ''}")
                 results = run_ranks(ranks, measure, spec, progress=say, folder=self._folder)[0]
             self.measured += results
-            self.rows += [save_load_row(result) for result in results]
+            self.rows += [row for result in results for row in (save_load_row(result), *peer_rows(result))]
 
     def _reshard(self) -> None:
         from benchmarks.resharding import CASES, SAVING_RANKS, load_resharded, save_for_resharding
@@ -174,23 +177,32 @@ class _Suite:
                 self.rows.append(memory_row(workload, operation, gigabytes, ours, stock))
 
     def _save_asynchronously(self, workload: str) -> None:
-        from benchmarks.asynchronous.saving import AsyncSpec, merge_lives, save_in_one_life
-        from benchmarks.targets import async_row
+        from benchmarks.asynchronous.saving import (
+            CONTENDERS,
+            AsyncSpec,
+            async_peers,
+            merge_lives,
+            save_in_one_life,
+        )
+        from benchmarks.targets import async_row, peer_rows
 
         options = self._options
         lives = min(_ASYNC_LIVES, options.rounds)
         for ranks in sorted({min(ranks, options.ranks) for ranks in _ASYNC_RANKS}):
             say = self._say(f"async, {workload}, {ranks} rank{'s' if ranks > 1 else ''}")
-            samples = []
+            samples, contenders = [], (*CONTENDERS, *async_peers(workload, ranks))
             for life in range(lives):
                 with self._own_folder() as name:
                     later_saves = -(-options.rounds // lives)
-                    spec = AsyncSpec(workload, options.scale, later_saves, life, Path(name))
-                    run = run_ranks(ranks, save_in_one_life, spec, progress=say, folder=self._folder)
+                    spec = AsyncSpec(workload, options.scale, later_saves, life, Path(name), contenders)
+                    arguments = (ranks, save_in_one_life, spec)
+                    run = run_ranks(*arguments, progress=say, folder=self._folder, daemon=False)
                     samples.append(run[0])
             merged = merge_lives(samples)
             self.measured += merged
-            self.rows += [async_row(result, kind) for result in merged for kind in ("thread", "process")]
+            for result in merged:
+                for kind in ("thread", "process"):
+                    self.rows += [async_row(result, kind), *peer_rows(result, kind)]
         self._asynchronous_memory(workload)
 
     def _asynchronous_memory(self, workload: str) -> None:
@@ -286,7 +298,7 @@ class _Suite:
                 raise BenchmarkError(str(error)) from error
             try:
                 service = Service(server.environment, server.pid)
-                self._left_out = not_installed(service)
+                self._left_out += not_installed(service)
                 for workload in _OBJECT_WORKLOADS:
                     self._save_and_load_objects(workload, service)
                 self._reshard_objects(service)
@@ -330,7 +342,8 @@ class _Suite:
 
 
 def _needed_bytes(options: argparse.Namespace) -> int:
-    """Of disk: what both sides keep for loading, and one more save."""
+    """Of disk: what all sides keep for loading, and one more save."""
+    from benchmarks.peers import PEER_WORKLOADS, PEERS
     from benchmarks.workloads import STATE_BYTES
 
     def needed(workload: str) -> float:
@@ -338,6 +351,8 @@ def _needed_bytes(options: argparse.Namespace) -> int:
             return _OBJECT_SAVES * STATE_BYTES["W1"]
         if workload == "convert":
             return 8.5 * STATE_BYTES["W1"]
+        if workload in PEER_WORKLOADS:
+            return (3.2 + len(PEERS)) * STATE_BYTES[workload]
         return 3.2 * STATE_BYTES.get(workload.removeprefix("async-"), STATE_BYTES["W3"])
 
     return int(max(map(needed, options.only)) * options.scale) + (64 << 20)

@@ -139,7 +139,7 @@ def markdown(rows: Sequence[Row], facts: dict[str, Any], options: dict[str, Any]
     lines = [
         "# Benchmarks",
         "",
-        "Seconds: median (smallest-largest) of the rounds. Ratios: stock / ours, pair by pair in a round.",
+        "Seconds: median (smallest-largest) of the rounds. Ratios: stock (other) / ours, in a round.",
         "",
         *(f"- {name}: {value}" for name, value in {**facts, **options}.items()),
         "",

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import limits, page_cache
+from benchmarks.peers import peer_sides
 from benchmarks.processes import Progress
-from benchmarks.sides import OURS, SAVERS, STOCK
+from benchmarks.sides import OURS, SAVERS, STOCK, Side
 from benchmarks.workloads import State, build_state
 
 __all__ = [
@@ -152,6 +153,7 @@ class _Job:
         self._state = state
         self._rank = rank
         self._progress = progress
+        self._peers = peer_sides(spec.workload, dist.get_world_size() if dist.is_initialized() else 1)
         self._saves = 0
         self._kept: dict[str, Path] = {}
         self._raw: limits.RawReads | None = None
@@ -195,7 +197,7 @@ class _Job:
 
     def _warm_up(self) -> None:
         """One save and one load by each side; the loads are checked, and their files kept for the rounds."""
-        for side in (OURS, STOCK):
+        for side in (OURS, STOCK, *self._peers):
             self._progress(f"warming up {side.name}")
             folder = self._kept[side.name] = self._spec.folder / f"kept-{side.name}"
             side.save(self._state.state_dict, folder, True)
@@ -218,12 +220,14 @@ class _Job:
     # -- saves -----------------------------------------------------------------------------------------------
 
     def _savers(self, *, durable: bool) -> dict[str, Callable[[], Sample]]:
+        savers = SAVERS | {peer.name: peer.save for peer in self._peers}
+
         def saver(name: str) -> Callable[[], Sample]:
             return lambda: self._timed_save(
-                lambda folder: SAVERS[name](self._state.state_dict, folder, durable)
+                lambda folder: savers[name](self._state.state_dict, folder, durable)
             )
 
-        contenders = {name: saver(name) for name in SAVERS}
+        contenders = {name: saver(name) for name in savers}
         size_bytes = self._state.size_bytes
         if durable:
             contenders["raw_direct_write"] = lambda: self._timed_raw_write(
@@ -271,7 +275,7 @@ class _Job:
     # -- loads -----------------------------------------------------------------------------------------------
 
     def _loaders(self, *, cold: bool) -> dict[str, Callable[[], Sample]]:
-        def loader(side: Any) -> Callable[[], Sample]:
+        def loader(side: Side) -> Callable[[], Sample]:
             def load() -> Sample:
                 folder = self._kept[side.name]
                 self._prepare_cache(folder, cold=cold)
@@ -290,7 +294,8 @@ class _Job:
             return read
 
         kind = "cold" if cold else "warm"
-        contenders = {side.name: loader(side) for side in (OURS, STOCK)}
+        peers = [] if cold else self._peers
+        contenders = {side.name: loader(side) for side in (OURS, STOCK, *peers)}
         contenders[f"raw_read_{kind}_1_thread"] = raw(1)
         contenders[f"raw_read_{kind}_2_threads"] = raw(2)
         if not cold:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.peers import PEERS
 from benchmarks.resharding import Resharding
 from benchmarks.rounds import Measurement
 
@@ -22,6 +23,7 @@ __all__ = [
     "loop_rows",
     "memory_row",
     "others_cores",
+    "peer_rows",
     "plan_row",
     "ratios",
     "reshard_row",
@@ -218,6 +220,29 @@ def save_load_row(measured: Measurement) -> Row:
     if measured.workload == "W2":
         row.microseconds = row.ours.median / measured.tensors * 1e6
     return row.judge(_TARGETS.get((measured.workload, measured.ranks, measured.operation), ()))
+
+
+def peer_rows(measured: Measurement, kind: str | None = None) -> list[Row]:
+    """A row for each other package that was timed, beside ours or our ``kind`` of asynchronous writer."""
+    samples = measured.samples
+    ours, operation = "ours", measured.operation
+    if kind is not None:
+        ours, operation = f"ours_{kind}", f"{operation}, {kind} writer"
+    return [
+        Row(
+            measured.workload,
+            measured.ranks,
+            f"{operation}, vs {name}",
+            measured.size_bytes / 1e9,
+            Spread.of(samples[ours]),
+            peer_name=name,
+            peer=Spread.of(samples[name]),
+            ratio_peer=ratios(samples[name], samples[ours]),
+            others=others_cores(measured.others),
+        )
+        for name in PEERS
+        if name in samples
+    ]
 
 
 def reshard_row(measured: Resharding) -> Row:

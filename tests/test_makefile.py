@@ -77,6 +77,13 @@ def test_the_demo_on_s3_needs_a_server(checkout: Checkout) -> None:
     assert checkout.make("demo", "S3=1") == [".[demo-s3]", "dcp.demo"]
 
 
+def test_benchmarks_bring_what_they_compare_with(checkout: Checkout) -> None:
+    """On top of the tests' packages, and once."""
+    assert checkout.make("bench") == [".[dev]", ".[bench]", "benchmarks"]
+    assert checkout.make("bench") == ["benchmarks"]
+    assert checkout.make("test") == ["pytest"]
+
+
 def test_what_is_for_development_is_not_in_the_demo() -> None:
     """And all of the demo is in what is for development, whose stamp stands for it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks import limits
 from benchmarks.asynchronous.sides import ASYNC_SIDES, AsyncSide
+from benchmarks.peers import peer_sides
 from benchmarks.process_tree import PeakMemory, cpu_seconds, resident_mebibytes
 from benchmarks.processes import Progress
 from benchmarks.rounds import (
@@ -35,7 +36,15 @@ from benchmarks.rounds import (
 from benchmarks.sides import OURS, STOCK
 from benchmarks.workloads import State, build_state
 
-__all__ = ["CONTENDERS", "OPERATIONS", "AsyncSpec", "merge_lives", "peak_async_mebibytes", "save_in_one_life"]
+__all__ = [
+    "CONTENDERS",
+    "OPERATIONS",
+    "AsyncSpec",
+    "async_peers",
+    "merge_lives",
+    "peak_async_mebibytes",
+    "save_in_one_life",
+]
 
 OPERATIONS = ("async_save first", "async_save", "async_save committed")
 """Until the state may change, at the first and at later saves; until the commit, at later ones."""
@@ -60,6 +69,11 @@ class _Timing(NamedTuple):
     blocked: Sample
     committed: Sample
     cpu_seconds: float
+
+
+def async_peers(workload: str, ranks: int) -> tuple[str, ...]:
+    """Other packages that save this workload asynchronously, where they are installed."""
+    return tuple(peer.name for peer in peer_sides(workload, ranks) if peer.name in ASYNC_SIDES)
 
 
 def save_in_one_life(rank: int, world_size: int, progress: Progress, spec: AsyncSpec) -> list[Measurement]:
@@ -93,6 +107,8 @@ class _Life:
         self._progress = progress
         self._saves = 0
         self._sides: dict[str, AsyncSide] = {name: ASYNC_SIDES[name]() for name in spec.contenders}
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._loads = {peer.name: peer.load for peer in peer_sides(spec.workload, ranks)}
         self._copy = limits.StateCopy(list(state.by_fqn.values()))
 
     def run(self) -> list[Measurement]:
@@ -134,7 +150,8 @@ class _Life:
         timing = self._timed_save(self._sides[name], folder)
         if check:
             self._state.wipe()
-            (STOCK if name.startswith("stock") else OURS).load(self._state.state_dict, folder)
+            load = self._loads.get(name, (STOCK if name.startswith("stock") else OURS).load)
+            load(self._state.state_dict, folder)
             if not self._state.is_intact():
                 raise RuntimeError(f"{name} saved other bytes than it was given in {self._spec.workload}")
         self._remove(folder)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import dcp
+from benchmarks.peers import TORCH_CHECKPOINTING, torch_checkpointing_manager
 
 __all__ = ["ASYNC_SIDES", "AsyncSide", "StartedSave"]
 
@@ -74,6 +75,37 @@ class AsyncSide:
             self._stager.close()
 
 
+class _StartedWithLock(StartedSave):
+    """torch-checkpointing gives a future of the commit alone; a lock keeps the state until it is copied."""
+
+    def __init__(self, manager: Any, upload: Future[Any]) -> None:
+        super().__init__(upload)
+        self._manager = manager
+
+    def wait_until_staged(self) -> None:
+        """As its users wait before the optimizer's step."""
+        with self._manager.lock():
+            pass
+
+
+class _TorchCheckpointing(AsyncSide):
+    """As it comes: copies in shared memory and a process that writes, here with the fsyncs that it lacks."""
+
+    def __init__(self) -> None:
+        self._manager: Any = None
+
+    def start(self, state_dict: dict[str, Any], folder: Path) -> StartedSave:
+        """Begin to save; the first time its process is started, as the other sides' are."""
+        if self._manager is None:
+            self._manager = torch_checkpointing_manager(durable=True, asynchronous=True)
+        return _StartedWithLock(self._manager, self._manager.save(str(folder), state_dict))
+
+    def close(self) -> None:
+        """End its process."""
+        if self._manager is not None:
+            self._manager.close()
+
+
 def _reused_stager() -> AsyncStager:
     """The quickest of stock's that works without a GPU: nothing pinned nor shared, its copies are reused."""
     return DefaultStager(
@@ -94,5 +126,6 @@ ASYNC_SIDES: dict[str, Callable[[], AsyncSide]] = {
     "stock": lambda: AsyncSide(stock.async_save, _THREAD, None),
     "stock_reused": lambda: AsyncSide(stock.async_save, _THREAD, _reused_stager()),
     "stock_process": lambda: AsyncSide(stock.async_save, _PROCESS, None),
+    TORCH_CHECKPOINTING: _TorchCheckpointing,
 }
 """Stock's process writer needs an initialized process group and a parent that may have children."""

@@ -48,6 +48,9 @@ def test_table_and_json_are_written_and_nothing_is_left_behind(tmp_path: Path) -
         assert row["ours"]["median"] > 0
         assert row["ratio"]["median"] == pytest.approx(row["stock"]["median"] / row["ours"]["median"])
         assert row["of_limit"] > 0 and row["microseconds"] > 0
+    for operation in ("save durable", "save", "load warm"):
+        assert rows["W2", f"{operation}, vs torch.save"]["peer"]["median"] > 0
+        assert rows["W2", f"{operation}, vs safetensors"]["ratio_peer"]["median"] > 0
     assert rows["W1", "load, peak memory"]["mebibytes"] >= 0
     for kind in ("thread", "process"):
         blocked = rows["W1", f"async_save, {kind} writer"]
