@@ -67,13 +67,14 @@ class BatchRunner:
     def _carry_out(
         self, task: Task, on_bytes: Callable[[int], None] | None, check: Check | None
     ) -> TaskResult:
+        place = task.name, task.begin, task.file_bytes
         try:
-            return carry_out(task, self._reader, self._output.open(task), on_bytes=on_bytes, check=check)
+            return carry_out(task, self._reader, self._output.open(*place), on_bytes=on_bytes, check=check)
         except StorageError:
             # Another attempt at this task has been quicker, and its file is what ours would have been.
-            if not self._output.is_written(task):
+            if not self._output.is_written(task.name):
                 raise
-            return carry_out(task, self._reader, self._output.open(task), check=check)
+            return carry_out(task, self._reader, self._output.open(*place), check=check)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dcp.storage.errors import CheckpointConflictError
 from dcp.storage.stores.base import Buffer, ReadHandle, Store, WriteHandle
 from dcp.storage.stores.posix_files import DurableFile, step
-
-if TYPE_CHECKING:
-    from dcp.conversion.copying.tasks import Task
 
 __all__ = ["ComparedFile", "Output", "ReservedRange", "announce", "observers"]
 
@@ -40,20 +37,18 @@ class Output:
     in_place: bool
     replace: bool = False
 
-    def open(self, task: Task) -> WriteHandle:
-        """The range or the file of ``task``. A file that is there already, since a run before this one wrote
-        it, need only be compared."""
+    def open(self, name: str, begin: int, size_bytes: int) -> WriteHandle:
+        """The range from ``begin`` on of a file of ``size_bytes``, or the file. A file that is there already,
+        since a run before this one wrote it, need only be compared."""
         if self.in_place:
-            return ReservedRange(Path(self.store.url) / task.name, task.begin)
-        if self.is_written(task):
-            return ComparedFile(self.store.open_read(task.name), self.store.path_of(task.name), task.end)
-        return self.store.create(
-            task.name, durable=True, expected_bytes=task.file_bytes, replace=self.replace
-        )
+            return ReservedRange(Path(self.store.url) / name, begin)
+        if self.is_written(name):
+            return ComparedFile(self.store.open_read(name), self.store.path_of(name), size_bytes)
+        return self.store.create(name, durable=True, expected_bytes=size_bytes, replace=self.replace)
 
-    def is_written(self, task: Task) -> bool:
-        """Whether the file of ``task`` is there, and may not be replaced."""
-        return not (self.in_place or self.replace) and self.store.stat(task.name) is not None
+    def is_written(self, name: str) -> bool:
+        """Whether a task's file is there, and may not be replaced."""
+        return not (self.in_place or self.replace) and self.store.stat(name) is not None
 
 
 class ReservedRange(DurableFile):
