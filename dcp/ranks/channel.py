@@ -6,9 +6,11 @@ is given a function that waits for the work, so that waits can be bounded and wa
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,6 +44,11 @@ _group_life: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _group_given_up: weakref.WeakKeyDictionary[Any, tuple[list[int], str]] = weakref.WeakKeyDictionary()
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+_works: list[Any] = []
+"""The latest collective, and those before it that are not complete."""
+
+_works_lock = threading.Lock()
 
 
 class _Head(NamedTuple):
@@ -135,6 +142,14 @@ class Channel:
         if self.device.type == "cpu":
             _keep_for_ever(torch_compat.backend_of(self.group, self.device))
 
+    @staticmethod
+    def begun(work: Any) -> Any:
+        """``work`` again, noted as a collective that may be under way when the interpreter ends."""
+        global _works
+        with _works_lock:
+            _works = [*(other for other in _works if not other.is_completed()), work]
+        return work
+
     # -- exchanges -------------------------------------------------------------------------------------------
 
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
@@ -155,7 +170,7 @@ class Channel:
         parts = [torch.empty_like(own) for _ in range(self.world_size)] if self.rank == root else None
         options = dist.GatherOptions()
         options.rootRank = root
-        wait(self.group.gather([] if parts is None else [parts], [own], options))
+        wait(self.begun(self.group.gather([] if parts is None else [parts], [own], options)))
         return parts
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
@@ -166,7 +181,7 @@ class Channel:
             return [head.data for head in heads]
         own = self._padded(data[HEAD_BYTES:], rest)
         parts = [torch.empty_like(own) for _ in heads]
-        wait(self.group.allgather([parts], [own]))
+        wait(self.begun(self.group.allgather([parts], [own])))
         return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
@@ -193,7 +208,7 @@ class Channel:
             parts = [[self._padded(part, size) for part in sent]]
         options = dist.ScatterOptions()
         options.rootRank = root
-        wait(self.group.scatter([own], parts, options))
+        wait(self.begun(self.group.scatter([own], parts, options)))
         return data[root] if data is not None else _to_bytes(own, lengths[self.rank])
 
     def broadcast(self, data: bytes | None, root: int, wait: Wait) -> bytes:
@@ -214,7 +229,7 @@ class Channel:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        wait(self.group.broadcast([tensor], options))
+        wait(self.begun(self.group.broadcast([tensor], options)))
 
     def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
         """How every rank's message begins, and how long it is, on every rank.
@@ -265,10 +280,18 @@ def _keep_groups_for_ever() -> None:
         _keep_for_ever(group)
 
 
-def _keep_for_ever(group: Any) -> None:
+def _keep_for_ever(owned: Any) -> None:
     """A reference that nobody gives back outlives the interpreter's clearing up."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
+
+
+def _keep_works_for_ever() -> None:
+    """At the end of the interpreter. A work that completes then is let go by a thread of gloo's, which asks
+    for the interpreter's lock to drop the tensors, is ended by that, and aborts the process."""
+    for work in _works:
+        _keep_for_ever(work)
 
 
 if dist.is_available():
     os.register_at_fork(after_in_child=_keep_groups_for_ever)
+    atexit.register(_keep_works_for_ever)
