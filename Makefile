@@ -17,8 +17,9 @@ DEMO_STAMP = .venv/.installed-$(DEMO)
 # its own. A file stays on one worker, and those that take longest are first (tests/conftest.py).
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
+PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch check lint types contracts bench format sync-client clean
+.PHONY: help demo test test-all test-torch check lint types contracts bench packages format sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -28,6 +29,7 @@ help:
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
+	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make format    what ruff can repair by itself"
 	@echo "make sync-client the client that waits, made of the one that awaits"
 	@echo "make clean     remove .venv and the caches"
@@ -79,6 +81,9 @@ contracts: $(STAMP)
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks
+
+packages: $(STAMP)
+	$(BIN)/python -m tests.support.packages $(PACKAGES_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -110,6 +111,8 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
             traceback.print_exception(error)
         elif isinstance(error, CheckpointError | OSError):
             print_error(str(error))
+        elif isinstance(error, ModuleNotFoundError) and (extra := _extra_with(error.name)):
+            print_error(f"this needs {error.name}: pip install 'dcphub[{extra}]'")
         else:
             print_error(
                 f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)"
@@ -117,6 +120,19 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_FAILURE) from error
     finally:
         requests.setLevel(level)
+
+
+def _extra_with(module: str | None) -> str | None:
+    """Which extra brings the package that such a module is in; None where none does."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    package = (module or "").partition(".")[0].replace("_", "-")
+    pattern = re.compile(rf"{re.escape(package)}(?![\w.-]).*extra == [\"'](?P<extra>[\w-]+)")
+    with contextlib.suppress(PackageNotFoundError):  # of a checkout that is not installed
+        for requirement in requires("dcphub") or ():
+            if match := pattern.match(requirement):
+                return match["extra"]
+    return None
 
 
 def nobody_reads() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -228,3 +230,23 @@ def test_ranks_are_as_brief(places: Path) -> None:
         assert "/run has step-00000020, step-00000010." in found["other places"]
         other_keys = found["other keys on each rank"]
         assert "rank 0: Missing" in other_keys and "rank 1: Missing" in other_keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["serve"], "pydantic_settings"),
+        (["worker"], "structlog"),
+        (["db", "status"], "alembic"),
+        (["keys", "list"], "sqlalchemy"),
+    ],
+)
+def test_a_command_whose_packages_are_not_installed_names_the_extra(
+    arguments: list[str], package: str, tmp_path: Path
+) -> None:
+    """It is no fault of ours that somebody should report."""
+    program = f"import sys; sys.modules[{package!r}] = None; from dcp.cli import main; main()"
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr == f"dcp: this needs {package}: pip install 'dcphub[server]'\n"
