@@ -106,10 +106,15 @@ def _begin(rank: int, meeting: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(meeting, RANKS), rank=rank, world_size=RANKS)
 
 
+def _end() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def _write(rank: int, meeting: str, whose: str, folder: str) -> None:
     _begin(rank, meeting)
     package(whose).save(state(filled=True), checkpoint_id=folder)
-    dist.barrier()
+    _end()
 
 
 def _read(rank: int, meeting: str, whose: str, folders: list[str], answer: str) -> None:
@@ -120,6 +125,7 @@ def _read(rank: int, meeting: str, whose: str, folders: list[str], answer: str) 
     if rank == 0:
         told = {folder: next(filter(None, (part[folder] for part in everybody)), "") for folder in folders}
         Path(answer).write_text(json.dumps(told))
+    _end()
 
 
 def _attempt(whose: str, folder: str) -> str:
@@ -136,7 +142,7 @@ def _attempt(whose: str, folder: str) -> str:
 def _alone(whose: str, folder: str) -> str:
     target = state(filled=False, sharded=False)
     try:
-        package(whose).load(target, checkpoint_id=folder, no_dist=True)
+        package(whose).load(target, checkpoint_id=folder)
         wrong = differing(target)
     except BaseException as error:  # noqa: BLE001 - as above
         return f"{type(error).__name__}: {error}"
