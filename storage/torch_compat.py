@@ -62,6 +62,7 @@ __all__ = [
     "stock_fsspec_storages",
     "strides_of",
     "tensor_properties",
+    "use_count",
     "warn_if_untested",
     "weight_scales",
 ]
@@ -155,6 +156,10 @@ _overlap: Callable[[torch.Tensor], int] = getattr(torch, "_debug_has_internal_ov
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements are known to share memory, as those of an expanded tensor do."""
     return _overlap(tensor) == 1
+
+
+use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
+"""How many references to a tensor there are, Python's being one together; without it, as if no other."""
 
 
 def _copy_each(

@@ -130,6 +130,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(importlib, "import_module", without_private)
     for name in ("_debug_has_internal_overlap", "_foreach_copy_"):
         monkeypatch.delattr(torch, name)
+    monkeypatch.delattr(torch._C.TensorBase, "_use_count")
     monkeypatch.delattr(DTensor, "_local_tensor")
     monkeypatch.delattr(DTensor, "_spec")
     return runpy.run_path(str(ROOT / ONLY))
@@ -144,6 +145,7 @@ def test_without_its_private_names_plain_tensors_work(bare: dict[str, Any]) -> N
     assert (info.relative_path, info.offset, info.length) == ("file", 3, 4)
     assert bare["has_internal_overlap"](torch.zeros(1).expand(3))
     assert not bare["has_internal_overlap"](torch.zeros(3, 2).t())
+    assert bare["use_count"](torch.zeros(1)) == 1
     targets, sources = [torch.zeros(2), torch.zeros(1)], [torch.ones(2), torch.full((1,), 5)]
     bare["copy_tensors"](targets, sources, non_blocking=True)
     assert [target.tolist() for target in targets] == [[1, 1], [5]]

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,10 +46,28 @@ _group_given_up: weakref.WeakKeyDictionary[Any, tuple[list[int], str]] = weakref
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
-_works: list[Any] = []
-"""The latest collective, and those before it that are not complete."""
+_works: list[_Begun] = []
+"""The latest collective, and those before it whose tensors are not let go by the group's own threads."""
 
 _works_lock = threading.Lock()
+
+_LET_GO_SECONDS = 2.0
+"""How long the end of the interpreter waits for threads that drop the tensors of complete collectives."""
+
+
+class _Begun(NamedTuple):
+    """A collective, None once it is complete, and its tensors."""
+
+    work: Any
+    tensors: tuple[torch.Tensor, ...]
+
+    def is_held(self) -> bool:
+        """Whether others than Python have references to the tensors: the work has, until it is dropped."""
+        return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
+
+    def now(self) -> _Begun:
+        """Without the work if it is complete."""
+        return self._replace(work=None) if self.work is not None and self.work.is_completed() else self
 
 
 class _Head(NamedTuple):
@@ -143,11 +162,12 @@ class Channel:
             _keep_for_ever(torch_compat.backend_of(self.group, self.device))
 
     @staticmethod
-    def begun(work: Any) -> Any:
+    def begun(work: Any, *tensors: torch.Tensor) -> Any:
         """``work`` again, noted as a collective that may be under way when the interpreter ends."""
         global _works
         with _works_lock:
-            _works = [*(other for other in _works if not other.is_completed()), work]
+            others = [other.now() for other in _works]
+            _works = [*(other for other in others if other.is_held()), _Begun(work, tensors)]
         return work
 
     # -- exchanges -------------------------------------------------------------------------------------------
@@ -170,7 +190,8 @@ class Channel:
         parts = [torch.empty_like(own) for _ in range(self.world_size)] if self.rank == root else None
         options = dist.GatherOptions()
         options.rootRank = root
-        wait(self.begun(self.group.gather([] if parts is None else [parts], [own], options)))
+        work = self.group.gather([] if parts is None else [parts], [own], options)
+        wait(self.begun(work, own, *(parts or ())))
         return parts
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
@@ -181,7 +202,7 @@ class Channel:
             return [head.data for head in heads]
         own = self._padded(data[HEAD_BYTES:], rest)
         parts = [torch.empty_like(own) for _ in heads]
-        wait(self.begun(self.group.allgather([parts], [own])))
+        wait(self.begun(self.group.allgather([parts], [own]), own, *parts))
         return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
@@ -208,7 +229,7 @@ class Channel:
             parts = [[self._padded(part, size) for part in sent]]
         options = dist.ScatterOptions()
         options.rootRank = root
-        wait(self.begun(self.group.scatter([own], parts, options)))
+        wait(self.begun(self.group.scatter([own], parts, options), own, *itertools.chain(*parts)))
         return data[root] if data is not None else _to_bytes(own, lengths[self.rank])
 
     def broadcast(self, data: bytes | None, root: int, wait: Wait) -> bytes:
@@ -229,7 +250,7 @@ class Channel:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        wait(self.begun(self.group.broadcast([tensor], options)))
+        wait(self.begun(self.group.broadcast([tensor], options), tensor))
 
     def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
         """How every rank's message begins, and how long it is, on every rank.
@@ -285,13 +306,18 @@ def _keep_for_ever(owned: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
 
 
-def _keep_works_for_ever() -> None:
-    """At the end of the interpreter. A work that completes then is let go by a thread of gloo's, which asks
-    for the interpreter's lock to drop the tensors, is ended by that, and aborts the process."""
-    for work in _works:
-        _keep_for_ever(work)
+def _let_works_go() -> None:
+    """At the end of the interpreter. A thread of gloo's that drops a collective's tensors asks for the
+    interpreter's lock; once there is none it is ended by that, and aborts the process. So works that Python
+    still has are never dropped, and threads that drop another's tensors now are waited for."""
+    for other in _works:
+        if other.work is not None:
+            _keep_for_ever(other.work)
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while any(other.work is None and other.is_held() for other in _works) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 if dist.is_available():
     os.register_at_fork(after_in_child=_keep_groups_for_ever)
-    atexit.register(_keep_works_for_ever)
+    atexit.register(_let_works_go)

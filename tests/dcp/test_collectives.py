@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import dcp
-from dcp.ranks.channel import HEAD_BYTES
+from dcp.ranks import channel
+from dcp.ranks.channel import HEAD_BYTES, Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
@@ -398,6 +400,29 @@ def operation_after_an_interrupt(rank: int, world_size: int) -> list[bytes]:
     with pytest.raises(KeyboardInterrupt):
         first._guard("probe", interrupted)
     return Ranks(use_dist=True, timeout_seconds=60).all_gather("probe", lambda: b"x")
+
+
+def test_the_end_waits_for_threads_that_drop_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A complete work that Python has let go, and a thread of the group's has not: where that drops it after
+    the interpreter has ended, the process aborts."""
+    monkeypatch.setattr(channel, "_works", [])
+    with tempfile.TemporaryDirectory() as folder:
+        group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
+        factor = torch.ones(3, requires_grad=True)
+        tensor = torch.zeros(3)
+        other_owner = [factor * tensor]  # autograd has a reference that is none of Python's
+        for sent in (tensor, torch.zeros(3)):
+            work = Channel.begun(group.allreduce([sent]), sent)
+            work.wait()
+        assert [one.work is None for one in channel._works] == [True, False]
+        dropped = threading.Timer(0.3, other_owner.clear)
+        dropped.start()
+        channel._let_works_go()
+        assert not other_owner
+        dropped.join()
+        del work
+        Channel.begun(group.allreduce([tensor]), tensor)
+        assert len(channel._works) == 1  # what nobody else has is forgotten
 
 
 def test_one_rank_is_always_in_step_with_itself() -> None:

@@ -134,7 +134,7 @@ class RankAgreement(Agreement):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._cast = torch.tensor([*map(int, astuple(votes)), *turn], dtype=torch.int64, device="cpu")
-        self._work = self._channel.begun(self._channel.group.allreduce([self._cast], options))
+        self._work = self._channel.begun(self._channel.group.allreduce([self._cast], options), self._cast)
 
     def _read(self) -> Votes:
         if self._work is None:
