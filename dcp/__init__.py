@@ -135,6 +135,7 @@ _SUBMODULES = frozenset(
         "fsspec_filesystem",
         "hf_storage",
         "inspection",
+        "integrations",
         "logger",
         "metadata",
         "optimizer",

@@ -67,7 +67,7 @@ def declared_extras() -> dict[str, list[str]]:
 
 def brings_torch(extra: str) -> bool:
     """Also by what it asks for."""
-    return bool({"torch", "examples"} & members(extra))
+    return "torch" in members(extra)
 
 
 def build(folder: Path) -> Path:
