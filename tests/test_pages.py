@@ -100,7 +100,8 @@ def steps_of(folder: Path) -> list[int]:
 def run_until_saved(folder: Path, command: list[str], by: signal.Signals) -> int:
     """Run until there is a new step, then send a signal; the step that it began with."""
     before = max(steps_of(folder), default=0)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # unbuffered: a rank may be done before torchrun's signal reaches it, and is ended by that without a flush
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 240
         while max(steps_of(folder), default=0) <= before:
