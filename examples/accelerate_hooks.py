@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DataLoaderConfiguration
-from random_state import RandomState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dcp
+from dcp.integrations.random_state import RandomState
 from dcp.state_dict import get_state_dict, set_state_dict
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_state import RandomState
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
@@ -34,6 +33,7 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 import dcp
+from dcp.integrations.random_state import RandomState
 from dcp.state_dict import get_state_dict, set_state_dict
 
 

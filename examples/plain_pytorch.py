@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from random_state import RandomState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import dcp
+from dcp.integrations.random_state import RandomState
 from dcp.state_dict import get_state_dict, set_state_dict
 
 BATCH_SIZE = 4

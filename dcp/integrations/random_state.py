@@ -1,4 +1,4 @@
-"""The random generators of a process as a `Stateful`. The recipes beside this file use it."""
+"""The random generators of a process as a `Stateful`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-import dcp
+from dcp.planners.per_rank import PerRank
 
 __all__ = ["RandomState"]
 
 
 class RandomState:
-    """The global generators of torch, of CUDA's current device, of numpy and of Python: each rank's own.
+    """The global generators of Python, of numpy, of torch and of CUDA's current device: each rank's own.
 
     A rank gets its own back; on another number of ranks all go on with what they have, if it is restored with
     ``per_rank="keep"``. Tensors and plain numbers throughout, for readers that refuse arrays.
@@ -31,7 +31,7 @@ class RandomState:
         }
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
-        return {"generators": dcp.PerRank(states)}
+        return {"generators": PerRank(states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set all generators."""
