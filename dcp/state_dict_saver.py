@@ -38,12 +38,11 @@ from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOutcome, carry_out
 from dcp.storage.writer import FileSystemWriter
+from dcp.torch_names import names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
-
-from dcp.torch_names import names_of
 
 __all__ = [
     "AsyncCheckpointerType",
@@ -151,24 +150,22 @@ def save_with(
     """`save`, with what it did on this rank; without ``has_stateful`` all values are saved as they are."""
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
 
-    def ranks_of_attempt() -> Ranks:
-        return Ranks(
-            process_group,
-            use_dist=not alone,
-            coordinator=coordinator,
-            timeout_seconds=options.timeout_seconds,
-            operation="save",
-        )
+    ranks = Ranks(
+        process_group,
+        use_dist=not alone,
+        coordinator=coordinator,
+        timeout_seconds=options.timeout_seconds,
+        operation="save",
+    )
+    with told_to_all(ranks):
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
+        engine = save_engine(writer, planner, options)
 
-    def part(ranks: Ranks) -> RankPart:
+    def part() -> RankPart:
         state = stateful_to_plain(state_dict) if has_stateful else state_dict
         return engine.part(state, rank=ranks.rank, is_coordinator=ranks.is_coordinator)
 
-    with told_to_all(ranks_of_attempt()):
-        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
-        engine = save_engine(writer, planner, options)
-    cache = _cache_for(storage_writer, planner)
-    return carry_out(SaveOrder(engine, options), part, lambda _: ranks_of_attempt(), cache=cache)
+    return carry_out(SaveOrder(engine, options), part, ranks, cache=_cache_for(storage_writer, planner))
 
 
 @plain_errors

@@ -83,9 +83,10 @@ class AsyncSession:
         self._given_stager = stager
         self._stager: DefaultStager | None = None
         self._in_flight = in_flight
-        self._own_channel = (
-            None if alone else own_channel(process_group, timeout_seconds, manner=[self.kind.value])
-        )
+        self._own_channel = None
+        if not alone:
+            shared = Ranks(process_group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
+            self._own_channel = own_channel(shared, manner=[self.kind.value])
         self.rank = 0 if self._own_channel is None else self._own_channel.rank
         self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
         self._serial = 0
@@ -97,10 +98,6 @@ class AsyncSession:
         self._finalizer = weakref.finalize(self, self._worker.close, 0.0)
         self._finalizer.atexit = False
         _open_sessions.add(self)
-
-    def ranks(self, operation: str = "save", abort: threading.Event | None = None) -> Ranks:
-        """The ranks of this session, over its own group: for one operation that all of them take part in."""
-        return _ranks(self._own_channel, self.timeout_seconds, operation, abort)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -274,34 +271,23 @@ class AsyncSession:
     def _make_worker(self, start: bool) -> BackgroundWriter:
         if not self._in_process:
             # nothing that refers to this object: it could not be dropped any more
-            return ThreadWriter(partial(_ranks, self._own_channel, self.timeout_seconds, "save"))
+            return ThreadWriter(partial(_ranks, self._own_channel, self.timeout_seconds))
         from dcp.background.process.writer import ProcessWriter
 
         return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
 
 
-def _ranks(
-    channel: Channel | None, timeout_seconds: float, operation: str, abort: threading.Event | None
-) -> Ranks:
-    return Ranks(
-        use_dist=channel is not None,
-        channel=channel,
-        timeout_seconds=timeout_seconds,
-        operation=operation,
-        abort=abort,
-    )
+def _ranks(channel: Channel | None, timeout_seconds: float, abort: threading.Event) -> Ranks:
+    use_dist = channel is not None
+    return Ranks(use_dist=use_dist, channel=channel, timeout_seconds=timeout_seconds, abort=abort)
 
 
 def own_channel(
-    group: ProcessGroup | None,
-    timeout_seconds: float,
-    *,
-    manner: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
+    shared: Ranks, *, manner: Sequence[str] = (), options: Mapping[str, Any] | None = None
 ) -> Channel | None:
-    """A gloo group over the store of ``group``: saves run beside the training's collectives, and two threads
-    that use one group would take each other's messages. None for one rank. Collective."""
-    shared = Ranks(group, use_dist=True, timeout_seconds=timeout_seconds, operation="session")
+    """A gloo group of the ``shared`` ranks, over the store of theirs: saves run beside the training's
+    collectives, and two threads that use one group would take each other's messages. None for one rank.
+    Collective."""
     begin(shared, lambda: "", manner=manner, options=options)
     if shared.world_size == 1:
         return None

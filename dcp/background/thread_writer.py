@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp.background.future import SaveFuture
 from dcp.background.worker import BackgroundWriter, Payload, payload_of
 from dcp.planners.save.plan_cache import PlanCache
+from dcp.ranks.collectives import Ranks
 from dcp.saving.engine import SaveOrder
-from dcp.saving.order import RanksFor, carry_out
+from dcp.saving.order import carry_out
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["ThreadWriter"]
@@ -27,12 +29,11 @@ class ThreadWriter(BackgroundWriter):
     """Carries out saves in a thread, one at a time.
 
     It runs as a daemon: a save that hangs must not keep the interpreter from ending once the session's
-    bounded drain is over.
+    bounded drain is over. ``ranks_for`` makes the ranks of a save, given its abort.
     """
 
-    def __init__(self, ranks_for: RanksFor, *, name: str = "dcp-writer") -> None:
+    def __init__(self, ranks_for: Callable[[threading.Event], Ranks]) -> None:
         self._ranks_for = ranks_for
-        self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._cache = PlanCache()
@@ -48,7 +49,7 @@ class ThreadWriter(BackgroundWriter):
         if self._closed:
             raise CheckpointError("this writer is closed")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._run, name="dcp-writer", daemon=True)
             self._thread.start()
         self._tasks.put(_Task(order, payload, future))
 
@@ -70,9 +71,8 @@ class ThreadWriter(BackgroundWriter):
         try:
             metadata, outcome = carry_out(
                 order,
-                lambda _: payload_of(task.payload, order),
-                self._ranks_for,
-                abort=future.abort_event,
+                lambda: payload_of(task.payload, order),
+                self._ranks_for(future.abort_event),
                 cache=self._cache,
             )
         except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is

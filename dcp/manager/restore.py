@@ -13,7 +13,6 @@ rank can take another step than the others.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -27,6 +26,7 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin
+from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -184,19 +184,15 @@ class _Restoring:
         return self._retried(f"the restore of step {step}", lambda: self.load_once(name))
 
     def _retried(self, what: str, attempt: Callable[[], T]) -> T:
-        """The result of ``attempt``, tried again while the storage fails; its errors are of all ranks
-        alike."""
-        for number in range(self.retries):
-            try:
-                return attempt()
-            except CheckpointError as error:
-                if not _is_passing(error):
-                    raise
-                pause_seconds = self.pause_seconds * 2**number
-                logger.warning("%s failed and is tried again in %g s: %s", what, pause_seconds, error)
-            time.sleep(pause_seconds)
+        """The result of ``attempt``, tried again while the storage fails."""
         try:
-            return attempt()
+            return retried(
+                lambda _: attempt(),
+                what,
+                retries=self.retries,
+                pause_seconds=self.pause_seconds,
+                is_passing=_is_passing,
+            )
         except CheckpointError as error:
             if _is_passing(error):
                 error.add_note(

@@ -183,7 +183,7 @@ class Ranks(Exchanges):
             return stamp + _FAILED + pack_failure(error), error
 
     def _check_abort(self) -> None:
-        if self._abort is not None and self._abort.is_set():
+        if self.abort is not None and self.abort.is_set():
             raise SaveAbortedError(f"the {self.operation} was called off on rank {self.rank}", rank=self.rank)
 
 

@@ -76,7 +76,7 @@ class Exchanges:
         self.operation = operation
         self.group: ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
-        self._abort = abort
+        self.abort = abort
         self._channel: Channel | None = None
         if not use_dist:
             return

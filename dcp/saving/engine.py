@@ -29,9 +29,8 @@ __all__ = ["PartOf", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder"]
 RankPart = Any
 """What a rank has, as the engine takes it: a `RankState`, or for torch's protocol the state dict."""
 
-
-PartOf = Callable[["Ranks"], RankPart]
-"""Gives what this rank of those has. It is asked in the first step, so that its failure reaches all ranks."""
+PartOf = Callable[[], RankPart]
+"""Gives what this rank has. It is asked in the first step, so that its failure reaches all ranks."""
 
 
 @dataclass
@@ -149,7 +148,7 @@ class SaveAttempt(ABC):
         self._scattered = len(set(places)) > 1
 
     def _part(self) -> RankPart:
-        part = self._part_of(self._ranks)
+        part = self._part_of()
         self.seconds.update(self._order.seconds)  # staging may have ended only now
         return part
 

@@ -6,10 +6,8 @@ own.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
+from dcp.ranks.retrying import retried
 from dcp.saving.engine import PartOf, SaveOrder
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -26,14 +25,9 @@ from dcp.storage.errors import (
     StorageFullError,
 )
 
-__all__ = ["RanksFor", "SaveOutcome", "agreeing_seconds", "carry_out", "is_passing"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["SaveOutcome", "agreeing_seconds", "carry_out", "is_passing"]
 
 _LONGEST_AGREEING_SECONDS = 20.0
-
-RanksFor = Callable[[threading.Event], Ranks]
-"""Makes the ranks of one attempt; the event is the save's abort."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +43,29 @@ class SaveOutcome:
 
 
 def carry_out(
-    order: SaveOrder,
-    part: PartOf,
-    ranks_for: RanksFor,
-    *,
-    abort: threading.Event | None = None,
-    cache: PlanCache | None = None,
+    order: SaveOrder, part: PartOf, ranks: Ranks, *, cache: PlanCache | None = None
 ) -> tuple[Metadata, SaveOutcome]:
     """Save what ``part`` gives: what this rank has, or a staged copy of it.
 
     It is asked within the first step, so that a failed staging of one rank fails the save on all. ``cache``
     keeps the plan for the saves to come; all ranks have one, or none. Attempts end alike on all ranks, since
-    all see the same error. ``abort`` calls the save off.
+    all see the same error. The abort of ``ranks`` calls the save off.
     """
-    options, number = order.options, 0
-    never = threading.Event()
-    while True:
-        number += 1
-        try:
-            return _attempt(order, part, ranks_for(abort or never), number, abort, cache)
-        except CheckpointError as error:
-            if number > options.retries or not is_passing(error):
-                raise
-            pause = options.retry_pause_seconds * 2 ** (number - 1)
-            logger.warning("attempt %d of a save failed, the next follows in %g s: %s", number, pause, error)
-            (abort or never).wait(pause)
+    options = order.options
+
+    def attempt(number: int) -> tuple[Metadata, SaveOutcome]:
+        if number > 1:
             order.engine.writer.reset()
+        return _attempt(order, part, ranks, number, cache)
+
+    return retried(
+        attempt,
+        f"the save to {getattr(order.engine.writer, 'checkpoint_id', None)}",
+        retries=options.retries,
+        pause_seconds=options.retry_pause_seconds,
+        is_passing=is_passing,
+        wait=(ranks.abort or threading.Event()).wait,
+    )
 
 
 def is_passing(error: CheckpointError) -> bool:
@@ -93,17 +84,12 @@ def agreeing_seconds(timeout_seconds: float) -> float:
 
 
 def _attempt(
-    order: SaveOrder,
-    part: PartOf,
-    ranks: Ranks,
-    number: int,
-    abort: threading.Event | None,
-    cache: PlanCache | None,
+    order: SaveOrder, part: PartOf, ranks: Ranks, number: int, cache: PlanCache | None
 ) -> tuple[Metadata, SaveOutcome]:
     begun = time.perf_counter()
     options = order.options
-    if abort is not None:
-        watched = _watched(abort, options.progress, show=ranks.is_coordinator)
+    if ranks.abort is not None:
+        watched = _watched(ranks.abort, options.progress, show=ranks.is_coordinator)
         order = replace(order, options=replace(options, progress=watched))
     attempt = order.engine.attempt(order, part, ranks, cache)
     metadata = attempt.run()

@@ -109,7 +109,7 @@ def save_steps(rank: int, world_size: int, folder: str) -> list[Step]:
         planner, ranks = DefaultSavePlanner(), CountingRanks(use_dist=True)
         planner.rank = rank
 
-        def local(_: Ranks, step: int = step, planner: DefaultSavePlanner = planner) -> RankState:
+        def local(step: int = step, planner: DefaultSavePlanner = planner) -> RankState:
             planner.set_up_planner(state(rank, world_size, step))
             return planner.create_local_columns(digests=False)
 

@@ -29,6 +29,10 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
         manager = dcp.CheckpointManager(root, mode=how, timeout_seconds=4.0)  # type: ignore[arg-type]
         manager.save(1, STATE)
         manager.wait()
+    elif how == "save after a refused one":
+        a_class: Any = dcp.FileSystemWriter if rank == 1 else None
+        names, *_ = outcome(lambda: dcp.save(STATE, checkpoint_id=root, storage_writer=a_class))
+        assert "RankFailedError" in names
     elif not first:
         dcp.save(STATE, checkpoint_id=root)
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
@@ -36,7 +40,7 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
     store.wait([f"ready/{other}" for other in range(world_size)], timedelta(seconds=120))
 
     def act() -> None:
-        if how == "save":
+        if how.startswith("save"):
             dcp.save(STATE, checkpoint_id=root, timeout_seconds=4.0)
         elif how == "load":
             dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, timeout_seconds=4.0)
@@ -58,7 +62,9 @@ _OTHER_WAITS = [
 ]
 
 
-@pytest.mark.parametrize("how", ["first load", "save", "manager", "process", *_OTHER_WAITS])
+@pytest.mark.parametrize(
+    "how", ["first load", "save", "save after a refused one", "manager", "process", *_OTHER_WAITS]
+)
 def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, how: str) -> None:
     """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
     nobody else."""

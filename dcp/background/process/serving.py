@@ -155,14 +155,8 @@ class WriterLoop:
             refusal = _Refusal(error)
             order, payload = refusal.order(body), refusal.payload
         order = replace(order, options=replace(order.options, progress=self._progress(save)))
-        ranks_for = self._meeting.ranks_for(order.options.timeout_seconds)
-        metadata, outcome = carry_out(
-            order,
-            lambda _: payload(),
-            ranks_for,
-            abort=save.abort,
-            cache=self._cache,
-        )
+        ranks = self._meeting.ranks(order.options.timeout_seconds, save.abort)
+        metadata, outcome = carry_out(order, payload, ranks, cache=self._cache)
         ours = order.engine.storage is not None  # the trainer can read the manifest itself
         return {
             "ok": True,
@@ -241,15 +235,11 @@ class _Meeting:
     def expect_nothing_more(self) -> None:
         self._informed.set()
 
-    def ranks_for(self, timeout_seconds: float) -> Callable[[threading.Event], Ranks]:
-        """What makes the ranks of one save's attempts; joins the group before the first."""
-
-        def ranks(abort: threading.Event) -> Ranks:
-            self._join()
-            bound = timeout_seconds - agreeing_seconds(timeout_seconds)
-            return Ranks(use_dist=self.world_size > 1, timeout_seconds=bound, abort=abort)
-
-        return ranks
+    def ranks(self, timeout_seconds: float, abort: threading.Event) -> Ranks:
+        """The ranks of one save; joins the group before the first."""
+        self._join()
+        bound = timeout_seconds - agreeing_seconds(timeout_seconds)
+        return Ranks(use_dist=self.world_size > 1, timeout_seconds=bound, abort=abort)
 
     def join_early(self) -> None:
         """Join while there is nothing else to do; a failure is raised by the next save."""
