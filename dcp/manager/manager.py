@@ -33,7 +33,9 @@ from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
+from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.handshake import told_to_all
 from dcp.state_dict_loader import LoadKeywords
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.stores.opening import OpenWith
@@ -152,15 +154,17 @@ class CheckpointManager(KeptSteps):
     ) -> None:
         given = dict(locals())  # each is a field of the options
         del given["self"]
-        options = self._options = ManagerOptions(**given)
-        self._opener = OpenWith(storage_options)
-        self._folders = StepFolders(root, name, open_store=self._opener)
+        self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
+        ranks = Ranks(
+            process_group, use_dist=not self._no_dist, timeout_seconds=timeout_seconds, operation="session"
+        )
+        with told_to_all(ranks):
+            options = self._options = ManagerOptions(**given)
+            self._opener = OpenWith(storage_options)
+            self._folders = StepFolders(root, name, open_store=self._opener)
         self._ledger = SaveLedger(keep_failures=on_failure == "raise")
         self._closed = False
-        self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
-        channel = None
-        if not self._no_dist:
-            channel = own_channel(process_group, timeout_seconds, options=options.alike())
+        channel = None if self._no_dist else own_channel(ranks, options=options.alike())
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
         self._registrar = registrar_of(catalog, self._folders, self.rank)
         told = () if self._registrar is None else (self._registrar.on_event,)

@@ -31,6 +31,8 @@ __all__ = ["ManagerOptions", "OnFailure"]
 
 OnFailure = Literal["warn", "raise"]
 
+_CHOICES = {"mode": Mode, "when_busy": WhenBusy, "on_failure": OnFailure, "verify_saved": Check}
+
 _ALIKE = (
     "mode",
     "every_steps",
@@ -75,7 +77,7 @@ class ManagerOptions:
     catalog: str | CatalogRegistration | None
 
     def __post_init__(self) -> None:
-        for name, kind in (("when_busy", WhenBusy), ("on_failure", OnFailure), ("verify_saved", Check)):
+        for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             if value not in choices:
                 raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

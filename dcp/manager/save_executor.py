@@ -1,10 +1,8 @@
-"""How a manager's saves are carried out: behind the training loop, or in it."""
+"""How a manager's saves are carried out: in the training loop, or behind it."""
 
 from __future__ import annotations
 
-import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +14,7 @@ from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import AsyncCheckpointerType, save_with
-from dcp.storage.errors import CheckpointError, OptionError
+from dcp.storage.errors import CheckpointError
 from dcp.storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager
 
 __all__ = ["Mode", "SaveExecutor", "SaveSettings", "check_group", "save_executor"]
-
-logger = logging.getLogger(__name__)
 
 Mode = Literal["thread", "process", "sync"]
 
@@ -46,91 +42,26 @@ class SaveSettings:
         return replace(self.options, user_metadata=dict(user_metadata))
 
 
-class SaveExecutor(ABC):
-    """Begins one save after the other. ``ends_at_once``: a save has ended when `begin` returns."""
+class SaveExecutor:
+    """Saves in the training loop itself. ``ends_at_once``: a save has ended when `begin` returns."""
 
-    ends_at_once = False
+    ends_at_once = True
 
     def __init__(self, settings: SaveSettings) -> None:
         self._settings = settings
 
-    @abstractmethod
     def begin(
-        self,
-        state_dict: dict[str, Any],
-        writer: FileSystemWriter,
-        user_metadata: Mapping[str, Any],
-        *,
-        overlap: bool,
+        self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
     ) -> SaveFuture:
-        """Save ``state_dict`` by ``writer``; whatever fails is the future's error, on all ranks alike."""
-
-    @abstractmethod
-    def lock(self) -> AbstractContextManager[None]:
-        """Hold off copies of the state."""
-
-    @abstractmethod
-    def close(self, timeout_seconds: float) -> None:
-        """Let the saves under way end; call off those that have not after ``timeout_seconds``."""
-
-
-class _BackgroundExecutor(SaveExecutor):
-    """In a thread or a process of this manager's own."""
-
-    def __init__(self, settings: SaveSettings, kind: AsyncCheckpointerType) -> None:
-        super().__init__(settings)
-        self._session = AsyncSession(
-            settings.process_group,
-            no_dist=settings.no_dist,
-            kind=kind,
-            stager=settings.stager,
-            timeout_seconds=settings.options.timeout_seconds,
-            start=kind is AsyncCheckpointerType.PROCESS,
-        )
-
-    def begin(
-        self,
-        state_dict: dict[str, Any],
-        writer: FileSystemWriter,
-        user_metadata: Mapping[str, Any],
-        *,
-        overlap: bool,
-    ) -> SaveFuture:
-        return self._session.save(
-            state_dict,
-            storage_writer=writer,
-            planner=self._settings.planner,
-            options=self._settings.options_of(user_metadata),
-            overlap=overlap,
-        )
-
-    def lock(self) -> AbstractContextManager[None]:
-        return self._session.lock()
-
-    def close(self, timeout_seconds: float) -> None:
-        self._session.close(timeout_seconds)
-
-
-class _SyncExecutor(SaveExecutor):
-    """In the training loop itself."""
-
-    ends_at_once = True
-
-    def begin(
-        self,
-        state_dict: dict[str, Any],
-        writer: FileSystemWriter,
-        user_metadata: Mapping[str, Any],
-        *,
-        overlap: bool,
-    ) -> SaveFuture:
+        """Save ``state_dict`` by ``writer``, with the metadata of the ``user``; whatever fails is the
+        future's error, on all ranks alike."""
         future = SaveFuture(writer.checkpoint_id)
         settings, begun = self._settings, time.perf_counter()
         try:
             check_group(no_dist=settings.no_dist)
             metadata, outcome = save_with(
                 state_dict,
-                settings.options_of(user_metadata),
+                settings.options_of(user),
                 storage_writer=writer,
                 planner=settings.planner,
                 process_group=settings.process_group,
@@ -147,10 +78,46 @@ class _SyncExecutor(SaveExecutor):
         return future
 
     def lock(self) -> AbstractContextManager[None]:
+        """Hold off copies of the state."""
         return nullcontext()
 
     def close(self, timeout_seconds: float) -> None:
-        """Nothing is under way."""
+        """Let the saves under way end; call off those that have not after ``timeout_seconds``."""
+
+
+class _BackgroundExecutor(SaveExecutor):
+    """Saves behind the loop, in a thread or a process of this manager's own."""
+
+    ends_at_once = False
+
+    def __init__(self, settings: SaveSettings, kind: AsyncCheckpointerType) -> None:
+        super().__init__(settings)
+        self._session = AsyncSession(
+            settings.process_group,
+            no_dist=settings.no_dist,
+            kind=kind,
+            stager=settings.stager,
+            timeout_seconds=settings.options.timeout_seconds,
+            start=kind is AsyncCheckpointerType.PROCESS,
+        )
+
+    def begin(
+        self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
+    ) -> SaveFuture:
+        settings = self._settings
+        return self._session.save(
+            state_dict,
+            storage_writer=writer,
+            planner=settings.planner,
+            options=settings.options_of(user),
+            overlap=overlap,
+        )
+
+    def lock(self) -> AbstractContextManager[None]:
+        return self._session.lock()
+
+    def close(self, timeout_seconds: float) -> None:
+        self._session.close(timeout_seconds)
 
 
 def check_group(*, no_dist: bool) -> None:
@@ -165,8 +132,5 @@ def check_group(*, no_dist: bool) -> None:
 def save_executor(mode: Mode, settings: SaveSettings) -> SaveExecutor:
     """What carries out saves in ``mode``. Collective, except for "sync"."""
     if mode == "sync":
-        return _SyncExecutor(settings)
-    if mode not in ("thread", "process"):
-        raise OptionError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
-    kind = AsyncCheckpointerType.PROCESS if mode == "process" else AsyncCheckpointerType.THREAD
-    return _BackgroundExecutor(settings, kind)
+        return SaveExecutor(settings)
+    return _BackgroundExecutor(settings, AsyncCheckpointerType(mode))

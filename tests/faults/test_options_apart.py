@@ -184,14 +184,19 @@ def managers_apart(rank: int, world_size: int, root: Path) -> Any:
         name: outcome(lambda: dcp.CheckpointManager(root, timeout_seconds=120, **{name: values[rank]}))  # noqa: B023
         for name, values in MANAGER_OPTIONS.items()
     }
+    keep: Any = "all" if rank == 1 else None
+    refused = outcome(lambda: dcp.CheckpointManager(root, timeout_seconds=120, keep=keep))
     with dcp.CheckpointManager(root, timeout_seconds=120) as manager:
         manager.save(1, STATE, last=True)
-    return found
+    return found, refused
 
 
 def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
-    """Their ranks would save other steps, or wait where the others do not; the group serves on."""
-    for found in run_ranks(2, managers_apart, tmp_path / "run"):
+    """Their ranks would save other steps, or wait where the others do not; the group serves on. So are all
+    of an option that is no choice on one rank."""
+    for found, (refused, refusal, _, seconds) in run_ranks(2, managers_apart, tmp_path / "run"):
+        assert {"OptionError", "RankFailedError"} <= {*refused}, refusal
+        assert "keep must be a Retention" in refusal and seconds < 100
         for name, (names, message, _, _) in found.items():
             assert "PlanError" in names, (name, message)
             for rank, given in enumerate(MANAGER_OPTIONS[name]):

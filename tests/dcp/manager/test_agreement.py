@@ -13,6 +13,7 @@ from dcp.background.session import own_channel
 from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
 from dcp.ranks import channel
 from dcp.ranks.channel import Channel
+from dcp.ranks.collectives import Ranks
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError
 from tests.support.crashes import Group, in_lab, run_groups
 from tests.support.ranks import RankRaised, run_ranks
@@ -155,11 +156,11 @@ def test_a_dead_and_a_late_rank_are_named_by_the_others() -> None:
 
 
 def _lives(rank: int, world_size: int) -> bool:
-    first = own_channel(None, 30.0)
+    first = own_channel(Ranks(use_dist=True, timeout_seconds=30.0))
     assert first is not None
     first.store.set(f"address/{rank}", "of the first life")
     channel._group_serial.clear()  # a new process counts its groups anew
-    second = own_channel(None, 30.0)
+    second = own_channel(Ranks(use_dist=True, timeout_seconds=30.0))
     assert second is not None
     seen = bool(second.store.check([f"address/{rank}"]))
     dist.barrier()  # who ends before takes its connections along, and the other may still make its own
