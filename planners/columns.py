@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dcp.storage.engine.reading.requests import ReadColumns
 from dcp.storage.formats.container_notes import Note
 from dcp.storage.formats.index import Int64, Path, starts
 
@@ -101,20 +102,12 @@ class SaveColumns(HeldBoxes):
 
 
 @dataclass(frozen=True, eq=False)
-class LoadColumns:
-    """What one rank has to read.
+class LoadColumns(ReadColumns):
+    """What one rank has to load: boxes of tensors, and values.
 
-    Row i copies the box at ``storage_offsets`` of extent ``lengths`` within chunk ``chunks[i]`` (a row of the
-    `CheckpointIndex`) to ``dest_offsets`` of the local tensor number ``dests[i]`` (a list that stays local).
     ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to.
     """
 
-    chunks: Int64
-    dests: Int64
-    box_start: Int64
-    storage_offsets: Int64
-    dest_offsets: Int64
-    lengths: Int64
     objects: Int64
     object_fqns: Sequence[str]
     extra: Any = None

@@ -1,4 +1,4 @@
-"""Where what is read goes: a request's tensors as runs, regions and boxes for the read engine.
+"""Where what is read goes: a rank's tensors as runs, regions and boxes for the read engine.
 
 Rows that are one run, in the file and in the memory of the destination, are found for all together, since
 there may be many thousands. What is left is looked at row by row.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,18 +18,18 @@ import torch
 
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Region
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, ReadColumns, Region
 from dcp.storage.engine.reading.units import Unit
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import Int64, starts
+from dcp.storage.formats.index import Int64
 from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 from dcp.storage.geometry.ragged import row_matrix
 from dcp.storage.geometry.strides import contiguous_positions
 from dcp.storage.tensors import LocalMemory, as_copied, is_addressable, narrow, torch_dtype
 from dcp.storage.torch_compat import has_internal_overlap
 
-__all__ = ["ReadRequest", "classify"]
+__all__ = ["classify"]
 
 _STAGED_BYTES = 4 << 20
 
@@ -43,72 +42,27 @@ class _BoxRead(NamedTuple):
     lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class ReadRequest:
-    """What a rank wants.
-
-    Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
-    index) to ``dest_offsets`` of the tensor number ``dests[i]`` of ``destinations``. Boxes are ragged, sliced
-    by ``box_start``.
-    """
-
-    chunks: Int64
-    dests: Int64
-    destinations: LocalMemory
-    box_start: Int64
-    storage_offsets: Int64
-    dest_offsets: Int64
-    lengths: Int64
-
-    @classmethod
-    def of_rows(
-        cls,
-        chunks: Sequence[int],
-        tensors: Sequence[torch.Tensor],
-        storage_offsets: Sequence[Sequence[int]],
-        dest_offsets: Sequence[Sequence[int]],
-        lengths: Sequence[Sequence[int]],
-    ) -> ReadRequest:
-        """A request row by row, with a tensor for each.
-
-        PlanError for a row whose offsets and lengths are of several dimensionalities.
-        """
-        ndims = [len(row) for row in lengths]
-        if any([len(row) for row in rows] != ndims for rows in (storage_offsets, dest_offsets)):
-            raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
-        flat = (
-            np.fromiter(chain.from_iterable(rows), np.int64)
-            for rows in (storage_offsets, dest_offsets, lengths)
-        )
-        return cls(
-            np.array(chunks, np.int64),
-            np.arange(len(tensors), dtype=np.int64),
-            LocalMemory.of(tensors),
-            starts(ndims),
-            *flat,
-        )
-
-    def rows(self, numbers: Int64) -> Iterator[_BoxRead]:
-        """The rows ``numbers``, one by one."""
-        tensors = self.destinations.tensors
-        boxes = [item_view(column) for column in (self.storage_offsets, self.dest_offsets, self.lengths)]
-        columns = (self.chunks, self.dests, self.box_start[:-1], self.box_start[1:])
-        for chunk, dest, begin, end in zip(*(c[numbers].tolist() for c in columns), strict=True):
-            offsets, dest_offsets, lengths = (tuple(values[begin:end]) for values in boxes)
-            yield _BoxRead(chunk, tensors[dest], offsets, dest_offsets, lengths)
+def _rows(columns: ReadColumns, memory: LocalMemory, numbers: Int64) -> Iterator[_BoxRead]:
+    """The rows ``numbers``, one by one."""
+    tensors = memory.tensors
+    boxes = [item_view(values) for values in (columns.storage_offsets, columns.dest_offsets, columns.lengths)]
+    of_rows = (columns.chunks, columns.dests, columns.box_start[:-1], columns.box_start[1:])
+    for chunk, dest, begin, end in zip(*(values[numbers].tolist() for values in of_rows), strict=True):
+        offsets, dest_offsets, lengths = (tuple(values[begin:end]) for values in boxes)
+        yield _BoxRead(chunk, tensors[dest], offsets, dest_offsets, lengths)
 
 
 def classify(
-    engine: ReadEngine, request: ReadRequest
+    engine: ReadEngine, columns: ReadColumns, memory: LocalMemory
 ) -> tuple[ByteRuns, list[Region], list[Unit], list[BoxRequest]]:
-    """Contiguous runs, strided regions, and staged reads (other dtype, other device) of a request: units, or
-    boxes where the engine joins what it reads."""
-    runs, others = _plain_runs(engine, request)
+    """Contiguous runs, strided regions, and staged reads (other dtype, other device): units, or boxes where
+    the engine joins what it reads."""
+    runs, others = _plain_runs(engine, columns, memory)
     regions: list[Region] = []
     units: list[Unit] = []
     staged: list[BoxRequest] = []
     more: list[tuple[int, int, int, int]] = []
-    for row in request.rows(others):
+    for row in _rows(columns, memory, others):
         chunk, _, offsets, _, lengths = row
         target = _target(engine, row)
         if target.dtype != torch_dtype(_dtype_code(engine, chunk)) or not is_addressable(target):
@@ -139,11 +93,11 @@ def _joined(runs: ByteRuns, more: Sequence[tuple[int, int, int, int]]) -> ByteRu
 # -- all rows at once ----------------------------------------------------------------------------------------
 
 
-def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[ByteRuns, Int64]:
+def _plain_runs(engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
     """(rows that are one run in the payload and one in plain memory of the stored dtype, numbers of the
     others)."""
-    index, memory = engine.index, request.destinations
-    chunks, dests, ndims = request.chunks, request.dests, np.diff(request.box_start)
+    index, box_start = engine.index, columns.box_start
+    chunks, dests, ndims = columns.chunks, columns.dests, np.diff(box_start)
     tensors = index.chunk_tensors[chunks]
     usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
     usable &= ndims == np.diff(memory.shape_start)[dests]
@@ -155,15 +109,15 @@ def _plain_runs(engine: ReadEngine, request: ReadRequest) -> tuple[ByteRuns, Int
     positions, places, volumes = (np.zeros(len(chunks), np.int64) for _ in range(3))
     for ndim in np.unique(ndims[usable]).tolist():
         rows = np.flatnonzero(usable & (ndims == ndim))
-        lengths = row_matrix(request.lengths, request.box_start, rows, ndim)
+        lengths = row_matrix(columns.lengths, box_start, rows, ndim)
         stored = contiguous_positions(
             row_matrix(index.chunk_sizes, index.box_start, chunks[rows], ndim),
-            row_matrix(request.storage_offsets, request.box_start, rows, ndim),
+            row_matrix(columns.storage_offsets, box_start, rows, ndim),
             lengths,
         )
         local = contiguous_positions(
             row_matrix(memory.shape_values, memory.shape_start, dests[rows], ndim),
-            row_matrix(request.dest_offsets, request.box_start, rows, ndim),
+            row_matrix(columns.dest_offsets, box_start, rows, ndim),
             lengths,
         )
         is_run[rows] = stored.is_run & local.is_run

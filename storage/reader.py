@@ -1,7 +1,7 @@
 """torch's StorageReader over a store: `FileSystemReader`.
 
 Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with
-columns (`ReadRequest`). Both end in `engine.read.ReadEngine`.
+columns (`ReadColumns`). Both end in `dcp.storage.engine.reading.engine.ReadEngine`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.destinations import ReadRequest, classify
+from dcp.storage.destinations import classify
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ReadStats, Verify
+from dcp.storage.engine.reading.requests import ReadColumns, ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -41,11 +41,11 @@ from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
-from dcp.storage.tensors import finish_device_work
+from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import NoFileSystem, is_supported
 
-__all__ = ["FileSystemReader", "ReadRequest", "uses_columns"]
+__all__ = ["FileSystemReader", "uses_columns"]
 
 _BATCH_BYTES = 256 << 20
 """A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
@@ -61,8 +61,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL), files of
     torch.save, safetensors files, and Hugging Face folders.
 
-    ``path`` as in torch. ``verify`` is the policy of `dcp.storage.engine.reading.engine.Verify`; ``threads``
-    the number of reading threads (None: as the store likes it, on a disk by the machine's cores).
+    ``path`` as in torch. ``verify`` is a policy of `dcp.storage.engine.reading.requests`; ``threads`` the
+    number of reading threads (None: as the store likes it, on a disk by the machine's cores).
     ``open_store`` makes the store of a path, such as ``partial(PosixStore, follow_links=True)``.
     ``_extension_registry`` belongs to stock's experimental stream extensions, which this reader refuses to
     guess at.
@@ -241,16 +241,13 @@ class FileSystemReader(NoFileSystem, StorageReader):
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             for batch in _batches(tensors, lambda item: math.prod(item.lengths) * 4, _BATCH_BYTES):
                 targets = [_target(planner, item) for item in batch]
-                self._read(
-                    engine,
-                    ReadRequest.of_rows(
-                        [chunk_rows.find(item) for item in batch],
-                        targets,
-                        [item.storage_offsets for item in batch],
-                        [(0,) * target.dim() for target in targets],
-                        [item.lengths for item in batch],
-                    ),
+                columns = ReadColumns.of_rows(
+                    [chunk_rows.find(item) for item in batch],
+                    [item.storage_offsets for item in batch],
+                    [(0,) * target.dim() for target in targets],
+                    [item.lengths for item in batch],
                 )
+                self.read_columns(engine, columns, LocalMemory.of(targets))
                 for item, target in zip(batch, targets, strict=True):
                     planner.commit_tensor(item, target)
         self.check_unchanged()
@@ -273,9 +270,27 @@ class FileSystemReader(NoFileSystem, StorageReader):
             threads = self.store.read_profile.threads or _default_threads()
         return ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
 
-    def read_request(self, engine: ReadEngine, request: ReadRequest) -> ReadStats:
-        """Fill the request's destinations; returns what it cost."""
-        self._read(engine, request)
+    def read_columns(self, engine: ReadEngine, columns: ReadColumns, memory: LocalMemory) -> ReadStats:
+        """Fill the local tensors in ``memory``; returns what all reading since `reset` has cost."""
+        engine.resolve(columns.chunks)
+        before = ReadStats(**vars(engine.stats))
+        runs, regions, units, boxes = classify(engine, columns, memory)
+        if units or boxes:
+            finish_device_work(memory.tensors)
+        try:
+            engine.run(runs, regions, units, boxes)
+        finally:
+            # The engine writes to memory, which autograd would not notice between a forward and its backward.
+            torch.autograd.graph.increment_version(memory.tensors)
+        after = engine.stats
+        self.stats.add(
+            ReadStats(
+                after.bytes_needed - before.bytes_needed,
+                after.bytes_read - before.bytes_read,
+                after.blocks_verified - before.blocks_verified,
+                after.blocks_unverified - before.blocks_unverified,
+            )
+        )
         return self.stats
 
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
@@ -315,27 +330,6 @@ class FileSystemReader(NoFileSystem, StorageReader):
                 path=f"{self.store.url}/{index.files[int(index.objects.files[row])]}",
                 fqn=fqn,
             )
-
-    def _read(self, engine: ReadEngine, request: ReadRequest) -> None:
-        engine.resolve(request.chunks)
-        before = ReadStats(**vars(engine.stats))
-        runs, regions, units, boxes = classify(engine, request)
-        if units or boxes:
-            finish_device_work(request.destinations.tensors)
-        try:
-            engine.run(runs, regions, units, boxes)
-        finally:
-            # The engine writes to memory, which autograd would not notice between a forward and its backward.
-            torch.autograd.graph.increment_version(request.destinations.tensors)
-        after = engine.stats
-        self.stats.add(
-            ReadStats(
-                after.bytes_needed - before.bytes_needed,
-                after.bytes_read - before.bytes_read,
-                after.blocks_verified - before.blocks_verified,
-                after.blocks_unverified - before.blocks_unverified,
-            )
-        )
 
 
 def uses_columns(reader: StorageReader) -> bool:

@@ -33,7 +33,8 @@ from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import index_at
 from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.geometry.ragged import row_products
-from dcp.storage.reader import FileSystemReader, ReadRequest
+from dcp.storage.reader import FileSystemReader
+from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_metadata import LazyMetadata
 
 __all__ = ["ColumnLoad"]
@@ -53,7 +54,7 @@ class ColumnLoad(LoadEngine):
         self._targets = GivenState({})
         self._report = LoadReport()
         self._ready: CheckpointIndex | None = None
-        self._planned: tuple[CheckpointIndex, LoadColumns, ReadRequest] | None = None
+        self._planned: tuple[CheckpointIndex, LoadColumns, LocalMemory] | None = None
 
     def plan(self, targets: GivenState, report: LoadReport) -> None:
         """Index, patterns, plan; what nobody takes."""
@@ -128,19 +129,10 @@ class ColumnLoad(LoadEngine):
         begun = time.perf_counter()
         planner, report, ranks = self._planner, self._report, self.ranks
         index = self._set_up(shared)
-        columns, destinations = planner.create_load_columns(index)
+        columns, memory = planner.create_load_columns(index)
         report.note_plan(planner)
         report.note_source(index)
-        request = ReadRequest(
-            columns.chunks,
-            columns.dests,
-            destinations,
-            columns.box_start,
-            columns.storage_offsets,
-            columns.dest_offsets,
-            columns.lengths,
-        )
-        self._planned = index, columns, request
+        self._planned = index, columns, memory
         report.seconds["plan"] = time.perf_counter() - begun
         if self.options.unexpected == "ignore":
             return b""
@@ -159,7 +151,7 @@ class ColumnLoad(LoadEngine):
         report, ranks = self._report, self.ranks
         if self._planned is None:
             raise PlanError("a load was not planned")
-        index, columns, request = self._planned
+        index, columns, memory = self._planned
         begun = time.perf_counter()
         volumes = row_products(columns.lengths, columns.box_start)
         total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
@@ -168,7 +160,7 @@ class ColumnLoad(LoadEngine):
             self._reader.engine(index, self.options.verify) as engine,
         ):
             engine.on_bytes = on_bytes
-            stats = self._reader.read_request(engine, request)
+            stats = self._reader.read_columns(engine, columns, memory)
             self._load_objects(engine, columns)
         report.note_reading(stats)
         report.seconds["read"] = time.perf_counter() - begun

@@ -11,8 +11,6 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -87,15 +85,6 @@ class BufferPool:
             self._out -= 1
             if self._out + len(self._free) < self.count:
                 self._free.append(buffer)
-
-    @contextmanager
-    def borrow(self) -> Iterator[memoryview]:
-        """The view of a buffer for the length of a ``with`` block."""
-        buffer = self.take()
-        try:
-            yield buffer.view
-        finally:
-            self.give(buffer)
 
     def _allocate(self, generation: int) -> BounceBuffer:
         return BounceBuffer(self.size_bytes, generation)

@@ -13,11 +13,13 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
+from dcp.storage.engine.reading.requests import ReadColumns
 from dcp.storage.errors import (
     CorruptCheckpointError,
     PlanError,
 )
-from dcp.storage.reader import FileSystemReader, ReadRequest
+from dcp.storage.reader import FileSystemReader
+from dcp.storage.tensors import LocalMemory
 from dcp.storage.writer import FileSystemWriter
 
 
@@ -64,8 +66,8 @@ def test_runs_inside_of_others_are_read_whole(tmp_path: Path, verify: Any) -> No
     reader = FileSystemReader(tmp_path, verify=verify)
     whole, part = torch.zeros(4000, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
     with reader.engine(reader.read_index()) as engine:
-        request = ReadRequest.of_rows([0, 1], [whole, part], [(0,), (100,)], [(0,), (0,)], [(4000,), (10,)])
-        reader.read_request(engine, request)
+        columns = ReadColumns.of_rows([0, 1], [(0,), (100,)], [(0,), (0,)], [(4000,), (10,)])
+        reader.read_columns(engine, columns, LocalMemory.of([whole, part]))
     assert torch.equal(whole, stored[:4000])
     assert torch.equal(part, stored[100:110])
 
@@ -112,6 +114,7 @@ def test_blocks_of_a_payload_read_in_part_do_not_count_as_verified(tmp_path: Pat
     index = reader.read_index()
     target = torch.zeros(2 << 20)
     with reader.engine(index) as engine:
-        reader.read_request(engine, ReadRequest.of_rows([0], [target], [(0,)], [(0,)], [(2 << 20,)]))
+        columns = ReadColumns.of_rows([0], [(0,)], [(0,)], [(2 << 20,)])
+        reader.read_columns(engine, columns, LocalMemory.of([target]))
         assert (engine.stats.blocks_verified, engine.stats.blocks_unverified) == (0, 2)
     assert torch.equal(target, stored[: 2 << 20])

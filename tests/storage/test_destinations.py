@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp.storage.destinations import ReadRequest, classify
+from dcp.storage.destinations import classify
 from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns
+from dcp.storage.engine.reading.requests import ByteRuns, ReadColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.reader import FileSystemReader
+from dcp.storage.tensors import LocalMemory
 
 SHAPES = ((), (6,), (1,), (4, 5), (3, 1), (1, 3, 4), (3, 1, 2), (2, 1, 1, 5), (2, 3, 1, 4))
 STORED = {f"t{n}": torch.arange(max(1, int(np.prod(s)))).view(s) * 1.5 + n for n, s in enumerate(SHAPES)}
@@ -88,16 +89,16 @@ def rows(draw: st.DrawFn) -> Row:
     return Row(tensor, offsets, tuple(before), lengths, dest)
 
 
-def request_of(engine: ReadEngine, wanted: list[Row]) -> ReadRequest:
-    """The request for rows: each tensor is one chunk."""
+def columns_of(engine: ReadEngine, wanted: list[Row]) -> tuple[ReadColumns, LocalMemory]:
+    """The columns of rows, and where they go: each tensor is one chunk."""
     index = engine.index
-    return ReadRequest.of_rows(
+    columns = ReadColumns.of_rows(
         [int(index.chunk_start[index.position[f"t{row.tensor}"]]) for row in wanted],
-        [row.dest for row in wanted],
         [row.offsets for row in wanted],
         [row.dest_offsets for row in wanted],
         [row.lengths for row in wanted],
     )
+    return columns, LocalMemory.of([row.dest for row in wanted])
 
 
 def sorted_runs(runs: ByteRuns) -> list[tuple[int, ...]]:
@@ -110,11 +111,10 @@ def sorted_runs(runs: ByteRuns) -> list[tuple[int, ...]]:
 @given(wanted=st.lists(rows(), max_size=12))
 def test_all_together_and_row_by_row_are_the_same(engine: ReadEngine, wanted: list[Row]) -> None:
     """Runs, regions and staged reads are the same, and each element ends where it belongs, nothing else."""
-    request = request_of(engine, wanted)
-    destinations = request.destinations
-    unknown = replace(destinations, is_plain=np.zeros_like(destinations.is_plain))
-    together = classify(engine, request)
-    one_by_one = classify(engine, replace(request, destinations=unknown))
+    columns, memory = columns_of(engine, wanted)
+    unknown = replace(memory, is_plain=np.zeros_like(memory.is_plain))
+    together = classify(engine, columns, memory)
+    one_by_one = classify(engine, columns, unknown)
     assert sorted_runs(together[0]) == sorted_runs(one_by_one[0])
     assert together[1] == one_by_one[1]
     assert len(together[2]) == len(one_by_one[2])
@@ -130,10 +130,10 @@ def test_a_box_beside_its_tensor_is_refused(engine: ReadEngine) -> None:
     """A plan that places a box outside of its tensor writes nowhere: the addresses there are of others."""
     row = Row(1, (0,), (4,), (6,), torch.zeros(8))
     with pytest.raises(RuntimeError, match="start"):
-        classify(engine, request_of(engine, [row]))
+        classify(engine, *columns_of(engine, [row]))
 
 
 def test_rows_of_two_dimensionalities_are_refused() -> None:
     """Offsets and lengths of a row must be of one dimensionality: their columns share positions."""
     with pytest.raises(PlanError, match="dimensionality"):
-        ReadRequest.of_rows([0], [torch.zeros(2)], [(0, 0)], [(0,)], [(2,)])
+        ReadColumns.of_rows([0], [(0, 0)], [(0,)], [(2,)])

@@ -1,21 +1,61 @@
-"""What can be asked of the read engine, and what it tells of its work."""
+"""What can be asked of readers, and what they tell of their work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.formats.index import Int64
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.index import Int64, starts
 
-__all__ = ["BoxRequest", "ByteRuns", "PutBox", "ReadStats", "Region", "Verify"]
+__all__ = ["BoxRequest", "ByteRuns", "PutBox", "ReadColumns", "ReadStats", "Region", "Verify"]
 
 Verify = Literal["blocks", "full", "none"]
 """``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
 only in part, and check them. ``none``: check nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadColumns:
+    """What one rank has to read.
+
+    Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
+    index) to ``dest_offsets`` of local tensor number ``dests[i]``. Boxes are ragged, sliced by ``box_start``.
+    """
+
+    chunks: Int64
+    dests: Int64
+    box_start: Int64
+    storage_offsets: Int64
+    dest_offsets: Int64
+    lengths: Int64
+
+    @classmethod
+    def of_rows(
+        cls,
+        chunks: Sequence[int],
+        storage_offsets: Sequence[Sequence[int]],
+        dest_offsets: Sequence[Sequence[int]],
+        lengths: Sequence[Sequence[int]],
+    ) -> ReadColumns:
+        """Row by row, with a tensor for each.
+
+        PlanError for a row whose offsets and lengths are of several dimensionalities.
+        """
+        ndims = [len(row) for row in lengths]
+        if any([len(row) for row in rows] != ndims for rows in (storage_offsets, dest_offsets)):
+            raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
+        flat = (
+            np.fromiter(chain.from_iterable(rows), np.int64)
+            for rows in (storage_offsets, dest_offsets, lengths)
+        )
+        numbers = np.arange(len(chunks), dtype=np.int64)
+        return ReadColumns(np.array(chunks, np.int64), numbers, starts(ndims), *flat)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as stock
 import dcp
 from dcp.inspection.checkpoints import header_of
 from dcp.inspection.entries import object_rows
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.reading.requests import ReadColumns, Verify
 from dcp.storage.formats.open import open_index
-from dcp.storage.reader import FileSystemReader, ReadRequest
+from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores import PosixStore
+from dcp.storage.tensors import LocalMemory
 from dcp.storage.writer import FileSystemWriter
 from tests.dcp.cli_support import run
 from tests.support.recording import RecordingStore
@@ -196,8 +197,8 @@ def test_parts_of_one_chunk_for_several_tensors_are_compared_together() -> None:
     parts = [torch.zeros(n, 1000) for n in (701, 1299, 1000)]
     offsets = [(0, 0), (701, 0), (2000, 0)]
     with reader.engine(index) as engine:
-        request = ReadRequest.of_rows([0] * 3, parts, offsets, [(0, 0)] * 3, [tuple(p.shape) for p in parts])
-        stats = reader.read_request(engine, request)
+        columns = ReadColumns.of_rows([0] * 3, offsets, [(0, 0)] * 3, [tuple(p.shape) for p in parts])
+        stats = reader.read_columns(engine, columns, LocalMemory.of(parts))
     assert torch.equal(torch.cat(parts), stored)
     assert (stats.blocks_verified, stats.blocks_unverified) == (3, 0)
     assert stats.bytes_read == stored.nbytes
