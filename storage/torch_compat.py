@@ -158,7 +158,7 @@ def has_internal_overlap(tensor: torch.Tensor) -> bool:
     return _overlap(tensor) == 1
 
 
-use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
+use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", None) or (lambda tensor: 1)
 """How many references to a tensor there are, Python's being one together; without it, as if no other."""
 
 
