@@ -43,7 +43,8 @@ def loaded_extension(group: str, name: str) -> Any:
         return None
     try:
         return found.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise UnsupportedFormatError(
-            f"the entry point {name} of the group {group} ({found.value}) cannot be loaded: {error}"
+            f"the entry point {name} of the group {group} ({found.value}) cannot be loaded: "
+            f"{type(error).__name__}: {error}"
         ) from error

@@ -141,7 +141,10 @@ class Conversion:
             self._checks.add(replace(result, bytes_read=0))  # by another run
         self.has_progress = bool(done)
         numbers = {result.number for result in done}
-        return prepared, [batch for batch in batches if batch.number not in numbers]
+        left = [batch for batch in batches if batch.number not in numbers]
+        if left:
+            self.publisher.refuse_local()
+        return prepared, left
 
     def run(
         self, batch: TaskBatch, source_mark: str, on_bytes: Callable[[int], None] | None = None

@@ -16,6 +16,7 @@ from dcp.conversion.targets.job import LayoutJob, LayoutOptions, Planned
 from dcp.conversion.targets.places import TargetPlace
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -59,9 +60,13 @@ class ConversionOptions:
 
 
 def refuse_itself(source: Source, place: TargetPlace) -> None:
-    """OptionError if ``place`` is where the source is."""
-    if source.store.url == place.store.url and source.file == place.file_name:
+    """OptionError if ``place`` is where the source is, or a file of it."""
+    if source.store.url != place.store.url:
+        return
+    if source.file == place.file_name:
         raise OptionError(f"source and target are both {place.url}; convert to another place", path=place.url)
+    if place.file_name in source.index.files or is_commit_object(place.file_name or ""):
+        raise OptionError(f"{place.url} is a file of the source; convert to another place", path=place.url)
 
 
 def plan_target(engine: ReadEngine, place: TargetPlace, options: ConversionOptions, save_id: str) -> Planned:

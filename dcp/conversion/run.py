@@ -99,6 +99,8 @@ def convert(
     begun = time.perf_counter()
     opened = OpenWith(storage_options)
     place = place_of(target, to, OpenWith(target_options))
+    if place.path is not None and not overwrite and not os.path.lexists(place.work_folder):
+        place.refuse_existing()  # before anything is read; else it may be what a killed run has made
     found = open_source(source, open_store=opened)
     options = ConversionOptions(
         LayoutOptions(to, files, chunks, shard_bytes, drop_objects), only, exclude, rename, dtype

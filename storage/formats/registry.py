@@ -8,9 +8,10 @@ read when something is looked at that could be of them; what has a commit never 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pkgutil import resolve_name
 from typing import Final
 
@@ -37,6 +38,7 @@ __all__ = [
 GROUP: Final = "dcphub.formats"
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,15}")
+_FLAGS: Final = re.UNICODE | re.IGNORECASE | re.DOTALL
 _OURS: Final[tuple[Format, ...]] = tuple(
     resolve_name(f"dcp.storage.formats.{place}")  # as an entry point is, so that no folder depends on all
     for place in (
@@ -52,15 +54,34 @@ _FORMATS: Final = {one.name: one for one in _OURS}
 def register_format(one: Format) -> None:
     """Make ``one`` known in this process, to all that reads, lists or converts; the last of a name counts.
 
-    UnsupportedFormatError for a name that is one of ours, or none, or for a target's name that is taken.
+    UnsupportedFormatError for a name that is one of ours, or none, for a target's name that is taken, and for
+    names of files that no file has, or every one.
     """
     taken = {other.target.name for other in _FORMATS.values() if other.target and other.name != one.name}
     if one.name in (ours.name for ours in _OURS) or not _NAME.fullmatch(one.name):
         raise UnsupportedFormatError(f"{one.name!r} is no name that a format could be registered under")
     if one.target is not None and one.target.name in taken:
         raise UnsupportedFormatError(f"{one.target.name!r} is written by another format than {one.name!r}")
+    for pattern in filter(None, (one.folder_files, one.folder_marks)):
+        _refuse_apart(one.name, pattern)
+    for suffix in one.suffixes:
+        if not suffix or suffix != suffix.lower():
+            raise UnsupportedFormatError(f"{suffix!r}, as a suffix of {one.name!r}: give some in lower case")
     _FORMATS[one.name] = one
     file_names.cache_clear()
+
+
+def _refuse_apart(name: str, pattern: re.Pattern[str]) -> None:
+    """UnsupportedFormatError for a pattern that would mean something else among those of others."""
+    try:
+        is_fine = not pattern.flags & ~_FLAGS and bool(re.compile(_scoped(pattern)))
+    except re.error:  # as of flags within it
+        is_fine = False
+    if not is_fine:
+        raise UnsupportedFormatError(
+            f"{pattern.pattern!r}, of {name!r}: a pattern has no flags but the arguments re.IGNORECASE and "
+            "re.DOTALL"
+        )
 
 
 def formats() -> list[Format]:
@@ -132,7 +153,12 @@ def file_names() -> FileNames:
 
 
 def _any_of(patterns: Iterable[re.Pattern[str] | None]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{one.pattern})" for one in patterns if one is not None), re.DOTALL)
+    return re.compile("|".join(_scoped(one) for one in patterns if one is not None))
+
+
+def _scoped(pattern: re.Pattern[str]) -> str:
+    letters = ("i" if pattern.flags & re.IGNORECASE else "") + ("s" if pattern.flags & re.DOTALL else "")
+    return f"(?{letters}:{pattern.pattern})"
 
 
 def by_precedence(some: Iterable[Format]) -> list[Format]:
@@ -150,9 +176,13 @@ def target_names() -> list[str]:
     return [target.name for target in targets()]
 
 
+def _others() -> Iterator[Format]:
+    yield from formats()  # read when it is none of ours
+
+
 def target_named(name: str) -> tuple[Format, Target]:
     """The format that is written as ``name``. OptionError, with all there are, if there is none."""
-    for one in [*_OURS, *formats()]:
+    for one in chain(_OURS, _others()):
         if one.target is not None and one.target.name == name:
             return one, one.target
     from dcp.storage.near_names import close_to  # here: only an error has time for it

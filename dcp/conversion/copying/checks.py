@@ -19,7 +19,7 @@ from dcp.storage.engine.reading.requests import ReadStats
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 
-__all__ = ["SourceChecks", "TargetChecksums"]
+__all__ = ["ResultChecks", "SourceChecks", "TargetChecksums"]
 
 
 class SourceChecks:
@@ -65,13 +65,10 @@ class SourceChecks:
         self._engine.payloads.verify_whole()
 
     def _finish_chunk(self, chunk: int) -> None:
-        engine = self._engine
-        size = int(engine.payload_lengths[chunk])
-        left = [n for n in range(-(-size // BLOCK_BYTES)) if _number(chunk, n) not in self._seen]
-        if not left:
-            return
-        for block in left:
-            self._read_block(chunk, block)
+        size = int(self._engine.payload_lengths[chunk])
+        for block in range(-(-size // BLOCK_BYTES)):
+            if _number(chunk, block) not in self._seen:
+                self._read_block(chunk, block)
 
     def _read_block(self, chunk: int, block: int) -> None:
         engine, begin = self._engine, block * BLOCK_BYTES
@@ -136,7 +133,3 @@ class TargetChecksums:
         for number, crc in enumerate(self.blocks(copy).tolist()):
             total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
         return total
-
-    def is_known(self, copy: int) -> bool:
-        """Whether all blocks of a copy are."""
-        return bool(self._known[self._start[copy] : self._start[copy + 1]].all())

@@ -33,6 +33,7 @@ from dcp.storage.stores.base import WriteHandle
 __all__ = [
     "TASK_BYTES",
     "WINDOW_BYTES",
+    "Assembler",
     "Task",
     "TaskBatch",
     "TaskResult",
@@ -98,14 +99,12 @@ class TaskResult:
 
     number: int
     bytes_read: int = 0
-    bytes_written: int = 0
     sources: list[Fragment] = field(default_factory=list)
     targets: list[Fragment] = field(default_factory=list)
 
     def add(self, other: TaskResult) -> None:
         """Take what another task did, too."""
         self.bytes_read += other.bytes_read
-        self.bytes_written += other.bytes_written
         self.sources += other.sources
         self.targets += other.targets
 
@@ -114,18 +113,18 @@ class TaskResult:
         because neighbours hardly differ."""
         rows = [np.array(found, "<i8").reshape(-1, 4) for found in (self.sources, self.targets)]
         columns = [np.diff(found.T, axis=1, prepend=np.int64(0)).tobytes() for found in rows]
-        return bytes(msgpack.packb([self.number, self.bytes_read, self.bytes_written, *columns]))
+        return bytes(msgpack.packb([self.number, self.bytes_read, *columns]))
 
     @classmethod
     def decode(cls, data: bytes) -> TaskResult:
         """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
         try:
-            number, bytes_read, bytes_written, *columns = msgpack.unpackb(data)
+            number, bytes_read, *columns = msgpack.unpackb(data)
             rows = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1).T.tolist() for one in columns]
             sources, targets = ([Fragment(*row) for row in found] for found in rows)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
-        return cls(number, bytes_read, bytes_written, sources, targets)
+        return cls(number, bytes_read, sources, targets)
 
 
 # -- making tasks --------------------------------------------------------------------------------------------
@@ -201,10 +200,9 @@ def carry_out(
     result = TaskResult(task.number)
     with sink:
         reader.begin(task.source_files)
-        _Runner(task, reader, result).run(sink, on_bytes)
+        Assembler(task, reader, result).write_to(sink, on_bytes)
         result.bytes_read, result.sources = reader.bytes_read, reader.sources
         result.targets += reader.targets
-        result.bytes_written = task.end - task.begin
         if check is not None:
             check(result)
         announce("finish", task.name)
@@ -212,8 +210,8 @@ def carry_out(
     return result
 
 
-class _Runner:
-    """Assembles window by window."""
+class Assembler:
+    """Makes the bytes of ``task``, window by window in their order; ``result`` gets their checksums."""
 
     def __init__(self, task: Task, reader: RangeReader, result: TaskResult) -> None:
         self._task = task
@@ -225,7 +223,7 @@ class _Runner:
         self._indexed = [0, 0]
         self._fragments: dict[int, list[Fragment]] = {}
 
-    def run(self, sink: WriteHandle, on_bytes: Callable[[int], None] | None) -> None:
+    def write_to(self, sink: WriteHandle, on_bytes: Callable[[int], None] | None) -> None:
         """All of the task."""
         task = self._task
         own = memoryview(b"")
@@ -235,13 +233,14 @@ class _Runner:
             end = min(begin + WINDOW_BYTES, task.end)
             size = end - begin
             buffer = sink.lend(size) if isinstance(sink, ReservedRange) else own[:size]
-            self._assemble(buffer, begin, end)
+            self.assemble(buffer, begin, end)
             announce("window", task.name)
             sink.write(buffer)
             if on_bytes is not None:
                 on_bytes(size)
 
-    def _assemble(self, buffer: memoryview, begin: int, end: int) -> None:
+    def assemble(self, buffer: memoryview, begin: int, end: int) -> None:
+        """Bytes ``begin`` to ``end`` of the file, into ``buffer``."""
         later: list[Callable[[], None]] = []
         wanted: list[Wanted] = []
         for copy in self._task.copies.between(begin, end):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp.conversion.copying.gather import RangeReader
-from dcp.conversion.copying.tasks import Task, TaskResult, _Runner
+from dcp.conversion.copying.tasks import Assembler, Task, TaskResult
 from dcp.storage.engine.reading.fragments import Fragment
 from dcp.storage.stores.base import Store
 
@@ -20,7 +20,7 @@ class WindowReader:
         self._reader.begin(task.source_files)
         self._has_holes = bool(task.holes)
         self._result = TaskResult(task.number)
-        self._runner = _Runner(task, self._reader, self._result)
+        self._assembler = Assembler(task, self._reader, self._result)
 
     def __enter__(self) -> WindowReader:
         return self
@@ -33,7 +33,7 @@ class WindowReader:
         end = self.position + len(buffer)
         if end > self._end:
             raise ValueError(f"byte {end} is behind the end of the task, {self._end}")
-        self._runner._assemble(buffer, self.position, end)
+        self._assembler.assemble(buffer, self.position, end)
         self.position = end
         if not self._has_holes:  # then nobody asks for the checksums of what was made
             self._reader.targets.clear()

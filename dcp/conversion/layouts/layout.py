@@ -8,6 +8,7 @@ CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the c
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -19,6 +20,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.ragged import gather_rows
+from dcp.storage.stores.base import check_name
 
 __all__ = ["Copies", "CopyBuilder", "Hole", "Literal", "Literals", "TargetLayout"]
 
@@ -176,7 +178,14 @@ class TargetLayout:
         return int(self.copies.size_bytes.sum())
 
     def check(self) -> None:
-        """PlanError unless literals and copies tile each file: a hole would be zeros that nobody saved."""
+        """PlanError unless literals and copies tile each file: a hole would be zeros that nobody saved.
+
+        Nor may two files have one name; CheckpointFormatError for names that lead elsewhere.
+        """
+        names = [check_name(name) for name in (*self.file_names, *self.last_files)]
+        if len(set(names)) < len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise PlanError(f"{twice} would be two files: rename what it is made of")
         sizes = np.array(list(map(len, self.literals.data)), np.int64)
         files = np.concatenate([self.literals.files, self.copies.files])
         offsets = np.concatenate([self.literals.offsets, self.copies.offsets])

@@ -1,8 +1,8 @@
 """What of a conversion is done: a file of small entries, so that a killed one goes on where it was.
 
-The first entry says of which conversion (fingerprint) and under which save id; each other one is the result
-of a batch of tasks whose bytes were durable before. An entry counts if its checksum fits, and none after one
-that does not: that is how far the file was written.
+The first entry says of which conversion (fingerprint), under which save id and, locally, in which folder
+(inode); each other one is the result of a batch of tasks whose bytes were durable before. An entry counts if
+its checksum fits, and none after one that does not: that is how far the file was written.
 
 Entries must never be believed of bytes that another conversion has written since, whichever of both a power
 cut has left. So they are bound to these: by a folder that has the save id in its name, or by the versions of
@@ -36,7 +36,7 @@ __all__ = ["LEDGER_NAME", "ConversionLedger", "LocalLedger", "StoredLedger"]
 LEDGER_NAME: Final = "ledger"
 
 _HEAD: Final = struct.Struct("<II")
-_VERSION: Final = 4
+_VERSION: Final = 5
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 _MAX_BYTES: Final = 1 << 30
 
@@ -67,9 +67,11 @@ def _unpacked(data: bytes) -> Any:
 
 
 class ConversionLedger(ABC):
-    """Entries of one conversion. ``save_id`` is that of its first run; ``done`` are its batches' results."""
+    """Entries of one conversion. ``save_id`` is that of its first run; ``done`` are its batches' results.
+    ``inode`` is of the folder that becomes a local target, by which it is known under any name."""
 
     save_id: str = ""
+    inode: int | None = None
 
     def __init__(self) -> None:
         self.done: list[bytes] = []
@@ -107,12 +109,12 @@ class ConversionLedger(ABC):
             return False
         if head.get("fingerprint") != fingerprint:
             return False
-        self.save_id, self.done = save_id, entries[1:]
+        self.save_id, self.inode, self.done = save_id, head.get("inode"), entries[1:]
         return True
 
-    @staticmethod
-    def _header(fingerprint: str, save_id: str) -> bytes:
-        return _framed(msgpack.packb({"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id}))
+    def _header(self, fingerprint: str) -> bytes:
+        facts = {"fingerprint": fingerprint, "save_id": self.save_id, "inode": self.inode}
+        return _framed(msgpack.packb({"version": _VERSION, **facts}))
 
 
 class LocalLedger(ConversionLedger):
@@ -159,13 +161,20 @@ class LocalLedger(ConversionLedger):
                     shutil.rmtree(entry)
                 elif entry != self._path:
                     entry.unlink()
-            self._write(self._header(fingerprint, save_id))
             self.output.mkdir(exist_ok=True)
+            self.inode = self.output.stat().st_ino
+            self._write(self._header(fingerprint))
 
     def append(self, result: bytes, files: Iterable[str]) -> None:
         """Not durable on its own: losing entries costs work, not correctness."""
         with step(announce, "ledger", self._path):
             self._write(_framed(result))
+
+    def sync(self) -> None:
+        """Make the entries durable, where it is open."""
+        if self._descriptor >= 0:
+            with step(announce, "fsync", self._path):
+                os.fsync(self._descriptor)
 
     def forget(self) -> None:
         """Drop all entries, durably: what lies beside them is about to be something else."""
@@ -227,7 +236,8 @@ class StoredLedger(ConversionLedger):
 
     def begin(self, fingerprint: str, save_id: str) -> None:
         """Before a file is written: one of another conversion's would be taken for its own."""
-        self.save_id, self.done, self._data = save_id, [], self._header(fingerprint, save_id)
+        self.save_id, self.done = save_id, []
+        self._data = self._header(fingerprint)
         self._publish()
 
     def append(self, result: bytes, files: Iterable[str]) -> None:
@@ -238,7 +248,8 @@ class StoredLedger(ConversionLedger):
 
     def note(self, save_id: str, files: Iterable[str]) -> None:
         """Of one batch alone, whose result is known elsewhere: so that `discard_files` knows its files."""
-        self._data = self._header("", save_id)
+        self.save_id = save_id
+        self._data = self._header("")
         self.append(b"", files)
 
     def discard_files(self) -> None:

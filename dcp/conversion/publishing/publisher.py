@@ -92,18 +92,30 @@ class Publisher:
         if layout.index is not None and (place.path is None or (self._overwrite and place.exists())):
             # What the commit compares with is taken before anything is written.
             self._previous = commit.previous_state(place.store, commit.Names())
-        if ledger.open(fingerprint):
-            resumed = _with_save_id(layout, self._save_id, ledger.save_id)
-            done = _results(ledger.done)
-            if done is not None and (
-                self._local is None or local_files.have_sizes(self._local.output, resumed)
-            ):
-                self._save_id = ledger.save_id
+        if ledger.open(fingerprint) and (done := _results(ledger.done)) is not None:
+            new, self._save_id = self._save_id, ledger.save_id
+            resumed = _with_save_id(layout, new, self._save_id)
+            if self._local is None or self._is_built(self._local, resumed):
                 self.has_begun = True
                 return resumed, done
+            self._save_id = new
         self._begin_anew(layout, fingerprint)
         self.has_begun = True
         return layout, []
+
+    def _is_built(self, ledger: LocalLedger, layout: TargetLayout) -> bool:
+        """Whether what an earlier run has made is there: beside the target or, of a folder, if it was killed
+        after that, under its name. What replaces another is rather made again."""
+        if local_files.have_sizes(ledger.output, layout):
+            return True
+        is_renamed = self._place.file_name is None and not self._overwrite
+        return is_renamed and self.is_published(layout, ledger.inode)
+
+    def refuse_local(self) -> None:
+        """Raise CheckpointConflictError for a local target that is there and may not be replaced, while there
+        is something left to do: it is none of ours."""
+        if self._local is not None and not self._overwrite:
+            self._place.refuse_existing()
 
     def _begin_anew(self, layout: TargetLayout, fingerprint: str) -> None:
         store = self._place.store
@@ -156,10 +168,10 @@ class Publisher:
 
     @property
     def inode(self) -> int | None:
-        """Of what will be renamed to the target, where that is local."""
-        if self._local is None:
-            return None
-        return (self._local.output / (self._place.file_name or "")).stat().st_ino
+        """Of what is to be renamed to the target, or has been, where that is local."""
+        if self._local is None or self._place.file_name is None:
+            return self.ledger.inode
+        return (self._local.output / self._place.file_name).stat().st_ino
 
     # -- publishing ------------------------------------------------------------------------------------------
 
@@ -197,6 +209,7 @@ class Publisher:
         if index is not None:
             self._write_index(output, index)
         PosixStore(output).sync()
+        ledger.sync()  # a run that finds the target knows by it that all of this one is done
         announce("publish", target)
         try:
             if self._place.file_name is not None:

@@ -106,6 +106,10 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
     is_named = one.has_suffix(text.rstrip("/"))
     is_file = written.as_file == "always" or (written.as_file == "by name" and is_named)
     store = open_store(text)
+    if not store.capabilities.is_writable:
+        raise OptionError(
+            f"a {type(store).__name__} can only be read: give a target elsewhere", path=store.url
+        )
     if store.capabilities.is_local:
         try:
             return _local_place(text, Path(store.url), store, is_file=is_file)
@@ -125,6 +129,8 @@ def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> Targe
     if is_file:
         if path.is_dir():
             raise OptionError(f"{path} is a folder; give the name of the file to write", path=str(path))
+        if path.exists() and not path.is_file():
+            raise OptionError(f"{path} is no regular file, which alone can be replaced", path=str(path))
         return TargetPlace(str(path), PosixStore(path.parent), check_name(path.name), path)
     if path.exists() and not path.is_dir():
         raise OptionError(f"{path} is a file; give the name of a folder to write", path=str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 import dcp
+from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
 from dcp.conversion.run import convert
 from dcp.conversion.targets import safetensors, torch_save
+from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.inspection.checkpoints import open_index
 from dcp.inspection.verification import verify
 from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError, PlanError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.format import Format, Target
+from dcp.storage.formats.registry import register_format
 from dcp.storage.formats.safetensors.writer import EXTRAS_KEY, decode_extras
 from tests.support.conversion import (
     assert_same,
@@ -228,10 +234,35 @@ def test_replacing_a_checkpoint_goes_through_its_commit(flat: Path, training: Pa
     assert folder_of(target) == ["copy"]
 
 
-def test_a_checkpoint_is_not_converted_onto_itself(flat: Path) -> None:
-    """Even with overwrite."""
+def test_a_checkpoint_is_not_converted_onto_itself(flat: Path, tmp_path: Path) -> None:
+    """Even with overwrite; nor is a file of it, or what is no file at all, replaced by one."""
     with pytest.raises(PlanError, match="both"):
         convert(flat, flat, to="dcp", overwrite=True)
+    os.mkfifo(tmp_path / "pipe.pt")
+    own = [(path, "is a file of the source") for path in flat.iterdir()]
+    for target, words in [*own, (tmp_path / "pipe.pt", "is no regular file")]:
+        with pytest.raises(PlanError, match=words):
+            convert(flat, target, to="torch", overwrite=True)
+    assert verify(flat).ok and (tmp_path / "pipe.pt").is_fifo()
+
+
+def test_two_files_of_one_name_are_no_layout(flat: Path, tmp_path: Path) -> None:
+    """Of a format of somebody's that makes its files' names of tensors', and loses what tells them apart; or
+    leads out of the target by them."""
+    for name, words in (("one", "would be two files"), ("../out", "path separator")):
+
+        def lay_out(job: LayoutJob, name: str = name) -> Planned:
+            tensors = job.entries.tensors[:2]
+            rows, codes = [one.tensor for one in tensors], [one.dtype_code for one in tensors]
+            sizes = [dtypes.BY_CODE[one.dtype_code].itemsize for one in tensors]
+            index = job.entries.index
+            copies = Copies.of_tensors(index, rows, codes, range(2), [0, 0], sizes)
+            return Planned(TargetLayout([name, name], sizes, Literals.of([]), copies), ())
+
+        register_format(Format(name="odd", target=Target(name="odd", layout=lay_out)))
+        with pytest.raises(CheckpointError, match=words):
+            convert(flat, tmp_path / "target", to="odd")
+    assert folder_of(tmp_path / "target") == []
 
 
 def test_damage_of_the_source_stops_it(sharded: Path, tmp_path: Path) -> None:

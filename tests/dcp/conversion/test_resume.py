@@ -117,6 +117,38 @@ def test_killed_anywhere_and_finished(to: str, source: Path, tmp_path: Path) -> 
     _check(target)
 
 
+@pytest.mark.parametrize("to", list(_TARGETS))
+def test_what_a_killed_run_has_published_is_its_own(to: str, source: Path, tmp_path: Path) -> None:
+    """Killed when the target has its name, and called again, it takes that for what it has made, reads
+    nothing, and clears up; called once more it is refused, as of any target that exists."""
+    target = tmp_path / _TARGETS[to]
+    steps = _run(source, tmp_path / f"whole-{_TARGETS[to]}", to, 0).stdout.split()[4:]
+    assert _run(source, target, to, steps.index("remove") + 1).returncode == -signal.SIGKILL
+    assert target.exists()
+    again = _run(source, target, to, 0)
+    assert again.returncode == 0, again.stderr
+    _, tasks, done, read = map(int, again.stdout.split()[:4])
+    assert (done, read) == (tasks, 0)
+    assert folder_of(target) == sorted([target.name, f"whole-{_TARGETS[to]}"])
+    _check(target)
+    assert "exists; give another target" in _run(source, target, to, 0).stderr
+
+
+def test_another_target_in_place_of_a_killed_runs_is_refused_at_once(source: Path, tmp_path: Path) -> None:
+    """Before anything is read; without it the run goes on where it was."""
+    target = tmp_path / "folder"
+    steps = _run(source, tmp_path / "whole", "safetensors", 0).stdout.split()[4:]
+    kill_at = [number for number, step in enumerate(steps, 1) if step == "ledger"][2] + 1
+    assert _run(source, target, "safetensors", kill_at).returncode == -signal.SIGKILL
+    target.mkdir()
+    (target / "model.safetensors").write_bytes(b"")
+    refused = _run(source, target, "safetensors", -1)
+    assert "exists; give another target" in refused.stderr
+    (target / "model.safetensors").unlink()
+    assert _run(source, target, "safetensors", 0).stdout.split()[1:3] == ["4", "3"]
+    _check(target)
+
+
 def test_what_is_done_is_never_read_again(source: Path, tmp_path: Path) -> None:
     """Bytes read before the death and after it are together those of one whole run."""
     target = tmp_path / "model.pt"
