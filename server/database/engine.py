@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event, make_url, text
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 __all__ = ["Database", "DatabaseUnavailableError", "Encoded"]
@@ -80,7 +80,10 @@ class Database:
     """
 
     def __init__(self, url: str, *, pool_size: int = 8) -> None:
-        self.url: URL = make_url(url)
+        try:
+            self.url: URL = make_url(url)
+        except ArgumentError:
+            raise ValueError("database: give a URL, such as sqlite:///catalog.sqlite") from None
         self._file: tuple[int, int] | None = None
         backend = self.url.get_backend_name()
         if backend == "sqlite":

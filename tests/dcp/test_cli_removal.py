@@ -72,6 +72,7 @@ def test_rm_of_what_is_no_checkpoint_fails(tmp_path: Path) -> None:
     done = run("rm", tmp_path / "x", tmp_path / "absent", tmp_path / "model.pt", whole, "--yes", "--json")
     assert done.status == 3
     assert done.err.count("\n") == 3
+    assert "absent holds no checkpoint: it does not exist" in done.err
     (row,) = done.json
     assert (row["url"], row["removed"], row["files"]) == (str(whole), True, 3)
     assert content(tmp_path).keys() == {"x/__0_0.distcp", "model.pt"}

@@ -84,7 +84,17 @@ def test_the_state_of_the_database(tmp_path: Path) -> None:
     assert json.loads(run("db", "status", "--json", "--database", other))["is_current"] is True
     assert "up to date" in run("db", "upgrade", "--database", other)
     for wrong in ("mysql://host/db", f"sqlite:///{tmp_path / 'no' / 'folder.sqlite'}", "nonsense"):
-        assert "dcp: " in run("db", "status", "--database", wrong, status=3)
+        shown = run("db", "status", "--database", wrong, status=3)
+        assert "dcp: " in shown and "internal error" not in shown
+
+
+@pytest.mark.parametrize("command", ["keys list", "keys revoke 1", "roots list", "roots accept main"])
+def test_a_database_that_is_not_there_is_missed_and_not_made(command: str, tmp_path: Path) -> None:
+    """Whoever lists or takes back has mistaken its name, or the folder."""
+    absent = tmp_path / "absent.sqlite"
+    shown = run(*command.split(), "--database", f"sqlite:///{absent}", status=3)
+    assert f"there is no database {absent}" in " ".join(shown.split())
+    assert not absent.exists()
 
 
 def test_keys_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +115,9 @@ def test_settings_that_are_none(tmp_path: Path) -> None:
     assert "nonsense: " in shown
     assert "roots: " in shown
     assert "many" not in shown
+    for unread in (b"roots = [\n", b"\xff\xfe"):
+        config.write_bytes(unread)
+        assert f"{config} is no TOML" in " ".join(run("serve", "--config", str(config), status=3).split())
     assert "is not a file" in run("serve", "--config", str(tmp_path / "none.toml"), status=3)
     run("serve", "--root", "noname=", status=2)
     run("serve", "--root", "/", status=2)

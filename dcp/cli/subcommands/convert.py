@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvertCommand", "command"]
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_LISTED = 5
 
 
@@ -104,49 +104,59 @@ def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
     return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
 
 
+_Source = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
+_Target = Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")]
+_To = Annotated[str, typer.Option("--to", metavar="FORMAT", parser=_target, help="The format to write.")]
+_Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
+]
+_Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
+_Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename", metavar="REGEX=>NEW", help=r"Rename, such as '^module\.=>'; one after the other."
+    ),
+]
+_Dtype = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."),
+]
+_Files = Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")]
+_Chunks = Annotated[Chunks, typer.Option(help="keep: chunks as in the source; split: one a file, for dcp.")]
+_ShardSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB.")
+]
+_DropObjects = Annotated[
+    bool, typer.Option("--drop-objects", help="Leave out values that the format cannot hold.")
+]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+_Executor = Annotated[str, typer.Option(metavar="WHERE", help="processes, inline, or dask://HOST:PORT.")]
+_Workers = Annotated[int | None, typer.Option(min=1, help="Processes at a time.")]
+_NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not compare the source's checksums.")]
+_TargetOptions = Annotated[
+    str | None,
+    typer.Option("--target-options", metavar="JSON", help="As --storage-options, for the target's URL."),
+]
+
+
 def command(
-    source: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
-    target: Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", parser=_target, help="The format to write.")],
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rename", metavar="REGEX=>NEW", help=r"Rename, such as '^module\.=>'; one after the other."
-        ),
-    ] = None,
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dtype", metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."
-        ),
-    ] = None,
-    files: Annotated[int, typer.Option(min=1, help="Data files of a dcp target.")] = 1,
-    chunks: Annotated[
-        Chunks, typer.Option(help="keep: chunks as in the source; split: one a file, for dcp.")
-    ] = Chunks.KEEP,
-    shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB.")
-    ] = None,
-    drop_objects: Annotated[
-        bool, typer.Option("--drop-objects", help="Leave out values that the format cannot hold.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
-    executor: Annotated[
-        str, typer.Option(metavar="WHERE", help="processes, inline, or dask://HOST:PORT.")
-    ] = "processes",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes at a time.")] = None,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not compare the source's checksums.")
-    ] = False,
+    source: _Source,
+    target: _Target,
+    to: _To,
+    only: _Only = None,
+    exclude: _Exclude = None,
+    rename: _Rename = None,
+    dtype: _Dtype = None,
+    files: _Files = 1,
+    chunks: _Chunks = Chunks.KEEP,
+    shard_size: _ShardSize = None,
+    drop_objects: _DropObjects = False,
+    overwrite: _Overwrite = False,
+    executor: _Executor = "processes",
+    workers: _Workers = None,
+    no_verify: _NoVerify = False,
     options: Options = None,
-    target_options: Annotated[
-        str | None,
-        typer.Option("--target-options", metavar="JSON", help="As --storage-options, for the target's URL."),
-    ] = None,
+    target_options: _TargetOptions = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -154,9 +164,34 @@ def command(
 
     A conversion that was killed goes on where it was when the same command is given again.
     """
-    shard_bytes, dtypes = _size(shard_size), _dtypes(dtype)
-    renamed = _pairs(rename, "=>", "REGEX=>NEW")
-    with errors_as_lines(debug=debug), unwinding_on_sigterm(), progress_bar(target) as show:
+    chosen: dict[str, Any] = {
+        "to": to,
+        "only": only or None,
+        "exclude": exclude or None,
+        "rename": _pairs(rename, "=>", "REGEX=>NEW") or None,
+        "dtype": _dtypes(dtype),
+        "shard_bytes": _size(shard_size),
+        "files": files,
+        "chunks": chunks.value,
+        "drop_objects": drop_objects,
+        "overwrite": overwrite,
+        "executor": executor,
+        "workers": workers,
+        "verify": "none" if no_verify else "blocks",
+    }
+    with errors_as_lines(debug=debug):
+        chosen["storage_options"] = storage_options(source, options)
+        chosen["target_options"] = storage_options(target, target_options)
+        report = _convert(source, target, chosen)
+    if json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _convert(source: str, target: str, chosen: dict[str, Any]) -> ConversionReport:
+    """``chosen`` are the options of `dcp.convert`."""
+    with unwinding_on_sigterm(), progress_bar(target) as show:
         # here, because a usage message must not wait for numpy
         from dcp.conversion.run import convert
 
@@ -164,30 +199,7 @@ def command(
             if show is not None:
                 show(done.bytes_done, done.bytes_total)
 
-        report = convert(
-            source,
-            target,
-            to=to,
-            only=only or None,
-            exclude=exclude or None,
-            rename=renamed or None,
-            dtype=dtypes,
-            shard_bytes=shard_bytes,
-            files=files,
-            chunks=chunks.value,
-            drop_objects=drop_objects,
-            overwrite=overwrite,
-            executor=executor,
-            workers=workers,
-            storage_options=storage_options(source, options),
-            target_options=storage_options(target, target_options),
-            verify="none" if no_verify else "blocks",
-            progress=progress,
-        )
-    if json:
-        print_json(report)
-    else:
-        _print(report)
+        return convert(source, target, **chosen, progress=progress)
 
 
 def _print(report: ConversionReport) -> None:

@@ -75,16 +75,19 @@ def _remove(uri: str, options: dict[str, Any] | None, *, yes: bool) -> _Done:
     # here, because a usage message must not wait for numpy
     from dcp.manager.cleanup.removal import files_to_remove, remove_checkpoint
     from dcp.manager.notes import read_notes
+    from dcp.storage.formats.places_near import near_places_told
     from dcp.storage.stores.opening import OpenWith
 
-    store = OpenWith(options)(uri)
+    opener = OpenWith(options)
+    store = opener(uri)
     now_seconds = time.time()
     files = files_to_remove(store, now_seconds)
     if not files:
-        raise CheckpointNotFoundError(
-            f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc",
-            path=store.url,
-        )
+        with near_places_told(uri, opener):
+            raise CheckpointNotFoundError(
+                f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc",
+                path=store.url,
+            )
     if read_notes(store).pinned:
         raise CheckpointError(f"{store.url} is pinned and stays; CheckpointManager.unpin releases it")
     if not yes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +30,7 @@ def upgrade(config: Config = None, database: DatabaseUrl = None, debug: Debug = 
     with errors_as_lines(debug=debug):
         from dcp.server.database import migrations
 
-        with open_database(config, database) as opened:
+        with open_database(config, database, is_made=True) as opened:
             before = migrations.upgrade(opened)
             after = migrations.current(opened)
         print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
@@ -43,7 +44,7 @@ def status(
     with errors_as_lines(debug=debug):
         from dcp.server.database import migrations
 
-        with open_database(config, database) as opened:
+        with open_database(config, database, is_made=True) as opened:
             current, head = migrations.current(opened), migrations.head()
     if json:
         print_json({"current": current, "needed": head, "is_current": current == head})
@@ -54,11 +55,13 @@ def status(
 
 
 @contextmanager
-def open_database(config: Config, url: str | None, *, with_tables: bool = False) -> Iterator[Database]:
+def open_database(
+    config: Config, url: str | None, *, with_tables: bool = False, is_made: bool = False
+) -> Iterator[Database]:
     """The database of the settings; exits with a line for a wrong URL, and for one that is away.
 
     ``with_tables``: those of this version. SQLite gets them, as from `dcp serve`; for another one the line
-    says what to do.
+    says what to do. ``is_made``: also where there is no file yet.
     """
     settings = read_settings(config, database_url=url)
     from dcp.server.database import migrations
@@ -66,6 +69,10 @@ def open_database(config: Config, url: str | None, *, with_tables: bool = False)
 
     try:
         with closing(Database(settings.database_url.get_secret_value(), pool_size=2)) as opened:
+            file = Path(opened.url.database or "")
+            if opened.dialect == "sqlite" and not (is_made or file.exists()):
+                print_error(f"there is no database {file}: dcp serve makes it, or dcp db upgrade")
+                raise typer.Exit(EXIT_FAILURE)
             if with_tables and not migrations.is_current(opened):
                 if opened.dialect != "sqlite" or not settings.migrate:
                     print_error("the database has not the tables of this version: run dcp db upgrade first")

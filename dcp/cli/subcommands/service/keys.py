@@ -64,7 +64,7 @@ def create(
         now_seconds = time.time()
         try:
             with (
-                open_database(config, database, with_tables=True) as opened,
+                open_database(config, database, with_tables=True, is_made=True) as opened,
                 opened.write() as connection,
             ):
                 record, secret = keys.create_key(

@@ -71,7 +71,7 @@ def read_settings(config: Path | None, **flags: Any) -> Settings:
     """Flags that were given, then the environment, then the file; one line for what is wrong with them."""
     from pydantic import ValidationError
 
-    from dcp.server.settings import CONFIG_VARIABLE, Settings
+    from dcp.server.settings import CONFIG_VARIABLE, DEFAULT_CONFIG, Settings
 
     if config is not None:
         if not config.is_file():
@@ -84,6 +84,9 @@ def read_settings(config: Path | None, **flags: Any) -> Settings:
         for item in error.errors(include_url=False, include_input=False):
             place = ".".join(map(str, item["loc"])) or "settings"
             print_error(f"{place}: {item['msg'].removeprefix('Value error, ')}")
+        raise typer.Exit(EXIT_FAILURE) from None
+    except ValueError as error:  # of bytes that are no text, too
+        print_error(f"{os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG)} is no TOML: {error}")
         raise typer.Exit(EXIT_FAILURE) from None
 
 
