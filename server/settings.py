@@ -13,7 +13,15 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -21,9 +29,13 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-__all__ = ["CONFIG_VARIABLE", "RootSettings", "Settings"]
+from dcp.storage.errors import CheckpointError
+from dcp.storage.stores import open_store
+
+__all__ = ["CONFIG_VARIABLE", "DEFAULT_CONFIG", "RootSettings", "Settings"]
 
 CONFIG_VARIABLE: Final = "DCP_SERVER_CONFIG"
+DEFAULT_CONFIG: Final = "dcp-server.toml"
 _ROOT_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 _HOST_NAME: Final = re.compile(
@@ -38,16 +50,26 @@ class RootSettings(BaseModel):
     """One root: checkpoints are found below ``url``, a folder or an object store's prefix.
 
     ``storage_options`` are those of `dcp.load`. ``readonly``: nothing is deleted, and nothing converted to
-    it. ``scan_seconds``: how often it is looked through; 0 is only on demand.
+    it; always so where its store can only be read. ``scan_seconds``: how often it is looked through; 0 is
+    only on demand.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(min_length=1)
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    readonly: bool = False
+    readonly: bool = Field(default=False, validate_default=True)
     scan_seconds: float = Field(default=60.0, ge=0)
     description: str = ""
+
+    @field_validator("readonly")
+    @classmethod
+    def _as_its_store(cls, readonly: bool, info: ValidationInfo) -> bool:
+        try:
+            store = open_store(info.data["url"], info.data["storage_options"])
+        except (CheckpointError, KeyError):  # whoever uses the root is told what is wrong with it
+            return readonly
+        return readonly or not store.capabilities.is_writable
 
 
 class Settings(BaseSettings):
@@ -147,7 +169,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment, then the file."""
-        path = Path(os.environ.get(CONFIG_VARIABLE, "dcp-server.toml"))
+        path = Path(os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG))
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)
 
 

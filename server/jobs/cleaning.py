@@ -14,7 +14,7 @@ from dcp.server.database.tables import (
     tasks,
     verifications,
 )
-from dcp.server.jobs.ledger.states import FINAL_STATES
+from dcp.server.records.jobs import FINAL_STATES
 from dcp.server.security.principal import SYSTEM
 
 __all__ = ["forget_jobs", "forget_scans"]

@@ -20,7 +20,8 @@ from sqlalchemy import Connection, and_, or_, select
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import job_events, jobs
 from dcp.server.jobs.ledger.rows import event_of_row, progress_of
-from dcp.server.jobs.ledger.states import FINAL_STATES, JobEvent, JobProgress, JobState
+from dcp.server.jobs.ledger.states import JobEventRow
+from dcp.server.records.jobs import FINAL_STATES, JobState, Progress
 from dcp.server.security.keys import valid_keys
 
 __all__ = ["POLL_SECONDS", "Following", "JobFeed", "News"]
@@ -38,8 +39,8 @@ class News:
     here, or, with ``state`` None, because it was forgotten, the key has ended or the database is away."""
 
     state: JobState | None
-    events: Sequence[JobEvent] = ()
-    progress: JobProgress | None = None
+    events: Sequence[JobEventRow] = ()
+    progress: Progress | None = None
     is_last: bool = False
 
 
@@ -56,7 +57,7 @@ class Following:
         self._loop = asyncio.get_running_loop()
         self._has_news = asyncio.Event()
         self._news: News | None = None
-        self._told: JobProgress | None = None
+        self._told: Progress | None = None
 
     @property
     def waits(self) -> bool:
@@ -163,7 +164,7 @@ def _states(connection: Connection, job_ids: Sequence[int]) -> dict[int, JobStat
     return {row.id: row.state for row in rows}
 
 
-def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEvent], bool]:
+def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEventRow], bool]:
     """Those of jobs behind an event each, the first page; whether that is all."""
     wanted = [and_(job_events.c.job_id == job_id, job_events.c.id > last) for job_id, last in after.items()]
     if not wanted:

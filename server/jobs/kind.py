@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json, TaskSpec
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
 from dcp.server.problems import ProblemError
 from dcp.server.roots import Roots
 from dcp.server.security.principal import Principal, Scope
@@ -188,7 +188,7 @@ class Kind(ABC, Generic[P]):
         """Clear away what ``context.earlier_attempts`` at the plan have left; asked for where a kind
         ``leaves_plans`` and the job has ended without a plan. None of them is at work any more."""
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """Write what follows from the result into the catalog."""
 
 

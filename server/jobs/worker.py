@@ -35,8 +35,8 @@ from dcp.server.jobs.ledger import (
     Backoff,
     Claim,
     ClaimLimits,
+    FailureFacts,
     Held,
-    JobFailure,
     StaleFenceError,
     TaskSpec,
     add_tasks,
@@ -130,7 +130,7 @@ class Worker:
         self._ended: queue.SimpleQueue[tuple[Held, ProcessOutcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._problem: str | None = None
-        self._failing: dict[tuple[str, str | None], JobFailure] = {}  # as the log knows, by kind and root
+        self._failing: dict[tuple[str, str | None], FailureFacts] = {}  # as the log knows, by kind and root
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -404,7 +404,7 @@ class Worker:
         time.sleep(seconds)
         self._look()
 
-    def _fail(self, made: Claim, error: JobFailure) -> None:
+    def _fail(self, made: Claim, error: FailureFacts) -> None:
         self._tell_failed(made, error)
         if not self._kinds[made.job.kind].waits:
             error = replace(error, is_environment=False)
@@ -412,7 +412,7 @@ class Worker:
             lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
         )
 
-    def _tell_failed(self, made: Claim, error: JobFailure) -> None:
+    def _tell_failed(self, made: Claim, error: FailureFacts) -> None:
         job = made.job
         log = _log.warning
         if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often

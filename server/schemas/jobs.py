@@ -8,7 +8,7 @@ from pydantic import Field, create_model
 
 from dcp.server.inputs import Request
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger import JobEvent
+from dcp.server.jobs.ledger import JobEventRow
 from dcp.server.records import jobs as records
 from dcp.server.schemas.common import Answer, rfc3339
 from dcp.server.schemas.records import RecordAnswer, answers
@@ -116,7 +116,7 @@ class JobEventAnswer(Answer):
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, event: JobEvent) -> Self:
+    def of(cls, event: JobEventRow) -> Self:
         """A row of the ledger."""
         return cls(
             id=event.id,

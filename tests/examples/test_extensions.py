@@ -94,6 +94,9 @@ def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path],
     assert {row["fqn"] for row in shown["tensors"]} == MODEL.keys()
     run(installed, "-m", "dcp", "verify", url)
     run(installed, "-m", "dcp", "convert", url, tmp_path / "out.pt", "--to", "torch")
+    onto = [sys.executable, "-m", "dcp", "convert", url, f"{top}/out", "--to", "dcp"]
+    refused = subprocess.run(onto, env=installed, capture_output=True, text=True, timeout=300)
+    assert (refused.returncode, "a ZipStore can only be read" in refused.stderr) == (3, True)
     assert_equal(torch.load(tmp_path / "out.pt"))
     loaded = tmp_path / "loaded.pt"
     run(installed, "-c", _LOAD, url, loaded)
@@ -154,7 +157,7 @@ def test_a_planner_by_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.fixture
 def service(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> Iterator[Service]:
     """A catalog of both places."""
-    roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}", "readonly": True}}
+    roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}"}}
     settings = {"roots": roots, "database_url": f"sqlite:///{tmp_path}/catalog.sqlite"}
     environment = {"PYTHONPATH": installed["PYTHONPATH"]}
     with Service(tmp_path / "service", settings, environment=environment) as running:
@@ -196,6 +199,13 @@ def test_the_catalog_knows_both(service: Service) -> None:
         wait_until(lambda: [row for row in listed(format="npy") if row["key"] == "new"], "it is converted")
         schema = client.get("/openapi.json")
         assert '"npy"' in schema.text
+        assert client.get("/api/v1/roots/zip").json()["readonly"]
+        jobs = [{"kind": "delete", "params": {"checkpoint_ids": [zipped["id"]]}}]
+        convert = {"checkpoint_id": array["id"], "to": "dcp", "target_root": "zip", "target_key": "new"}
+        jobs += [{"kind": "convert", "params": convert}]
+        refusals = [client.post("/api/v1/jobs", json=job) for job in jobs]
+        refusals += [client.delete(f"/api/v1/checkpoints/{zipped['id']}")]
+        assert [(one.status_code, "read-only" in one.text) for one in refusals] == [(403, True)] * 3
 
 
 def assert_equal(found: dict[str, torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ from dcp.server.jobs.kind import (
     TaskSpec,
     TransientJobError,
 )
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
@@ -124,7 +124,7 @@ class MadeKind(Kind[MadeParams]):
             part.unlink()
         note(folder, "discard")
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """A line of the audit log."""
         row = {"at_seconds": time.time(), "actor": "test", "action": "made", "target": f"job {job.id}"}
         connection.execute(insert(audit).values(**row, detail=dict(result)))

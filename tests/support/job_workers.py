@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from dcp.server.database.engine import Database
 from dcp.server.jobs.executors.executor import ProcessExecutor
 from dcp.server.jobs.executors.subprocess_main import Setup
-from dcp.server.jobs.ledger import Backoff, Job, JobSpec, find_job, request_cancel, submit
+from dcp.server.jobs.ledger import Backoff, JobRow, JobSpec, find_job, request_cancel, submit
 from dcp.server.jobs.schedules import PeriodicWork
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
@@ -150,12 +150,12 @@ def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
     return database.transact(lambda connection: submit(connection, spec, time.time()))
 
 
-def cancel(database: Database, job_id: int) -> Job:
+def cancel(database: Database, job_id: int) -> JobRow:
     """Ask for it."""
     return database.transact(lambda connection: request_cancel(connection, job_id, time.time(), "test"))
 
 
-def state_of(database: Database, job_id: int) -> Job:
+def state_of(database: Database, job_id: int) -> JobRow:
     """The job as it is now."""
     with database.read() as connection:
         job = find_job(connection, job_id)
@@ -195,7 +195,7 @@ def _pids(folder: Path) -> list[int]:
     return [int(line.split()[2]) for line in log_lines(folder) if line.startswith("task ")]
 
 
-def wait_for_end(database: Database, job_id: int) -> Job:
+def wait_for_end(database: Database, job_id: int) -> JobRow:
     """The job, once it is over."""
     until(lambda: state_of(database, job_id).is_final, f"the end of job {job_id}")
     return state_of(database, job_id)

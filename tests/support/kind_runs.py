@@ -22,7 +22,7 @@ from dcp.server.jobs import ledger
 from dcp.server.jobs.executors.subprocess_main import error_of
 from dcp.server.jobs.kind import JobContext
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger.states import Claim, Job
+from dcp.server.jobs.ledger.states import Claim, JobRow
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner
 from dcp.server.security.principal import LOCAL, Principal
@@ -81,20 +81,20 @@ class KindRuns:
             )
         )
 
-    def do(self, kind: str, **params: Any) -> Job:
+    def do(self, kind: str, **params: Any) -> JobRow:
         """Submit a job, and carry out all that there is to do."""
         number = self.submit(kind, **params)
         self.drain()
         return self.job(number)
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> JobRow:
         """A job as it is now."""
         with self.database.read() as connection:
             return ledger.get_job(connection, number)
 
-    def drain(self) -> list[Job]:
+    def drain(self) -> list[JobRow]:
         """Carry out whatever there is to do; the jobs that were at it."""
-        seen: dict[int, Job] = {}
+        seen: dict[int, JobRow] = {}
         while (made := self.claim()) is not None:
             self.complete(made, self.carry_out(made))
             seen[made.job.id] = self.job(made.job.id)
@@ -139,7 +139,7 @@ class KindRuns:
             return error
 
     @contextmanager
-    def _context(self, job: Job, task_number: int | None, prepared: Any) -> Iterator[JobContext]:
+    def _context(self, job: JobRow, task_number: int | None, prepared: Any) -> Iterator[JobContext]:
         self._attempts += 1
         folder = self.folder / f"work-{self._attempts}"
         folder.mkdir(parents=True)

@@ -27,7 +27,7 @@ from dcp.server.jobs.executors.executor import OnDone, OnProgress, ProcessExecut
 from dcp.server.jobs.executors.subprocess_main import Setup, load_kinds
 from dcp.server.jobs.executors.subprocess_messages import Order
 from dcp.server.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
-from dcp.server.jobs.ledger.states import JobFailure
+from dcp.server.jobs.ledger.states import FailureFacts
 
 __all__ = ["DaskExecutor", "carry_out_there"]
 
@@ -240,14 +240,14 @@ class DaskExecutor:
         remote.on_done(outcome)
 
 
-def _away(error: BaseException | None) -> JobFailure:
+def _away(error: BaseException | None) -> FailureFacts:
     detail = "the Dask cluster lost it" if error is None else f"the Dask cluster: {type(error).__name__}"
-    return JobFailure(type="DaskError", detail=detail)
+    return FailureFacts(type="DaskError", detail=detail)
 
 
 def _outcome(document: Mapping[str, Any]) -> ProcessOutcome:
     error = document["error"]
-    return ProcessOutcome(result=document["result"], error=None if error is None else JobFailure(**error))
+    return ProcessOutcome(result=document["result"], error=None if error is None else FailureFacts(**error))
 
 
 # -- on the cluster ------------------------------------------------------------------------------------------

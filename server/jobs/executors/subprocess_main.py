@@ -41,7 +41,7 @@ from dcp.server.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.jobs.ledger.states import JobFailure
+from dcp.server.jobs.ledger.states import FailureFacts
 from dcp.server.problems import ProblemError
 from dcp.server.roots import storage_problem
 from dcp.server.settings import Settings
@@ -266,10 +266,10 @@ class _Reporting:
             send_message(self._connection, {"done_bytes": int(done_bytes)})
 
 
-def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
+def error_of(error: BaseException, memory_bytes: int = 0) -> FailureFacts:
     """What the ledger keeps of an exception."""
     if isinstance(error, MemoryError):
-        return JobFailure(
+        return FailureFacts(
             type=TOO_MUCH_MEMORY,
             detail=f"it needs more memory than task_memory_bytes={memory_bytes} allows",
             is_retryable=False,
@@ -282,7 +282,7 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
         detail = f"the database refused it: {type(error).__name__}"  # without the statement's parameters
     else:
         detail = str(error)
-    return JobFailure(
+    return FailureFacts(
         type=type(error).__name__,
         detail=detail[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
         is_retryable=is_retryable(error),

@@ -22,7 +22,7 @@ from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Paramet
 from dcp.server.jobs.kinds.shared.renaming import BoundedRename, check_sets
 from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.jobs.kinds.shared.targets import record_target
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.roots import Root, check_key
 from dcp.server.scanning.facts import facts_of_source
@@ -246,7 +246,7 @@ class ConvertKind(Kind[ConvertParams]):
             for name in context.earlier_attempts if target.path is not None else ():
                 discard_attempt(target, _attempt_of(name), 0)
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """As `Kind.record`."""
         params = ConvertParams.model_validate(job.params)
         record_target(connection, job, params.checkpoint_id, params.tags, result)

@@ -15,7 +15,7 @@ from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
 from dcp.server.jobs.kinds.shared.subjects import roots_of_committed
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
@@ -70,7 +70,7 @@ class DeleteKind(Kind[DeleteParams]):
         """As `Kind.publish`."""
         return {"checkpoint_ids": sorted(set(plan_data["checkpoint_ids"]))}
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """Those that are pinned or gone by now stay as they are; the audit log tells which were deleted."""
         params, now = DeleteParams.model_validate(job.params), time.time()
         for number in result["checkpoint_ids"]:

@@ -26,7 +26,7 @@ from dcp.server.jobs.kinds.shared.subjects import (
     open_place,
     storage_errors,
 )
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ForbiddenError, UnavailableError
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.server.security.principal import Principal, Scope
@@ -151,7 +151,7 @@ class PurgeKind(Kind[PurgeParams]):
         """As `Kind.publish`."""
         return {**results[0], "checkpoint_id": plan_data["id"]}
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """Purged; or, where it was pinned in its folder, as it was before it was deleted."""
         number, now = result["checkpoint_id"], time.time()
         detail = {name: result[name] for name in ("outcome", "files", "bytes")}

@@ -14,7 +14,7 @@ from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import Parameters
 from dcp.server.jobs.kinds.shared.subjects import open_database, storage_errors
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.roots import check_key
 from dcp.server.scanning.scanner import Scanner
@@ -92,7 +92,7 @@ class ScanKind(Kind[ScanParams]):
         """As `Kind.publish`."""
         return dict(results[0])
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """Nothing is left to write; the log tells of what was found for the first time."""
         is_first = result.get("is_first", False)
         told = {name: result[name] for name in _TOLD if result.get(name)}

@@ -20,7 +20,7 @@ from dcp.server.jobs.kinds.shared.subjects import (
     open_place,
     storage_errors,
 )
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.formats.sources import index_at
@@ -94,7 +94,7 @@ class StatsKind(Kind[StatsParams]):
         """As `Kind.publish`."""
         return dict(results[0])
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """As `Kind.record`."""
         params = StatsParams.model_validate(job.params)
         if not params.is_whole:

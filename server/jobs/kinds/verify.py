@@ -22,7 +22,7 @@ from dcp.server.jobs.kinds.shared.subjects import (
     open_place,
     storage_errors,
 )
-from dcp.server.jobs.ledger.states import Job, JobSpec, Json
+from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.roots import Root
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
@@ -92,7 +92,7 @@ class VerifyKind(Kind[VerifyParams]):
         """As `Kind.publish`."""
         return {**results[0], "subject": dict(plan_data)}
 
-    def record(self, connection: Connection, job: Job, result: Json) -> None:
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """The verdict counts for the checkpoint only if it is still what was verified."""
         now, subject = time.time(), Subject(**result["subject"])
         row = lock_checkpoint(connection, subject.id)

@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, or_, select, text,
 
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.jobs.ledger.rows import by_priority, emit, lock_job, task_of_row
-from dcp.server.jobs.ledger.states import Claim, Held, Job, Phase
+from dcp.server.jobs.ledger.states import Claim, Held, JobRow, Phase
 
 __all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
 
@@ -71,7 +71,9 @@ def claim(
     return _claim_phase(connection, job, again.phase, lease, now)
 
 
-def _claim_task(connection: Connection, job: Job, candidate: _Candidate, lease: Mapping[str, Any]) -> Claim:
+def _claim_task(
+    connection: Connection, job: JobRow, candidate: _Candidate, lease: Mapping[str, Any]
+) -> Claim:
     row = connection.execute(
         update(tasks)
         .where(tasks.c.id == candidate.task_id)
@@ -82,7 +84,7 @@ def _claim_task(connection: Connection, job: Job, candidate: _Candidate, lease: 
 
 
 def _claim_phase(
-    connection: Connection, job: Job, phase: Phase, lease: Mapping[str, Any], now: float
+    connection: Connection, job: JobRow, phase: Phase, lease: Mapping[str, Any], now: float
 ) -> Claim:
     values: dict[str, Any] = {"fence": jobs.c.fence + 1, **lease}
     if phase == "plan":

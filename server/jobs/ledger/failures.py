@@ -22,17 +22,17 @@ from dcp.server.jobs.ledger.rows import (
     held_task,
     lock_job,
 )
-from dcp.server.jobs.ledger.states import Backoff, Held, Job, JobFailure, JobTask, StaleFenceError
+from dcp.server.jobs.ledger.states import Backoff, FailureFacts, Held, JobRow, StaleFenceError, TaskRow
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
 
 DEFAULT_BACKOFF: Final = Backoff()
 _MOST_EXPIRED: Final = 1000
-_LOST: Final = JobFailure(type="WorkerLostError", detail="the worker that had it was not heard of any more")
+_LOST: Final = FailureFacts(type="WorkerLostError", detail="the worker that had it was not heard of any more")
 
 
 def fail(
-    connection: Connection, held: Held, error: JobFailure, now: float, backoff: Backoff = DEFAULT_BACKOFF
+    connection: Connection, held: Held, error: FailureFacts, now: float, backoff: Backoff = DEFAULT_BACKOFF
 ) -> None:
     """It did not work: it is tried again later, or the job is given up."""
     if held.task_id is None:
@@ -42,7 +42,7 @@ def fail(
 
 
 def _fail_task(
-    connection: Connection, job: Job, task: JobTask, error: JobFailure, now: float, backoff: Backoff
+    connection: Connection, job: JobRow, task: TaskRow, error: FailureFacts, now: float, backoff: Backoff
 ) -> None:
     attempt = task.attempt + 1
     values: dict[str, Any] = {"error": error.document(), "done_bytes": 0, **NO_LEASE}
@@ -61,7 +61,9 @@ def _fail_task(
     connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values))
 
 
-def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff) -> None:
+def _fail_phase(
+    connection: Connection, job: JobRow, error: FailureFacts, now: float, backoff: Backoff
+) -> None:
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
@@ -87,7 +89,7 @@ def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float,
             clear_away(connection, job)
 
 
-def _release_phase(connection: Connection, job: Job, **values: Any) -> None:
+def _release_phase(connection: Connection, job: JobRow, **values: Any) -> None:
     """Not at work any more; a plan is to be made from its beginning."""
     state = job.state
     if state == "planning":
@@ -96,7 +98,7 @@ def _release_phase(connection: Connection, job: Job, **values: Any) -> None:
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(state=state, **values, **NO_LEASE))
 
 
-def clear_away(connection: Connection, job: Job, **found: Any) -> None:
+def clear_away(connection: Connection, job: JobRow, **found: Any) -> None:
     """An ending job whose plan has begun, and may have left something: it is discarded as one that runs. What
     there is of its tasks was never begun."""
     forget_tasks(connection, job)
@@ -105,7 +107,7 @@ def clear_away(connection: Connection, job: Job, **found: Any) -> None:
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))
 
 
-def _end(connection: Connection, job: Job, error: JobFailure, now: float, **where: Any) -> None:
+def _end(connection: Connection, job: JobRow, error: FailureFacts, now: float, **where: Any) -> None:
     document = error.document() | where
     values: dict[str, Any] = {"error": document, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
     values["waiting"] = null()
@@ -114,7 +116,7 @@ def _end(connection: Connection, job: Job, error: JobFailure, now: float, **wher
 
 
 def _wait(
-    connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff, **where: Any
+    connection: Connection, job: JobRow, error: FailureFacts, now: float, backoff: Backoff, **where: Any
 ) -> None:
     """The job as a whole pauses: what is away is away for all of its tasks."""
     waiting = job.waiting if job.waiting is not None and job.waiting["is_environment"] else None
@@ -130,8 +132,8 @@ def _wait(
 
 def _tell_retry(
     connection: Connection,
-    job: Job,
-    error: JobFailure,
+    job: JobRow,
+    error: FailureFacts,
     now: float,
     next_seconds: float,
     attempt: int,
@@ -153,7 +155,7 @@ def _tell_retry(
     emit(connection, job.id, "retry", now, error=error.document(), delay_seconds=delay, **where)
 
 
-def _is_patient(job: Job, error: JobFailure, now: float, backoff: Backoff) -> bool:
+def _is_patient(job: JobRow, error: FailureFacts, now: float, backoff: Backoff) -> bool:
     """Whether what failed is worth waiting for, and has not been waited for too long."""
     if not error.is_environment:
         return False
@@ -162,12 +164,12 @@ def _is_patient(job: Job, error: JobFailure, now: float, backoff: Backoff) -> bo
     return now - since < backoff.patience_seconds
 
 
-def _is_tried_again(job: Job, error: JobFailure, attempt: int) -> bool:
+def _is_tried_again(job: JobRow, error: FailureFacts, attempt: int) -> bool:
     """Of what is not waited for, or has been for long enough."""
     return error.is_retryable and not error.is_environment and attempt < job.max_attempts
 
 
-def give_up(connection: Connection, job: Job, now: float) -> None:
+def give_up(connection: Connection, job: JobRow, now: float) -> None:
     """It has been cleared away, as far as that was possible."""
     if not job.is_ending:
         raise StaleFenceError(f"job {job.id} was not given up")

@@ -19,8 +19,9 @@ from dcp.server.jobs.ledger.rows import (
     select_tasks,
     task_of_row,
 )
-from dcp.server.jobs.ledger.states import Job, JobEvent, JobState, JobTask, Json
+from dcp.server.jobs.ledger.states import JobEventRow, JobRow, Json, TaskRow
 from dcp.server.problems import NotFoundError
+from dcp.server.records.jobs import JobState
 from dcp.server.security.principal import SYSTEM
 
 __all__ = [
@@ -51,7 +52,7 @@ class JobFilter:
     own_scans: bool = True
 
 
-def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
+def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> JobRow:
     """The job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
     ``visible``."""
     job = find_job(connection, job_id, visible)
@@ -60,7 +61,7 @@ def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None 
     return job
 
 
-def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job | None:
+def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> JobRow | None:
     """As `get_job`; None if there is none."""
     query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
     row = connection.execute(query).one_or_none()
@@ -79,7 +80,7 @@ def list_jobs(
     before_id: int | None = None,
     limit: int = 50,
     visible: frozenset[str] | None = None,
-) -> list[Job]:
+) -> list[JobRow]:
     """The newest first; the next page has those before the last one's id. Of large results they have what is
     short."""
     conditions = [*_seen(visible)]
@@ -104,7 +105,7 @@ def list_jobs(
 
 def list_tasks(
     connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
-) -> list[JobTask]:
+) -> list[TaskRow]:
     """Tasks of a job by number, behind ``after_number``: how far they are, not what they do. There are none
     before it is planned."""
     query = (
@@ -122,7 +123,7 @@ def plan_of(connection: Connection, job_id: int) -> Json | None:
     return found
 
 
-def payload_of(connection: Connection, task: JobTask) -> Json:
+def payload_of(connection: Connection, task: TaskRow) -> Json:
     """All that a claimed task needs: what the plan has for every task, and its own."""
     shared = connection.execute(select(jobs.c.plan["shared"]).where(jobs.c.id == task.job_id)).scalar()
     return {**(shared or {}), **task.payload}
@@ -146,7 +147,7 @@ def task_documents(connection: Connection, job_id: int) -> list[int | None]:
 
 def job_events_after(
     connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
-) -> Sequence[JobEvent]:
+) -> Sequence[JobEventRow]:
     """What happened to the job since the event ``after_id``, in order."""
     query = (
         select(job_events)

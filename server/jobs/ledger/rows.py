@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -27,18 +28,16 @@ from sqlalchemy import (
 from dcp.server.database.documents import ensure_document
 from dcp.server.database.tables import job_events, jobs, roots, tasks
 from dcp.server.jobs.ledger.states import (
-    FINAL_STATES,
+    FailureFacts,
     Held,
-    Job,
-    JobEvent,
-    JobFailure,
-    JobProgress,
-    JobState,
-    JobTask,
+    JobEventRow,
+    JobRow,
     Json,
     StaleFenceError,
+    TaskRow,
 )
 from dcp.server.problems import NotFoundError
+from dcp.server.records.jobs import FINAL_STATES, JobState, Progress
 
 __all__ = [
     "NO_LEASE",
@@ -90,9 +89,9 @@ def is_planned() -> ColumnElement[bool]:
     return select(jobs.c.id).where(jobs.c.id == tasks.c.job_id, jobs.c.state != "planning").exists()
 
 
-def job_of_row(row: Row[Any]) -> Job:
+def job_of_row(row: Row[Any]) -> JobRow:
     """A row of `select_jobs`."""
-    return Job(
+    return JobRow(
         id=row.id,
         kind=row.kind,
         state=row.state,
@@ -118,9 +117,9 @@ def job_of_row(row: Row[Any]) -> Job:
     )
 
 
-def task_of_row(row: Row[Any]) -> JobTask:
+def task_of_row(row: Row[Any]) -> TaskRow:
     """A row of ``tasks``."""
-    return JobTask(
+    return TaskRow(
         id=row.id,
         job_id=row.job_id,
         number=row.number,
@@ -135,12 +134,12 @@ def task_of_row(row: Row[Any]) -> JobTask:
     )
 
 
-def event_of_row(row: Row[Any]) -> JobEvent:
+def event_of_row(row: Row[Any]) -> JobEventRow:
     """A row of ``job_events``."""
-    return JobEvent(id=row.id, job_id=row.job_id, kind=row.kind, data=row.data, at_seconds=row.at_seconds)
+    return JobEventRow(id=row.id, job_id=row.job_id, kind=row.kind, data=row.data, at_seconds=row.at_seconds)
 
 
-def lock_job(connection: Connection, job_id: int) -> Job:
+def lock_job(connection: Connection, job_id: int) -> JobRow:
     """The job, which nobody else changes before the end of this transaction. Raises NotFoundError."""
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
@@ -149,7 +148,7 @@ def lock_job(connection: Connection, job_id: int) -> Job:
     return job_of_row(row)
 
 
-def held_job(connection: Connection, held: Held) -> Job:
+def held_job(connection: Connection, held: Held) -> JobRow:
     """The locked job, if its claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)
@@ -161,7 +160,7 @@ def held_job(connection: Connection, held: Held) -> Job:
     return job
 
 
-def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
+def held_task(connection: Connection, held: Held) -> tuple[JobRow, TaskRow]:
     """The locked job and the task, if the claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)
@@ -179,9 +178,9 @@ def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
     return job, task_of_row(row)
 
 
-def forget_tasks(connection: Connection, job: Job) -> None:
-    """The job is to be planned anew, or not at all."""
-    connection.execute(delete(tasks).where(tasks.c.job_id == job.id))
+def forget_tasks(connection: Connection, job: JobRow, first: int = 0) -> None:
+    """From number ``first`` on: the job is to be planned anew, or not at all."""
+    connection.execute(delete(tasks).where(tasks.c.job_id == job.id, tasks.c.number >= first))
 
 
 def emit(connection: Connection, job_id: int, event: str, now: float, **data: Any) -> None:
@@ -189,20 +188,20 @@ def emit(connection: Connection, job_id: int, event: str, now: float, **data: An
     connection.execute(insert(job_events).values(job_id=job_id, kind=event, data=data, at_seconds=now))
 
 
-def _released_key(job: Job) -> str | None:
+def _released_key(job: JobRow) -> str | None:
     """What is kept of a deduplication key at the end: it is found again by `retry`, and in nobody's way."""
     return None if job.dedup_key is None else f"{job.dedup_key}{_KEY_END}{job.id}"
 
 
 def finish(
     connection: Connection,
-    job: Job,
+    job: JobRow,
     state: JobState,
     now: float,
     *,
     result: Json | None = None,
     document: int | None = None,
-    error: JobFailure | None = None,
+    error: FailureFacts | None = None,
 ) -> None:
     """The end of the job: what is left of its tasks is cancelled, and its key is free again. ``document``:
     the prepared one of a large result."""
@@ -251,7 +250,7 @@ def _size(value: Any) -> int:
     return len(json.dumps(value))
 
 
-def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
+def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Progress]:
     """By job, as it is now; jobs without tasks, and those that are being planned, are left out."""
     is_done = tasks.c.state == "succeeded"
     query = (
@@ -266,7 +265,7 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Job
         .group_by(tasks.c.job_id)
     )
     return {
-        job_id: JobProgress(
+        job_id: Progress(
             done_tasks=int(done),
             total_tasks=int(total),
             done_bytes=min(int(done_bytes), int(total_bytes)),
@@ -279,4 +278,4 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Job
 def _progress_document(connection: Connection, job_id: int) -> Any:
     """The progress to be kept with a job that has ended; SQL's NULL if it had no tasks."""
     progress = progress_of(connection, (job_id,)).get(job_id)
-    return null() if progress is None else progress.document()
+    return null() if progress is None else asdict(progress)

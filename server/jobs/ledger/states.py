@@ -10,23 +10,19 @@ from typing import Any, Final, Literal
 from dcp.server.records.jobs import FINAL_STATES, JobState, TaskState
 
 __all__ = [
-    "FINAL_STATES",
     "MAX_DEDUP_KEY_CHARACTERS",
     "Backoff",
     "Claim",
+    "FailureFacts",
     "Held",
-    "Job",
-    "JobEvent",
-    "JobFailure",
-    "JobProgress",
+    "JobEventRow",
+    "JobRow",
     "JobSpec",
-    "JobState",
-    "JobTask",
     "Json",
     "Phase",
     "StaleFenceError",
+    "TaskRow",
     "TaskSpec",
-    "TaskState",
 ]
 
 Json = Mapping[str, Any]
@@ -74,7 +70,7 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobFailure:
+class FailureFacts:
     """Why something failed: the ``type`` of the exception, and a text for whoever made the job.
 
     ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
@@ -91,29 +87,10 @@ class JobFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobProgress:
-    """Of the tasks of a job."""
-
-    done_tasks: int = 0
-    total_tasks: int = 0
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-    def document(self) -> dict[str, int]:
-        """As it is kept and shown."""
-        return {
-            "done_tasks": self.done_tasks,
-            "total_tasks": self.total_tasks,
-            "done_bytes": self.done_bytes,
-            "total_bytes": self.total_bytes,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobRow:
     """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost.
 
-    ``waiting`` is a `JobFailure` with ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
+    ``waiting`` has `FailureFacts` and ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
     ``count``: why the last attempt failed, where another one is to follow.
     """
 
@@ -152,7 +129,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobTask:
+class TaskRow:
     """One task of a job, in the order of ``number``."""
 
     id: int
@@ -169,7 +146,7 @@ class JobTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobEvent:
+class JobEventRow:
     """What happened to a job; ids grow, so that a reader goes on behind the last one it has seen."""
 
     id: int
@@ -193,8 +170,8 @@ class Claim:
     """What a worker has to do, for as long as its lease lasts."""
 
     phase: Phase
-    job: Job
-    task: JobTask | None
+    job: JobRow
+    task: TaskRow | None
     fence: int
 
     @property

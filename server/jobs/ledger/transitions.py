@@ -39,7 +39,7 @@ from dcp.server.jobs.ledger.rows import (
 from dcp.server.jobs.ledger.states import (
     MAX_DEDUP_KEY_CHARACTERS,
     Held,
-    Job,
+    JobRow,
     JobSpec,
     Json,
     StaleFenceError,
@@ -111,8 +111,12 @@ def _root_id(connection: Connection, name: str | None) -> int | None:
 
 
 def add_tasks(connection: Connection, held: Held, specs: Sequence[TaskSpec], first: int) -> None:
-    """Some of a plan, from number ``first`` on: nobody's before `complete_plan`, and gone without it."""
+    """Some of a plan, from number ``first`` on: nobody's before `complete_plan`, and gone without it.
+
+    Again is fine, since a connection that is lost may not tell that they are written.
+    """
     job = held_job(connection, held)
+    forget_tasks(connection, job, first)
     # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
     first_fence = held.fence << _FENCE_SHIFT
     rows = [
@@ -169,7 +173,7 @@ def complete_task(
 
 def complete_publish(
     connection: Connection, held: Held, result: Json, now: float, document: int | None = None
-) -> Job:
+) -> JobRow:
     """The job has succeeded; what `Kind.record` writes belongs into the same transaction.
 
     ``document`` has a large result: one that was prepared, or that of a task with the same. Without it all of
@@ -187,7 +191,7 @@ def complete_discard(connection: Connection, held: Held, now: float) -> None:
     give_up(connection, held_job(connection, held), now)
 
 
-def _move(connection: Connection, job: Job, state: str, now: float, **found: Any) -> None:
+def _move(connection: Connection, job: JobRow, state: str, now: float, **found: Any) -> None:
     values: dict[str, Any] = {"state": state, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
     values["waiting"] = null()
     event: dict[str, Any] = {"state": state}
@@ -226,7 +230,7 @@ def release(connection: Connection, held: Held, now: float) -> None:
         emit(connection, job.id, "state", now, state=state)
 
 
-def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> Job:
+def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
     """Stop it: at once if nothing was begun, else as soon as the workers hear of it.
 
     A job that is being stopped or was cancelled already is left as it is. Raises ConflictError if it has
@@ -250,7 +254,7 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
     return lock_job(connection, job_id)
 
 
-def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
+def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
     """Begin a failed or cancelled job anew, from its plan on; one that waits for its next attempt is due now.
 
     Raises ConflictError if it is neither, or if another job does the same by now.
@@ -278,7 +282,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     return lock_job(connection, job_id)
 
 
-def _hasten(connection: Connection, job: Job, now: float, actor: str) -> Job:
+def _hasten(connection: Connection, job: JobRow, now: float, actor: str) -> JobRow:
     waiting = {**(job.waiting or {}), "next_seconds": now}
     values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": waiting}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))

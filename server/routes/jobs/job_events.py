@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 import anyio
@@ -18,7 +19,7 @@ from dcp.server.http.context import Service
 from dcp.server.inputs import MAX_ID
 from dcp.server.jobs.following import POLL_SECONDS, JobFeed
 from dcp.server.jobs.ledger import get_job, job_events_after
-from dcp.server.jobs.ledger.states import JobEvent
+from dcp.server.jobs.ledger.states import JobEventRow
 from dcp.server.problems import TooManyRequestsError, UnavailableError
 from dcp.server.schemas.jobs import JobEventAnswer
 from dcp.server.security.principal import Principal
@@ -105,14 +106,14 @@ async def _follow(
             for event in news.events:
                 yield _shown(event)
             if news.progress is not None:
-                yield ServerSentEvent(event="progress", data=json.dumps(news.progress.document()))
+                yield ServerSentEvent(event="progress", data=json.dumps(asdict(news.progress)))
             if news.is_last:
                 if news.state is not None:
                     yield ServerSentEvent(event="end", data=json.dumps({"state": news.state}))
                 return
 
 
-def _shown(event: JobEvent) -> ServerSentEvent:
+def _shown(event: JobEventRow) -> ServerSentEvent:
     return ServerSentEvent(
         id=str(event.id), event=event.kind, data=JobEventAnswer.of(event).model_dump_json()
     )

@@ -17,9 +17,9 @@ from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import MAX_ID, Name
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
-from dcp.server.jobs.ledger import Job, JobFilter
-from dcp.server.jobs.ledger.states import JobState
+from dcp.server.jobs.ledger import JobFilter, JobRow
 from dcp.server.problems import ForbiddenError, UnprocessableError
+from dcp.server.records.jobs import JobState
 from dcp.server.routes.jobs.job_events import LastEventId, job_stream
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.jobs import JobAnswer, JobList, NewJob, TaskAnswer, TaskList
@@ -198,7 +198,7 @@ def retry_job(job_id: IdPath, author: Author, transact: IdempotentDep) -> JobAns
     return transact(retry)
 
 
-def _found(connection: Connection, author: Writer, job_id: int) -> Job:
+def _found(connection: Connection, author: Writer, job_id: int) -> JobRow:
     job = ledger.get_job(connection, job_id, author.principal.roots)
     _check_scope(author.principal, job.kind)
     return job

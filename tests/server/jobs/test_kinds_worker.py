@@ -20,7 +20,7 @@ from dcp.server.automation.actions import Action, Condition
 from dcp.server.automation.rules import NewRule, create_rule
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints, events, jobs, tasks
-from dcp.server.jobs.ledger.states import FINAL_STATES
+from dcp.server.records.jobs import FINAL_STATES
 from tests.support.forking import forkserver_context
 from tests.support.job_workers import HANG_SECONDS, until
 from tests.support.kind_runs import KindRuns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,19 @@ def test_half_of_a_plan_is_nobodys(database: Database) -> None:
     assert (event["state"], event["tasks"]) == ("running", 4)
 
 
+def test_tasks_that_were_written_unheard_are_written_again(database: Database) -> None:
+    """The connection was lost when their transaction had ended: the plan is whole, each task there once."""
+    spec = JobSpec(kind="verify", params={}, created_by="test")
+    specs = [TaskSpec(payload={"n": n}, weight_bytes=1) for n in range(5)]
+    job_id = database.transact(lambda connection: ledger.submit(connection, spec, NOW))
+    held = claimed(database, NOW).held
+    for first in (0, 2, 2):
+        database.transact(partial(ledger.add_tasks, held=held, specs=specs[first : first + 2], first=first))
+    database.transact(lambda connection: ledger.complete_plan(connection, held, {}, specs[4:], NOW, after=4))
+    with database.read() as connection:
+        assert [task.number for task in ledger.list_tasks(connection, job_id)] == list(range(5))
+
+
 @pytest.mark.parametrize("how", ["cancelled", "failed", "released"])
 def test_what_ends_in_the_midst_of_a_plan_has_no_tasks(database: Database, how: str) -> None:
     """Cancelled, failed or given back: what was written of the plan is gone."""
@@ -105,7 +119,7 @@ def test_what_ends_in_the_midst_of_a_plan_has_no_tasks(database: Database, how: 
     part = [TaskSpec(payload={}, weight_bytes=1)] * 2
     database.transact(lambda connection: ledger.add_tasks(connection, held, part, 0))
     if how == "failed":
-        error = ledger.JobFailure(type="E", detail="no")
+        error = ledger.FailureFacts(type="E", detail="no")
         database.transact(lambda connection: ledger.fail(connection, held, error, NOW))
     else:
         if how == "cancelled":

@@ -18,10 +18,10 @@ from dcp.server.jobs.ledger import (
     Backoff,
     Claim,
     ClaimLimits,
+    FailureFacts,
     Held,
-    Job,
-    JobFailure,
     JobFilter,
+    JobRow,
     JobSpec,
     StaleFenceError,
     TaskSpec,
@@ -67,13 +67,13 @@ def planned(database: Database, count: int, **changes: Any) -> int:
     return job_id
 
 
-def job_of(database: Database, job_id: int) -> Job:
+def job_of(database: Database, job_id: int) -> JobRow:
     """As it is now."""
     with database.read() as connection:
         return ledger.get_job(connection, job_id)
 
 
-BROKEN = JobFailure(type="StorageError", detail="away")
+BROKEN = FailureFacts(type="StorageError", detail="away")
 
 
 def test_backoff_doubles_and_is_bounded() -> None:

@@ -17,9 +17,9 @@ from dcp.server.database.tables import job_events, jobs, tasks
 from dcp.server.jobs.ledger import (
     Backoff,
     Claim,
+    FailureFacts,
     Held,
-    Job,
-    JobFailure,
+    JobRow,
     JobSpec,
     StaleFenceError,
     TaskSpec,
@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.snapshot()
         for act in (
             lambda: self.complete_claim(one),
-            lambda: self.write(fail, one.held, JobFailure(type="X", detail="x"), self.now),
+            lambda: self.write(fail, one.held, FailureFacts(type="X", detail="x"), self.now),
             lambda: self.write(release, one.held, self.now),
         ):
             with pytest.raises(StaleFenceError):
@@ -238,7 +238,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         taken = data.draw(st.sampled_from(self.taken))
         is_retryable = why != "lasting"
-        error = JobFailure(
+        error = FailureFacts(
             type="X", detail="it broke", is_retryable=is_retryable, is_environment=why == "environment"
         )
         self.write(fail, taken.claim.held, error, self.now, BACKOFF)
@@ -337,7 +337,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """One transaction."""
         return self.database.transact(lambda connection: act(connection, *arguments))
 
-    def job(self, job_id: int) -> Job:
+    def job(self, job_id: int) -> JobRow:
         """As it is now."""
         with self.database.read() as connection:
             return get_job(connection, job_id)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import dcp
 from dcp.server.database.engine import Database
 from dcp.server.jobs.ledger import fail, request_cancel
-from dcp.server.jobs.ledger.states import JobFailure
+from dcp.server.jobs.ledger.states import FailureFacts
 from tests.support.forking import forkserver_context
 from tests.support.halting_kinds import serve
 from tests.support.job_workers import HANG_SECONDS, until, wait_for_end
@@ -135,7 +135,7 @@ def test_a_plan_that_comes_too_late_leaves_nothing(is_told: bool, runs: KindRuns
 
 def test_a_job_that_fails_for_good_leaves_nothing(runs: KindRuns, tmp_path: Path) -> None:
     """Its attempts at the plan have reserved, and all were lost."""
-    job_id, lost = submit(runs), JobFailure(type="WorkerLostError", detail="gone")
+    job_id, lost = submit(runs), FailureFacts(type="WorkerLostError", detail="gone")
     while not runs.job(job_id).is_ending:
         made = runs.claim()
         assert made is not None and made.phase == "plan"

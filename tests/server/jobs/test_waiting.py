@@ -17,7 +17,7 @@ import dcp
 from dcp.server.database.engine import Database
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kind import PermanentJobError, TransientJobError, UnavailableJobError, is_environment
-from dcp.server.jobs.ledger import Backoff, JobFailure
+from dcp.server.jobs.ledger import Backoff, FailureFacts
 from dcp.server.jobs.worker import DEFAULT_KINDS, Worker
 from dcp.server.problems import ConflictError, NotFoundError, ProblemError, UnavailableError
 from dcp.server.roots import storage_problem
@@ -32,8 +32,8 @@ from tests.support.outages import limited_files
 
 FULL_DISK_KINDS: Final = "tests.support.full_disk:KINDS"  # importing them changes the process
 HOUR: Final = 3600.0
-FULL = JobFailure(type="StorageFullError", detail="the storage of root x is full", is_environment=True)
-BROKEN = JobFailure(type="TransientJobError", detail="not this time")
+FULL = FailureFacts(type="StorageFullError", detail="the storage of root x is full", is_environment=True)
+BROKEN = FailureFacts(type="TransientJobError", detail="not this time")
 FILE_BYTES: Final = 5 << 20
 """Room for the database's files, not for the 6 MiB that are converted."""
 

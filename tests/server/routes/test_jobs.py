@@ -18,7 +18,7 @@ from dcp.server.app import API
 from dcp.server.catalog import audit
 from dcp.server.jobs import following, ledger
 from dcp.server.jobs.cleaning import forget_jobs
-from dcp.server.jobs.ledger import JobFailure, JobSpec, TaskSpec
+from dcp.server.jobs.ledger import FailureFacts, JobSpec, TaskSpec
 from dcp.server.routes.jobs import job_events
 from dcp.server.security.keys import list_keys, revoke_key
 from tests.support.app import App
@@ -215,7 +215,7 @@ def test_progress_and_tasks_are_shown(app: App) -> None:
     assert [(task["number"], task["state"]) for task in page["items"]] == [(0, "succeeded"), (1, "running")]
     rest = client.get(f"{JOBS}/{job_id}/tasks?limit=2&cursor={page['next_cursor']}").json()
     assert [task["state"] for task in rest["items"]] == ["queued"] and rest["next_cursor"] is None
-    error = JobFailure(type="StorageError", detail="it is away")
+    error = FailureFacts(type="StorageError", detail="it is away")
     step(app, ledger.fail, running.held, error, time.time())
     failed = client.get(f"{JOBS}/{job_id}/tasks").json()["items"][1]
     assert (failed["attempt"], failed["error"]["detail"]) == (1, "it is away") and failed["not_before"]

@@ -16,13 +16,13 @@ from dcp.server.catalog.roots import root_id
 from dcp.server.database.tables import checkpoints
 from dcp.server.jobs.kinds.scan import scan_spec
 from dcp.server.jobs.ledger import submit
-from dcp.server.jobs.ledger.states import Job, Json
+from dcp.server.jobs.ledger.states import JobRow, Json
 
 __all__ = ["record_target"]
 
 
 def record_target(
-    connection: Connection, job: Job, source_id: int, tags: Iterable[str], result: Json
+    connection: Connection, job: JobRow, source_id: int, tags: Iterable[str], result: Json
 ) -> None:
     """Register the target, note its origin, emit "checkpoint.converted", and have its structure read."""
     now = time.time()
