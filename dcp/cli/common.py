@@ -166,7 +166,11 @@ def print_error(message: str) -> None:
 
 def print_json(value: Any) -> None:
     """``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its repr."""
-    print(json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False))
+    plain = _jsonable(value)
+    try:
+        print(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
+    except UnicodeEncodeError:  # of names with halves of surrogate pairs, or on a terminal of few characters
+        print(json.dumps(plain, indent=2, allow_nan=False))
 
 
 def _jsonable(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """``dcp``, ``dcp ls`` and ``dcp show``: what is printed, as text and as JSON, and the exit status."""
 
 import io
+import json
 import os
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcp
-from dcp.cli.common import describe_bytes, describe_time
+from dcp.cli.common import describe_bytes, describe_time, print_json
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.inspection.entries import module_tree, tensor_rows
 from dcp.storage.stores import open_store
@@ -355,3 +357,14 @@ def test_times_are_local_and_sortable() -> None:
     """Times are shown in the reader's zone, year first."""
     assert describe_time(None) == "-"
     assert describe_time(0.0) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_json_of_any_name(encoding: str) -> None:
+    """Halves of surrogate pairs, and what a terminal has no letters for, are escaped."""
+    document = {"\ud800": "\u00e9"}
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with redirect_stdout(shown):
+        print_json(document)
+    shown.seek(0)
+    assert json.loads(shown.read()) == document

@@ -247,7 +247,7 @@ def _check_unique(new_names: Mapping[str, str]) -> None:
         return
     first: dict[str, str] = {}
     for old, new in new_names.items():
-        if not new:
+        if old and not new:
             raise PlanError(f"rename leaves nothing of the name {old!r}", fqn=old)
         if first.setdefault(new, old) != old:
             raise PlanError(f"rename gives {first[new]!r} and {old!r} one name, {new!r}", fqn=new)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import dcp
 from dcp.conversion.run import convert
-from dcp.storage.errors import CorruptCheckpointError
+from dcp.storage.errors import CorruptCheckpointError, PlanError
 from tests.support.conversion import assert_same, training_state
 
 _NAMES = {"dcp": "checkpoint", "torch": "model.pt", "safetensors": "model.safetensors"}
@@ -119,3 +119,15 @@ def test_a_bare_tensor(tmp_path: Path) -> None:
     convert(tmp_path / "copy", tmp_path / "back.pt", to="torch", executor="inline")
     got = torch.load(tmp_path / "back.pt", weights_only=True)
     assert_same(got, torch.arange(12.0).reshape(3, 4).t())
+
+
+def test_a_name_without_letters(tmp_path: Path) -> None:
+    """A dict may have the empty key; renaming something to it is a mistake."""
+    dcp.save({"": torch.ones(2), "a": torch.zeros(1)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for to, name in (("torch", "model.pt"), ("safetensors", "model.safetensors"), ("dcp", "copy")):
+        convert(tmp_path / "saved", tmp_path / name, to=to, executor="inline")
+        loaded = {"": torch.zeros(2), "a": torch.ones(1)}
+        dcp.load(loaded, checkpoint_id=tmp_path / name, no_dist=True)
+        assert_same(loaded, {"": torch.ones(2), "a": torch.zeros(1)})
+    with pytest.raises(PlanError, match="leaves nothing of the name 'a'"):
+        convert(tmp_path / "saved", tmp_path / "none", to="dcp", rename={"^a$": ""}, executor="inline")
