@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
 
-__all__ = ["Restored", "restore"]
+__all__ = ["Restored", "is_unusable", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Restoring:
             try:
                 return self._restored(step, self._load(step), tuple(sorted(skipped.items(), reverse=True)))
             except CheckpointError as error:
-                if not _is_unusable(error):
+                if not is_unusable(error):
                     raise
                 skipped[step] = self._skip(step, error)
         if not skipped:
@@ -166,7 +166,7 @@ class _Restoring:
         try:
             return self._restored(step, self._load(step), ())
         except CheckpointError as error:
-            if _is_unusable(error):
+            if is_unusable(error):
                 self._skip(step, error)
             raise
 
@@ -233,7 +233,7 @@ class _Restoring:
             return True
 
 
-def _is_unusable(error: CheckpointError) -> bool:
+def is_unusable(error: CheckpointError) -> bool:
     """Whether the checkpoint is damaged or gone, so that another one is to be loaded."""
     return all(is_damage(cause) or isinstance(cause, CheckpointNotFoundError) for cause in causes_of(error))
 

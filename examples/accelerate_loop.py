@@ -1,0 +1,116 @@
+"""Accelerate: `accelerator.save_state()` and `load_state()` go through dcp.
+
+    python examples/accelerate_loop.py --checkpoints /tmp/accelerate
+    torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --checkpoints /tmp/accelerate
+
+Stop it in any way, start it again. docs/trainers.md says what is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dcp
+import dcp.integrations.accelerate
+
+
+class Progress:
+    """How far the loop is."""
+
+    def __init__(self) -> None:
+        self.step = self.epoch = self.batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there."""
+        vars(self).update(state_dict)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train up to ``--steps``, from the newest good checkpoint on."""
+    # Each epoch's order then follows from its number, so that skipping batches finds the same ones.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+    project = ProjectConfiguration(
+        str(arguments.checkpoints), automatic_checkpoint_naming=True, total_limit=3
+    )
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), dataloader_config=loading, project_config=project
+    )
+    dcp.integrations.accelerate.use(accelerator)
+
+    torch.manual_seed(0)  # all ranks begin with the same weights
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    inputs = torch.randn(40, 16)
+    data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+    # A loader without a generator of its own draws from the global one for each iterator, so for each resume.
+    loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    torch.manual_seed(1000 + accelerator.process_index)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+
+    with suppress(dcp.CheckpointNotFoundError):  # the first run has nothing to go on from
+        accelerator.load_state()
+    while progress.step < arguments.steps:
+        loader.set_epoch(progress.epoch)
+        for inputs, targets in accelerator.skip_first_batches(loader, progress.batch):
+            loss = F.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress.step, progress.batch = progress.step + 1, progress.batch + 1
+            note(accelerator, arguments.losses, step=progress.step, loss=loss)
+            if progress.step % arguments.every == 0:
+                accelerator.save_state()
+            if progress.step == arguments.steps:
+                break
+        else:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+    accelerator.end_training()
+
+
+def note(accelerator: Accelerator, path: Path, *, step: int, loss: torch.Tensor) -> None:
+    """Append the mean loss of all ranks as a JSON line."""
+    mean = accelerator.reduce(loss.detach(), "mean").item()
+    if accelerator.is_main_process:
+        with path.open("a") as log:
+            log.write(json.dumps({"step": step, "loss": mean}) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--checkpoints", type=Path, required=True)
+    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line a step")
+    options.add_argument("--steps", type=int, default=1000)
+    options.add_argument("--every", type=int, default=100, help="save every so many steps")
+    return options
+
+
+def main() -> None:
+    """Run alone, or as a rank of torchrun."""
+    train(parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Trainer and Accelerate, the real ones: killed in a save, resumed, compared with runs that were not."""
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from tests.support.crashes import Child, Ending, Group, in_lab, run_groups
+
+
+def ran(ending: Ending) -> Any:
+    """What a process returned."""
+    assert ending.raised is None, ending.raised.traceback_text
+    assert not ending.hung and not ending.signal
+    return ending.value
+
+
+def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the laboratory, for each kind of run: two ranks to the end; two that die in their second save; what
+    goes on from that on two ranks, and on one."""
+    from tests.support.trainer_runs import HuggingFaceRun, LoopRun
+
+    first, second = [], []
+    for number, (framework, options) in enumerate(kinds):
+        make: Any = HuggingFaceRun if framework == "trainer" else LoopRun
+        second_save = "checkpoint-6" if framework == "trainer" else "checkpoint_1"
+        whole, other, alone = (f"{root}/{number}/{name}" for name in ("whole", "other", "alone"))
+        first += [Group(2, make(whole, **options).run)]
+        first += [Group(2, make(other, die_at=second_save, **options).run)]
+        second += [Group(2, make(other, resume=True, **options).run)]
+        second += [Group(1, make(alone, resume=True, **options).run)]
+    begun = run_groups(first)
+    for dying in begun[1::2]:  # of two ranks one may get to know that the other is gone
+        assert any(ending.killed for ending in dying)
+        assert all(ending.killed or ending.raised for ending in dying)
+    for number in range(len(kinds)):
+        shutil.copytree(f"{root}/{number}/other", f"{root}/{number}/alone")
+    ended = run_groups(second)
+    return [
+        {"whole": ran(whole[0]), "two": ran(two[0]), "one": ran(one[0])}
+        for whole, two, one in zip(begun[::2], ended[::2], ended[1::2], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"fsdp": True}, id="fsdp"),
+        pytest.param({}, id="ddp", marks=pytest.mark.exhaustive),
+        pytest.param({"fsdp": True, "peft": True}, id="fsdp-peft", marks=pytest.mark.exhaustive),
+        pytest.param({"peft": True}, id="ddp-peft", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_killed_in_a_save_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
+    """On as many ranks each loss is bit for bit the uninterrupted run's; on one rank training goes on."""
+    trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options), ("loop", options))
+    assert [step for step, _ in trainer["whole"]] == [2, 4, 6, 8]
+    assert trainer["two"] == trainer["whole"]
+    assert trainer["one"][0] == trainer["whole"][0]
+    assert [step for step, _ in trainer["one"]] == [2, 4, 6, 8]
+    assert len(loop["whole"]) == len(loop["one"]) == 9
+    assert loop["two"] == loop["whole"]
+    assert loop["one"][:3] == loop["whole"][:3]
+    folders = tmp_path / "0" / "other", tmp_path / "1" / "other" / "checkpoints"
+    there = [sorted(path.parent.name for path in folder.glob("*/manifest.msgpack")) for folder in folders]
+    assert there == [["checkpoint-3", "checkpoint-6", "checkpoint-9"], ["checkpoint_1", "checkpoint_2"]]
+    if "peft" in options:
+        for checkpoint in (folders[0] / "checkpoint-9", folders[1] / "checkpoint_2"):
+            names = {name for name in dcp.open_index(checkpoint).fqns if name.startswith("model.")}
+            assert all("lora_" in name for name in names)
+            assert {name.split(".")[-2] for name in names} == {"default", "second"}
+
+
+def private_names() -> None:
+    """In the laboratory: what is overridden and used is there in the installed versions."""
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    from dcp.integrations.accelerate import PRIVATE_ATTRIBUTES
+    from dcp.integrations.huggingface import PRIVATE_HOOKS, DcpTrainerMixin
+
+    for name, parameters in PRIVATE_HOOKS.items():
+        assert tuple(inspect.signature(getattr(Trainer, name)).parameters) == parameters
+        assert tuple(inspect.signature(getattr(DcpTrainerMixin, name)).parameters) == parameters
+    source = inspect.getsource(Trainer)
+    for attribute in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"):
+        assert f"self.{attribute} = " in source
+    accelerator = Accelerator(cpu=True)
+    assert not [name for name in PRIVATE_ATTRIBUTES if not hasattr(accelerator, name)]
+
+
+@pytest.mark.exhaustive
+def test_the_installed_versions_have_the_private_names_that_are_used() -> None:
+    """Each is named in one place, with its parameters."""
+    in_lab(private_names)
+
+
+def best_and_loaded(run: Any) -> tuple[float, float]:
+    """The best loss of a run, and that of the model which it has at the end."""
+    trainer = run.make()
+    trainer.train()
+    return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
+
+
+def arguments_of_the_trainer(root: str) -> dict[str, Any]:
+    """In the laboratory, alone: limits, the best, paths, checkpoints of the Trainer's own, damage."""
+    from transformers import Trainer
+
+    from tests.support.trainer_runs import HuggingFaceRun
+
+    def run(folder: str, **options: Any) -> Any:
+        return ran(Child(HuggingFaceRun(f"{root}/{folder}", **options).run).wait())
+
+    def there(folder: str) -> list[str]:
+        return sorted(path.parent.name for path in Path(root, folder).glob("*/manifest.msgpack"))
+
+    found: dict[str, Any] = {"whole": run("whole")}
+    limited = {
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    options: dict[str, Any] = {
+        "arguments": limited | {"metric_for_best_model": "loss", "greater_is_better": True}
+    }
+    found["best loss"] = ran(Child(best_and_loaded, HuggingFaceRun(f"{root}/best", **options)).wait())
+    found["best"] = there("best")
+    run("last", arguments={"save_total_limit": 2})
+    found["last"] = there("last")
+
+    shutil.copytree(f"{root}/whole", f"{root}/path")
+    found["path"] = run("path", resume=f"{root}/path/checkpoint-3")
+    (data, *_) = Path(root, "whole/checkpoint-9").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    found["damaged"] = run("whole", resume=True)
+    shutil.rmtree(f"{root}/path/checkpoint-9")
+    Path(root, "path/checkpoint-12").mkdir()
+    found["never committed"] = run("path", resume=f"{root}/path/checkpoint-12")
+
+    run("own", trainer=Trainer)
+    shutil.rmtree(f"{root}/own/checkpoint-9")
+    found["own"] = run("own", resume=True)
+    run("weights", arguments={"save_only_model": True})
+    found["weights"] = run("weights", steps=12, resume=True)
+    ending = Child(HuggingFaceRun(f"{root}/nothing", resume=True).run).wait()
+    found["nothing"] = None if ending.raised is None else (ending.raised.type_name, ending.raised.message)
+    return found
+
+
+@pytest.mark.exhaustive
+def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
+    """Limits with and without the best, a path, True over a damaged one, the Trainer's own checkpoints,
+    weights alone, nothing at all."""
+    found = in_lab(arguments_of_the_trainer, str(tmp_path))
+    assert found["best"] == ["checkpoint-3", "checkpoint-9"]
+    best, loaded = found["best loss"]
+    assert loaded == best
+    assert found["last"] == ["checkpoint-6", "checkpoint-9"]
+    for how in ("path", "damaged", "never committed", "own"):
+        assert found[how] == found["whole"], how
+    assert [step for step, _ in found["weights"]] == [2, 4, 6, 8, 10, 12]
+    name, message = found["nothing"]
+    assert name == "ValueError"
+    assert "No valid checkpoint found in output directory" in message
+
+
+def refusals(root: str) -> dict[str, str]:
+    """In the laboratory: what wrong use raises."""
+    import accelerate
+    from accelerate import Accelerator
+
+    import dcp.integrations.accelerate
+    from tests.support.trainer_runs import HuggingFaceRun, fsdp_on_cpu
+
+    messages = {}
+
+    def refused(what: str, call: Any) -> None:
+        with pytest.raises(ValueError, match=r"\w") as caught:
+            call()
+        messages[what] = str(caught.value)
+
+    refused("node", HuggingFaceRun(root, arguments={"save_on_each_node": True}).make)
+    hub = {"push_to_hub": True, "hub_strategy": "every_save", "hub_token": "none"}
+    refused("jit", HuggingFaceRun(root, arguments={"enable_jit_checkpoint": True}).make)
+    from dcp.integrations import huggingface
+
+    trainer = HuggingFaceRun(root).make()
+    trainer.args.push_to_hub, trainer.args.hub_strategy = hub["push_to_hub"], hub["hub_strategy"]
+    refused("hub", lambda: huggingface._refuse_what_cannot_be(trainer))
+    trainer.is_deepspeed_enabled = True
+    refused("trainer with DeepSpeed", lambda: huggingface._refuse_what_cannot_be(trainer))
+
+    accelerator = Accelerator(cpu=True)
+    refused("options", lambda: dcp.integrations.accelerate.use(accelerator, catalog="http://127.0.0.1:1"))
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        accelerator.state.distributed_type = accelerate.DistributedType[kind]
+        refused(kind, lambda: dcp.integrations.accelerate.use(accelerator))
+    with fsdp_on_cpu():
+        accelerate.state.AcceleratorState._reset_state(True)
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
+        old = Accelerator(cpu=True, fsdp_plugin=plugin)
+        refused("FSDP1", lambda: dcp.integrations.accelerate.use(old))
+    return messages
+
+
+@pytest.mark.exhaustive
+def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    """Engines and arguments that need the frameworks' own files, each with a way out."""
+    messages = in_lab(refusals, str(tmp_path))
+    ways_out = {
+        "node": "give all nodes one output_dir",
+        "jit": "leave enable_jit_checkpoint off",
+        "hub": "set hub_strategy='end'",
+        "trainer with DeepSpeed": "or FSDP2",
+        "options": "automatic_checkpoint_naming=True",
+        "DEEPSPEED": "use DDP or FSDP2",
+        "MEGATRON_LM": "use DDP or FSDP2",
+        "FSDP1": "fsdp_version=2",
+    }
+    assert messages.keys() == ways_out.keys()
+    for what, way_out in ways_out.items():
+        assert way_out in messages[what]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["transformers", "accelerate"])
+def test_a_missing_package_is_named_with_its_extra(framework: str) -> None:
+    """Without the framework its module says what to install."""
+    module = {"transformers": "huggingface", "accelerate": "accelerate"}[framework]
+    code = f"import sys; sys.modules[{framework!r}] = None; import dcp.integrations.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert f"pip install 'dcphub[{framework}]'" in done.stderr
+
+
+class Moments:
+    """A registered object with what is sharded as the model is, and what is not."""
+
+    def __init__(self, model: Any) -> None:
+        self.average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors of the model's kind."""
+        return {"average": self.average, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """All of it."""
+        self.average, self.count = state["average"], state["count"]
+
+
+def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
+    """Explicit folders: saved over, told apart, not there; Accelerate's own; two models, one optimizer."""
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    import dcp.integrations.accelerate
+    from tests.support.trainer_runs import fsdp_on_cpu
+
+    with fsdp_on_cpu():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(4, 4)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    moments = Moments(model)
+    accelerator.register_for_checkpointing(moments)
+    own_save = accelerator.save_state
+    checkpoints = dcp.integrations.accelerate.use(accelerator)
+
+    for count in (1, 2):
+        moments.count = count
+        moments.average["weight"].fill_(count)
+        accelerator.save_state(f"{root}/again")
+    checkpoints.wait()
+    moments.count = 0
+    moments.average["weight"].fill_(0)
+    accelerator.load_state(f"{root}/again")
+    assert moments.count == 2
+    assert torch.all(moments.average["weight"].full_tensor() == 2)
+
+    errors = []
+    if rank == 0:
+        Path(root, "killed").mkdir()
+    accelerator.wait_for_everyone()
+    for place in ("killed", "nowhere"):
+        with pytest.raises(Exception, match=r"\w") as caught:
+            accelerator.load_state(f"{root}/{place}")
+        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+    accelerator._custom_objects.clear()  # Accelerate's own way does not know what is sharded
+    own_save(f"{root}/own")
+    weight = model.state_dict()["weight"].full_tensor().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(f"{root}/own")
+    assert torch.equal(model.state_dict()["weight"].full_tensor(), weight)
+    accelerator.end_training()
+    return errors
+
+
+def run_folders_of_accelerate(root: str) -> list[Any]:
+    """In the laboratory."""
+    return [ran(ending) for ending in run_groups([Group(2, folders_of_accelerate, (root,))])[0]]
+
+
+@pytest.mark.exhaustive
+def test_folders_of_accelerate(tmp_path: Path) -> None:
+    """A folder is saved over; sharded objects come back whole; a save that was killed names what is beside
+    it; Accelerate's own checkpoints load."""
+    for killed, nowhere in in_lab(run_folders_of_accelerate, str(tmp_path)):
+        assert "no save there has ended; the newest beside it is" in killed
+        assert f"{tmp_path}/again" in killed
+        assert nowhere == f"ValueError: Tried to find {tmp_path}/nowhere but folder does not exist"
