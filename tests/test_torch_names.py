@@ -130,9 +130,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(importlib, "import_module", without_private)
     for name in ("_debug_has_internal_overlap", "_foreach_copy_"):
         monkeypatch.delattr(torch, name)
-    monkeypatch.setattr(
-        torch.Tensor, "_use_count", None, raising=False
-    )  # it is of a base that may be immutable
+    monkeypatch.setattr(torch.Tensor, "_use_count", None, raising=False)  # of a base that may be immutable
     monkeypatch.delattr(DTensor, "_local_tensor")
     monkeypatch.delattr(DTensor, "_spec")
     return runpy.run_path(str(ROOT / ONLY))

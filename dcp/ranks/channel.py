@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -55,19 +56,18 @@ _LET_GO_SECONDS = 2.0
 """How long the end of the interpreter waits for threads that drop the tensors of complete collectives."""
 
 
-class _Begun(NamedTuple):
-    """A collective, None once it is complete, and its tensors."""
+@dataclass(slots=True)
+class _Begun:
+    """A collective, None once it was seen to be complete, and its tensors."""
 
     work: Any
     tensors: tuple[torch.Tensor, ...]
 
     def is_held(self) -> bool:
         """Whether others than Python have references to the tensors: the work has, until it is dropped."""
+        if self.work is not None and self.work.is_completed():
+            self.work = None
         return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
-
-    def now(self) -> _Begun:
-        """Without the work if it is complete."""
-        return self._replace(work=None) if self.work is not None and self.work.is_completed() else self
 
 
 class _Head(NamedTuple):
@@ -166,8 +166,7 @@ class Channel:
         """``work`` again, noted as a collective that may be under way when the interpreter ends."""
         global _works
         with _works_lock:
-            others = [other.now() for other in _works]
-            _works = [*(other for other in others if other.is_held()), _Begun(work, tensors)]
+            _works = [*(other for other in _works if other.is_held()), _Begun(work, tensors)]
         return work
 
     # -- exchanges -------------------------------------------------------------------------------------------
@@ -310,11 +309,12 @@ def _let_works_go() -> None:
     """At the end of the interpreter. A thread of gloo's that drops a collective's tensors asks for the
     interpreter's lock; once there is none it is ended by that, and aborts the process. So works that Python
     still has are never dropped, and threads that drop another's tensors now are waited for."""
+    dropped = [other for other in _works if other.work is None]
     for other in _works:
         if other.work is not None:
             _keep_for_ever(other.work)
     deadline = time.monotonic() + _LET_GO_SECONDS
-    while any(other.work is None and other.is_held() for other in _works) and time.monotonic() < deadline:
+    while any(other.is_held() for other in dropped) and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
