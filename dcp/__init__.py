@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dcp.planner import SavePlanner as SavePlanner
     from dcp.planner import WriteItem as WriteItem
     from dcp.planners.per_rank import PerRank as PerRank
+    from dcp.planners.rescale import Rescale as Rescale
     from dcp.protocol import CheckpointableTensor as CheckpointableTensor
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
@@ -88,6 +89,7 @@ _NAMES = {
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
     "dcp.planners.per_rank": ("PerRank",),
+    "dcp.planners.rescale": ("Rescale",),
     "dcp.protocol": ("CheckpointableTensor",),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
     "dcp.loading.report": ("LoadReport",),

@@ -3,7 +3,8 @@
 Mappings are opened at every level, lists only where they hold a tensor, a mapping or such a list; tuples
 never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists only; that
 variant (`legacy=True`) finds the entries of checkpoints from then. `PerRank` is opened like a mapping of one
-key. Names and paths have strings only: keys that are none, and mappings without entries, are noted
+key, and tensors made of others are opened to these (`dcp.planners.layout.tensor_parts`). Names and paths have
+strings only: keys that are none, and mappings without entries, are noted
 (`dcp.storage.formats.container_notes`).
 """
 
@@ -15,7 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from dcp.planners.layout.local_tensor import KINDS, WRAPPER
+from dcp.planners.layout.tensor_parts import FACTS, is_made_of_parts, parts_of
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, Note, note_of, plain_key
@@ -37,7 +41,7 @@ __all__ = [
     "set_element",
 ]
 
-OTHER, TENSOR, MAPPING, LIST, PER_RANK = range(5)
+OTHER, TENSOR, MAPPING, LIST, PER_RANK, _PARTS = range(6)
 """Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them. Those
 above TENSOR may be opened."""
 _MAX_LISTED = 10
@@ -50,7 +54,7 @@ MAX_NESTING = 256
 
 def _kind_of(cls: type) -> int:
     if issubclass(cls, torch.Tensor):
-        return TENSOR
+        return _PARTS if KINDS[cls] == WRAPPER else TENSOR
     if issubclass(cls, Mapping):
         return MAPPING
     if issubclass(cls, list):
@@ -82,13 +86,18 @@ def is_closed_list(entries: list[Any]) -> bool:
 class Flat(NamedTuple):
     """A state dict by flat key: values, paths, what those do not tell, and keys that cannot be noted.
 
-    ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key.
+    ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key. ``per_rank`` are the
+    `PerRank` values by their names, and ``owners`` those names by the flat keys of what is in the values.
+    ``facts`` are flat keys of what tells of tensors made of others.
     """
 
     values: dict[str, Any]
     paths: dict[str, Path]
     notes: Sequence[Note]
     foreign_keys: dict[str, str]
+    per_rank: dict[str, PerRank]
+    owners: dict[str, str]
+    facts: frozenset[str]
 
 
 class _StateFlattener:
@@ -101,14 +110,18 @@ class _StateFlattener:
         self.duplicates: list[str] = []
         self.notes: list[Note] = []
         self.foreign_keys: dict[str, str] = {}
+        self.per_rank: dict[str, PerRank] = {}
+        self.owners: dict[str, str] = {}
+        self.facts: set[str] = set()
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
         kind = self.kinds[type(value)]
         if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
         if kind == PER_RANK:
-            key = rank_key(self.rank)
-            self.visit(f"{fqn}.{key}", (*path, key), value.value)
+            self.visit_own(fqn, path, value)
+        elif kind == _PARTS:
+            self.visit_parts(fqn, path, value)
         elif kind == MAPPING and not (self.legacy and self.closed(value.values(), fqn)):
             self.visit_all(f"{fqn}.", path, value)
         elif kind == LIST and not self.closed(value, fqn):
@@ -119,6 +132,36 @@ class _StateFlattener:
         else:
             self.flat[fqn] = value
             self.paths[fqn] = path
+
+    def visit_own(self, fqn: str, path: Path, own: PerRank) -> None:
+        """What differs by rank; in one within another, the outer one counts."""
+        key, count = rank_key(self.rank), len(self.flat)
+        self.visit(f"{fqn}.{key}", (*path, key), own.value)
+        self.per_rank[fqn] = own
+        self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), fqn))
+
+    def visit_parts(self, fqn: str, path: Path, value: Any) -> None:
+        """A tensor made of others."""
+        parts = parts_of(fqn, value)
+        facts = parts.pop(FACTS)
+        for name, part in parts.items():
+            self.visit(f"{fqn}.{name}", (*path, name), part)
+        name = f"{fqn}.{FACTS}"
+        if name in self.flat:
+            self.duplicates.append(name)
+        self.flat[name], self.paths[name] = facts, (*path, FACTS)
+        self.facts.add(name)
+
+    def open_dtensors(self) -> None:
+        """Those of tensors made of others, which are found by their local tensors alone."""
+        kinds = {cls for cls in set(map(type, self.flat.values())) if issubclass(cls, DTensor)}
+        found = [fqn for fqn, value in self.flat.items() if type(value) in kinds and is_made_of_parts(value)]
+        for fqn in found if kinds else ():
+            owner = self.owners.pop(fqn, None)
+            count = len(self.flat) - 1
+            self.visit_parts(fqn, self.paths.pop(fqn), self.flat.pop(fqn))
+            if owner is not None:
+                self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), owner))
 
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
         """The entries of a mapping at ``path``; their keys begin with ``prefix``."""
@@ -177,7 +220,7 @@ class _StateFlattener:
             raise _too_deep(fqn)
         for entry in entries:
             kind = kinds[type(entry)]
-            if kind in (TENSOR, PER_RANK):
+            if kind in (TENSOR, PER_RANK, _PARTS):
                 return False
             if kind == MAPPING and not (self.legacy and self.closed(entry.values(), fqn, depth + 1)):
                 return False
@@ -210,6 +253,7 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     """
     flattener = _StateFlattener(rank, legacy=legacy)
     flattener.visit_all("", (), state_dict)
+    flattener.open_dtensors()
     if flattener.duplicates:
         names = sorted(set(flattener.duplicates))
         raise PlanError(
@@ -218,7 +262,15 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
             "key 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
-    return Flat(flattener.flat, flattener.paths, tuple(flattener.notes), flattener.foreign_keys)
+    return Flat(
+        flattener.flat,
+        flattener.paths,
+        tuple(flattener.notes),
+        flattener.foreign_keys,
+        flattener.per_rank,
+        flattener.owners,
+        frozenset(flattener.facts),
+    )
 
 
 def _extend(entries: list[Any], position: int) -> None:

@@ -65,7 +65,7 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         server.client.create_bucket(Bucket="my-bucket")
     names: dict[str, object] = {"model": torch.nn.Linear(3, 4)}
 
-    run_page("docs/saving-and-loading.md", names, 3)
+    run_page("docs/saving-and-loading.md", names, 4)
     assert (tmp_path / "checkpoints" / "step-00001000" / "manifest.msgpack").exists()
     report = names["report"]
     assert getattr(report, "unexpected") == ["rng.rank-0"]  # noqa: B009 - names are objects to mypy

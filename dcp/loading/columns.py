@@ -7,13 +7,14 @@ import time
 from collections import ChainMap
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import compress
 from typing import cast
 
 import msgpack
 
 from dcp.loading.engine import LoadEngine
+from dcp.loading.objects import load_objects
 from dcp.loading.report import LoadReport
+from dcp.loading.rescaling import rescale
 from dcp.loading.targets import GivenState, Stored
 from dcp.planners.columns import LoadColumns
 from dcp.planners.load.options import LoadOptions
@@ -24,14 +25,12 @@ from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
-from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.open import saved_by_rank
 from dcp.storage.formats.places_near import near_places_told
 from dcp.storage.formats.sources import index_at
-from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.geometry.ragged import row_products
 from dcp.storage.reader import FileSystemReader
 from dcp.storage.tensors import LocalMemory
@@ -161,7 +160,8 @@ class ColumnLoad(LoadEngine):
         ):
             engine.on_bytes = on_bytes
             stats = self._reader.read_columns(engine, columns, memory)
-            self._load_objects(engine, columns)
+            load_objects(self._planner, self._reader, engine, columns)
+            rescale(self._planner, self._reader, engine, weights_only=self.options.weights_only)
         report.note_reading(stats)
         report.seconds["read"] = time.perf_counter() - begun
         return b"\x01" if self._targets.has_objects else b""
@@ -174,19 +174,6 @@ class ColumnLoad(LoadEngine):
         """Store the values; where no rank has an object to give its state to, that is all."""
         self._planner.store_values()
         return self._give_back(self._targets) if alone else b""
-
-    def _load_objects(self, engine: ReadEngine, columns: LoadColumns) -> None:
-        objects, fqns = engine.index.objects, columns.object_fqns
-        plain = objects.plain[columns.objects]
-        is_plain = plain >= 0
-        self._planner.store_objects(
-            fqns if is_plain.all() else list(compress(fqns, is_plain.tolist())),
-            decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist()))),
-        )
-        pickled = [objects.fqns[row] for row in columns.objects[~is_plain].tolist()]
-        names = compress(fqns, (~is_plain).tolist())
-        for fqn, blob in zip(names, self._reader.read_objects(engine, pickled), strict=True):
-            self._planner.store_blob(fqn, blob)
 
 
 def _names(index: CheckpointIndex) -> list[str]:

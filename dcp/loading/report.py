@@ -29,7 +29,8 @@ class LoadReport:
     asked for or, with ``unexpected="ignore"``, without a place; without those that ``only`` and ``exclude``
     leave out. ``cast``: names of tensors converted from another stored dtype. ``renamed``: names of the
     checkpoint by those of the state dict, where they differ. ``kept_per_rank``: `PerRank` values that are as
-    they were, because the checkpoint has none for this rank.
+    they were, because the checkpoint has none for this rank. ``rescaled``: `Rescale` values that their rules
+    made, because another number of ranks saved.
 
     ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage for
     them. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared, and those read without
@@ -59,6 +60,7 @@ class LoadReport:
     save_id: str | None = None
     world_size: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    rescaled: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
@@ -69,6 +71,7 @@ class LoadReport:
         self.missing, self.cast = list(planner.missing_keys), list(planner.cast_keys)
         self.unexpected, self.renamed = list(planner.unexpected_keys), dict(planner.renamed_keys)
         self.kept_per_rank = list(planner.kept_per_rank)
+        self.rescaled = [value.name for value in planner.rescaled]
 
     def note_source(self, index: CheckpointIndex) -> None:
         """Take what the checkpoint says of itself."""

@@ -86,6 +86,11 @@ class WholePlanner(DefaultLoadPlanner):
         self.rename = entries.source_names.__getitem__
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
+    @property
+    def paths(self) -> Mapping[str, Path]:
+        """Where the chosen entries are in what `nested` gives."""
+        return self._entries.paths if self._entries is not None else {}
+
     def nested(self, flat: dict[str, Any]) -> dict[str, Any]:
         """The state dict whose flat entries were loaded into ``flat``."""
         entries = self._entries

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
 
 from dcp.loading.engine import LoadEngine
 from dcp.loading.report import LoadReport
+from dcp.loading.rescaling import rescale
 from dcp.loading.targets import GivenState, Stored
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.unexpected import unexpected_keys
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.torch_compat import weight_scales
 from dcp.torch_protocol import plan_transport
@@ -116,6 +117,12 @@ class ProtocolLoad(LoadEngine):
         plan = planner.create_local_plan()
         if self._ours is not None:
             self._ours.check_chosen()
+            if self._ours.rescaled and self._storage is None:
+                raise PlanError(
+                    f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
+                    f"{self._ours.rescaled[0].name!r} needs: load with dcp.FileSystemReader, or by as many "
+                    "ranks as saved"
+                )
         return reader.prepare_local_plan(plan)
 
     def _global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -124,6 +131,10 @@ class ProtocolLoad(LoadEngine):
     def _read(self) -> bytes:
         plan = self._planner.finish_plan(plan_transport.unpack(self._reply))
         self._reader.read_data(plan, self._planner).wait()
+        ours, storage = self._ours, self._storage
+        if ours is not None and ours.rescaled and storage is not None:
+            with storage.engine(storage.read_index(), self.options.verify) as engine:
+                rescale(ours, storage, engine, weights_only=self.options.weights_only)
         return b""
 
     def _left(self, planner: DefaultLoadPlanner) -> bytes:

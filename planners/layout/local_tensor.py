@@ -30,6 +30,7 @@ __all__ = [
     "KINDS",
     "OBJECT",
     "PLAIN",
+    "WRAPPER",
     "LocalPiece",
     "LocalTensor",
     "SpecCache",
@@ -40,7 +41,7 @@ __all__ = [
     "local_tensor",
 ]
 
-OBJECT, PLAIN, DTENSOR, _SHARDED, _PROTOCOL, _ASYNC, _WRAPPER = range(7)
+OBJECT, PLAIN, DTENSOR, _SHARDED, _PROTOCOL, _ASYNC, WRAPPER = range(7)
 """Kinds of values: what is no tensor, tensors that are their memory, and those that are made of others."""
 
 
@@ -89,7 +90,7 @@ def _kind_of(cls: type) -> int:
         return _ASYNC
     if not issubclass(cls, torch.Tensor):
         return OBJECT
-    return _WRAPPER if hasattr(cls, "__tensor_flatten__") else PLAIN
+    return WRAPPER if hasattr(cls, "__tensor_flatten__") else PLAIN
 
 
 class _TensorKinds(dict[type, int]):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from dcp.planners.load.selection import Matches, Selection
-from dcp.planners.per_rank import PerRank
-from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.formats.index import CheckpointIndex
 
-__all__ = ["LoadSelection", "choose", "per_rank_path"]
+__all__ = ["LoadSelection", "choose"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,16 +47,17 @@ def choose(
     *,
     selection: Selection | None,
     renamed: Callable[[str], str] | None,
-    keep: Callable[[str], str | None] | None,
+    keep: Mapping[str, str],
     world_size: int,
     unasked: Sequence[str],
+    left: Collection[str] = (),
 ) -> LoadSelection:
     """Choose among the entries of ``flat`` for a load from ``index`` by ``world_size`` ranks.
 
-    ``keep`` gives the name of the `PerRank` value that an entry is part of, where such values may be kept.
-    ``unasked`` as for `Selection.match`.
+    ``keep`` has the names of the `PerRank` values that may be kept, by the entries that are part of them.
+    ``unasked`` as for `Selection.match`. ``left`` are entries that are filled otherwise.
     """
-    if selection is None and renamed is None and keep is None:
+    if selection is None and renamed is None and not keep and not left:
         return LoadSelection(flat, None, (), None, frozenset(), None)
     names = None if renamed is None else {fqn: renamed(fqn) for fqn in flat}
     stored = chain(index.fqns, index.objects.fqns)
@@ -65,9 +65,9 @@ def choose(
     values = (
         flat if selection is None else {fqn: value for fqn, value in flat.items() if selection.selects(fqn)}
     )
-    kept = {} if keep is None else _kept(values, names, index, keep, world_size)
-    if kept:
-        values = {fqn: value for fqn, value in values.items() if fqn not in kept}
+    kept = _kept(values, names, index, keep, world_size) if keep else {}
+    if kept or left:
+        values = {fqn: value for fqn, value in values.items() if fqn not in kept and fqn not in left}
     left_out = (fqn for fqn in flat if fqn not in values)
     others = frozenset(left_out if names is None else (names[fqn] for fqn in left_out))
     return LoadSelection(values, names, tuple(sorted(set(kept.values()))), matches, others, selection)
@@ -77,7 +77,7 @@ def _kept(
     values: Mapping[str, Any],
     names: Mapping[str, str] | None,
     index: CheckpointIndex,
-    keep: Callable[[str], str | None],
+    keep: Mapping[str, str],
     world_size: int,
 ) -> dict[str, str]:
     """Entries that stay as they are, with the name of their `PerRank` value.
@@ -85,9 +85,8 @@ def _kept(
     A value is kept whole or not at all: half of a generator's state is none.
     """
     below: dict[str, list[str]] = {}
-    for fqn in values:
-        name = keep(fqn)
-        if name is not None:
+    for fqn, name in keep.items():
+        if fqn in values:
             below.setdefault(name, []).append(fqn)
     if index.provenance.get("world_size") in (None, world_size):
         below = {
@@ -100,22 +99,3 @@ def _kept(
 
 def _is_stored(index: CheckpointIndex, name: str) -> bool:
     return name in index.position or name in index.objects.position
-
-
-def per_rank_path(root: Any, path: Path) -> Path | None:
-    """The path of the `PerRank` value that holds what is at ``path`` below ``root``; None if none does."""
-    container = root
-    for depth, key in enumerate(path):
-        if isinstance(container, PerRank):
-            return path[:depth]
-        container = _child(container, key)
-    return None
-
-
-def _child(container: Any, key: str | int) -> Any:
-    """The entry of a container; None where it has none: a planner of the user's own has other paths."""
-    if isinstance(container, Mapping):
-        # flattening makes strings of keys
-        named = (child for other, child in container.items() if str(other) == key)
-        return container[key] if key in container else next(named, None)
-    return container[key] if isinstance(container, list) and isinstance(key, int) else None

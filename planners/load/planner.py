@@ -16,22 +16,24 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from dcp.planners.by_value import has_plain_types, like
 from dcp.planners.columns import LoadColumns, WantedColumns
-from dcp.planners.flatten import flatten_state_dict as flatten
-from dcp.planners.flatten import replace_element
+from dcp.planners.flatten import flatten, replace_element
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.materialise import has_meta_tensor, materialise
-from dcp.planners.load.load_selection import LoadSelection, choose, per_rank_path
+from dcp.planners.layout.tensor_parts import FACTS, check_facts
+from dcp.planners.load.load_selection import LoadSelection, choose
 from dcp.planners.load.objects import load_object
 from dcp.planners.load.optimizer_dicts import prefixes_without_state
 from dcp.planners.load.options import LoadAttempt, LoadOptions, PerRankLoad
 from dcp.planners.load.plan import LoadFindings, plan_load
+from dcp.planners.load.rescaling import StatesOfRanks, states_to_rescale
 from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
 from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
-from dcp.planners.per_rank import current_rank, rank_holder, rank_key, rank_number
+from dcp.planners.per_rank import PerRank, current_rank, rank_holder, rank_number
+from dcp.planners.rescale import Rescale
 from dcp.planners.wire.torch_plans import index_from_metadata, read_items
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
@@ -53,14 +55,15 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
     ``only`` and ``exclude`` are patterns of the entries to load (`dcp.planners.load.selection`); others are
     left as they are. ``rename`` goes from the state dict's keys to the checkpoint's. ``per_rank="keep"``
-    leaves `PerRank` values as they are where another number of ranks saved, or the checkpoint has none of
-    them. ``unexpected="ignore"`` lets `dcp.load` leave entries of the checkpoint that lie below a key of the
-    state dict's top level, and have no place there.
+    leaves `PerRank` values without a rule as they are where another number of ranks saved, or the checkpoint
+    has none of them. ``unexpected="ignore"`` lets `dcp.load` leave entries of the checkpoint that lie below a
+    key of the state dict's top level, and have no place there.
 
     After planning, ``missing_keys`` (only with ``allow_partial_load``), ``unexpected_keys``, ``cast_keys``,
     ``renamed_keys`` (those of the checkpoint, by the state dict's) and ``kept_per_rank`` say what was passed
     over or is called otherwise; ``lost_keys`` are those of the unexpected ones that are not to be ignored;
-    ``left_per_rank`` are values of which the checkpoint has those of ranks that this job has not.
+    ``left_per_rank`` are values of which the checkpoint has those of ranks that this job has not;
+    ``rescaled`` are `Rescale` values for which another number of ranks saved, and which whoever loads makes.
     """
 
     mappings: dict[str, Path]
@@ -100,11 +103,16 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.lost_keys: tuple[str, ...] = ()
         self.left_per_rank: tuple[str, ...] = ()
         self.materialised_keys: tuple[str, ...] = ()
+        self.rescaled: Sequence[StatesOfRanks] = ()
+        self._per_rank: Mapping[str, PerRank] = {}
+        self._owners: Mapping[str, str] = {}
+        self._facts: frozenset[str] = frozenset()
         self._selection: LoadSelection | None = None
         self._planned: tuple[LoadSelection, Sequence[str]] | None = None
         self._attempt = LoadAttempt()
         self._touched: frozenset[str] = frozenset()
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
+        self._made: list[tuple[Rescale, Any]] = []
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._lookup = BoxLookup()
 
@@ -114,9 +122,9 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self._attempt = attempt if attempt is not None else LoadAttempt()
         self._selection = self._planned = None
         self.unexpected_keys, self.lost_keys, self.left_per_rank = (), (), ()
-        self.materialised_keys = ()
+        self.materialised_keys, self.rescaled = (), ()
         self._touched = self._attempt.must_fill
-        self._later, self._copies = [], []
+        self._later, self._made, self._copies = [], [], []
 
     def end_load(self) -> None:
         """The load is done, be it well or not: what was found stays, what it was asked for does not."""
@@ -154,20 +162,32 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             return False
         names = []
         for fqn, value in list(chosen.items()):
-            # One that may be kept must not become whatever is in new memory.
-            if options.per_rank == "keep" and self._per_rank_name(fqn) is not None:
+            if self._may_be_kept(fqn):  # and must not become whatever is in new memory
                 continue
             real = materialise(value)
             if real is not value:
+                self._check_place(fqn)
                 self._put(fqn, real)
                 names.append(fqn)
         self.materialised_keys = tuple(names)
         return True
 
+    def _check_place(self, fqn: str) -> None:
+        """Raise PlanError for a part of a tensor without memory, which cannot be replaced."""
+        name = next((each for each in self._facts if fqn.startswith(each.removesuffix(FACTS))), None)
+        if name is not None:
+            raise PlanError(
+                f"tensor {name.removesuffix('.' + FACTS)!r} is a subclass made of inner tensors, on the meta "
+                "device: give it memory before the load",
+                fqn=fqn,
+            )
+
     def _flattened(self, state_dict: dict[str, Any], *, legacy: bool) -> dict[str, Any]:
         flat = state_dict
         if self.flatten_state_dict:
-            flat, self.mappings = flatten(state_dict, rank=self._own_rank(), legacy=legacy)
+            made = flatten(state_dict, rank=self._own_rank(), legacy=legacy)
+            flat, self.mappings = made.values, made.paths
+            self._per_rank, self._owners, self._facts = made.per_rank, made.owners, made.facts
         return flatten_sharded(flat) if self.flatten_sharded_tensors else flat
 
     # -- columns ---------------------------------------------------------------------------------------------
@@ -183,21 +203,39 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             return columns, memory
 
     def store_object(self, fqn: str, value: Any) -> None:
-        """Put a loaded value where the state dict has the flat key ``fqn``."""
-        if self._attempt.stores_later:
+        """Put a loaded value where the state dict has the flat key ``fqn``.
+
+        What tells of a tensor made of others is compared instead; PlanError where it differs.
+        """
+        if fqn in self._facts:
+            check_facts(fqn, self.state_dict[fqn], value)
+        elif self._attempt.stores_later:
             self._later.append(([fqn], [value]))
         else:
             self._put(fqn, value)
 
     def store_objects(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
         """`store_object` of many."""
-        if self._attempt.stores_later:
+        if self._facts:
+            for fqn, value in zip(fqns, values, strict=True):
+                self.store_object(fqn, value)
+        elif self._attempt.stores_later:
             self._later.append((fqns, values))
         else:
             self._put_all(fqns, values)
 
+    def store_rescaled(self, value: StatesOfRanks, made: Any) -> None:
+        """Put what the rule of one of ``rescaled`` has made."""
+        if self._attempt.stores_later:
+            self._made.append((value.target, made))
+        else:
+            value.target.value = made
+
     def store_values(self) -> None:
         """Put what has waited for the whole load to succeed."""
+        rescaled, self._made = self._made, []
+        for target, made in rescaled:
+            target.value = made
         later, self._later = self._later, []
         for fqns, values in later:
             self._put_all(fqns, values)
@@ -246,14 +284,25 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         options = self._load_options
         selection, renamed = Selection.of(options.only, options.exclude), renamer(options.rename)
         self._use_legacy_keys(index, selection, renamed)
+        self.rescaled = states_to_rescale(
+            self._per_rank,
+            self._owners,
+            index,
+            selection=selection,
+            renamed=renamed,
+            rank=self._own_rank(),
+            world_size=self._own_world_size(),
+        )
+        names, keeps = {value.name for value in self.rescaled}, options.per_rank == "keep"
         self._selection = chosen = choose(
             self.state_dict,
             index,
             selection=selection,
             renamed=renamed,
-            keep=self._per_rank_name if options.per_rank == "keep" else None,
-            world_size=self.world_size if self.world_size is not None else _current_world_size(),
+            keep={fqn: name for fqn, name in self._owners.items() if keeps and name not in names},
+            world_size=self._own_world_size(),
             unasked=self._attempt.unasked,
+            left={fqn for fqn, name in self._owners.items() if name in names},
         )
         return chosen
 
@@ -263,9 +312,11 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         if self._selection is None or self._selection.values is self.state_dict:
             return frozenset()
         tops = self.mappings if self.flatten_state_dict else {}
+        made = {value.name for value in self.rescaled if value.target.rule != "keep"}
+        own = [fqn for fqn, name in self._owners.items() if name in made]
         touched, every = (
             {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
-            for fqns in (self._selection.values, self.state_dict)
+            for fqns in ([*self._selection.values, *own], self.state_dict)
         )
         return frozenset(every - touched)
 
@@ -291,22 +342,25 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         options = self._load_options
         given = [name for name in ("only", "exclude", "rename") if getattr(options, name) is not None]
         given += ["per_rank"] if options.per_rank != "exact" else []
+        given += ["Rescale"] if any(isinstance(own, Rescale) for own in self._per_rank.values()) else []
         if given and self._selection is None:
             raise PlanError(
                 f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
                 "DefaultLoadPlanner.create_local_plan"
             )
 
-    def _per_rank_name(self, fqn: str) -> str | None:
-        """The name of the `PerRank` value that ``fqn`` is an entry of; None for all others."""
-        path = self.mappings.get(fqn, ()) if self.flatten_state_dict else ()
-        if rank_key(self._own_rank()) not in path:
-            return None
-        holder = per_rank_path(self.original_state_dict, path)
-        return ".".join(map(str, holder)) if holder is not None else None
+    def _may_be_kept(self, fqn: str) -> bool:
+        """Whether an entry is of a `PerRank` value that a load may leave as it is."""
+        own = self._per_rank.get(self._owners.get(fqn, ""))
+        return own is not None and (
+            own.rule == "keep" if isinstance(own, Rescale) else self._load_options.per_rank == "keep"
+        )
 
     def _own_rank(self) -> int:
         return self.rank if self.rank is not None else current_rank()
+
+    def _own_world_size(self) -> int:
+        return self.world_size if self.world_size is not None else _current_world_size()
 
     def _plan(self, index: CheckpointIndex) -> tuple[LoadColumns, WantedColumns, LocalMemory]:
         options, chosen = self._load_options, self._choose(index)
@@ -323,7 +377,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             wanted,
             allow_missing=bool(options.allow_partial_load),
             cast=options.dtype == "cast",
-            is_per_rank=lambda fqn: self._per_rank_name(fqn) is not None,
+            is_per_rank=self._owners.__contains__,
         )
         self._note(chosen, columns.extra)
         waiting = [*object_fqns, *(fqn for fqn, *_ in self._copies)] if self._attempt.stores_later else []
@@ -331,15 +385,21 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return columns, wanted, local.memory
 
     def _destinations(self, chosen: LoadSelection) -> Mapping[str, Any]:
-        """The chosen entries; in place of `PerRank` tensors new memory, if they may be kept.
+        """The chosen entries; in place of `PerRank` tensors new memory, if they may stay unfilled.
 
-        The checkpoint that is loaded after this one turned out to be damaged may leave them as they are.
+        The checkpoint that is loaded after this one turned out to be damaged may leave them as they are, or
+        be of another number of ranks.
         """
-        if not self._attempt.stores_later or self._load_options.per_rank != "keep":
+        keeps = self._load_options.per_rank == "keep"
+        own = [
+            fqn for fqn, name in self._owners.items() if keeps or isinstance(self._per_rank[name], Rescale)
+        ]
+        if not self._attempt.stores_later or not own:
             return chosen.values
         values = dict(chosen.values)
-        for fqn, value in chosen.values.items():
-            if isinstance(value, torch.Tensor) and self._per_rank_name(fqn) is not None:
+        for fqn in own:
+            value = values.get(fqn)
+            if isinstance(value, torch.Tensor):
                 # what lies outside of the boxes of a CheckpointableTensor is kept as well
                 values[fqn] = with_claim(value.detach().clone(), claim_of(value))
                 self._copies.append((fqn, value, values[fqn]))
@@ -389,12 +449,12 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         if not found:
             return unexpected
         stored = chosen.names or {}
-        own = (stored.get(fqn, fqn) for fqn in self.state_dict if self._per_rank_name(fqn) is not None)
-        holders = {rank_holder(name) for name in own} - {None}
+        rescaled = {value.stored for value in self.rescaled}
+        holders = {rank_holder(stored.get(fqn, fqn)) for fqn in self._owners} | rescaled
         of_ranks = {name: holder for name, holder in found.items() if holder in holders}
-        here = self.world_size if self.world_size is not None else _current_world_size()
+        here = self._own_world_size()
         absent = {holder for name, holder in of_ranks.items() if rank_number(name) >= here}
-        self.left_per_rank = tuple(sorted(absent))
+        self.left_per_rank = tuple(sorted(absent - rescaled))
         return tuple(name for name in unexpected if name not in of_ranks)
 
     def _use_legacy_keys(
@@ -414,6 +474,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         if not self.flatten_state_dict or all(map(objects.__contains__, others)):
             return
         current, mappings = self.state_dict, self.mappings
+        own = self._per_rank, self._owners, self._facts
         legacy = self._flattened(self.original_state_dict, legacy=True)
         if any(
             fqn not in current and (name in tensors or name in objects)
@@ -422,6 +483,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             self.state_dict = legacy
         else:
             self.mappings = mappings
+            self._per_rank, self._owners, self._facts = own
 
     # -- torch's interface -----------------------------------------------------------------------------------
 

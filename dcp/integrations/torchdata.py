@@ -1,0 +1,274 @@
+"""torchdata's `StatefulDataLoader` with a position that any number of ranks goes on from.
+
+A position is how many samples of an epoch's order each rank has handed out to the training, so prefetched
+batches are not part of it. Another number of ranks deals out anew what is left of the epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+
+from dcp.planners.rescale import Rescale
+from dcp.storage.errors import PlanError
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "dcp.integrations.torchdata needs torchdata: pip install 'dcphub[torchdata]'", name=error.name
+    ) from error
+
+__all__ = ["RescalableDataLoader", "RescalableSampler"]
+
+logger = logging.getLogger(__name__)
+
+_OF_AN_ORDER: Final = ("size", "shuffle", "seed")
+
+
+def dealt(order: torch.Tensor, rank: int, world_size: int, *, drop_last: bool, even: bool) -> torch.Tensor:
+    """A rank's part of ``order``: each of ``world_size`` ranks takes the next sample in turn.
+
+    Parts of one length, as those of `DistributedSampler`, repeat samples from the beginning, or with
+    ``drop_last`` leave out the last ones; not ``even`` ones have each sample once, and differ by one at most.
+    """
+    more = -len(order) % world_size if even else 0
+    if drop_last and even:
+        order = order[: len(order) // world_size * world_size]
+    elif more and len(order):
+        order = torch.cat([order, order.repeat(-(-more // len(order)))[:more]])
+    return order[rank::world_size]
+
+
+def left_of(order: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
+    """What is left of ``order``, which was dealt to ``len(taken)`` ranks, once each has taken so many."""
+    places = torch.arange(len(order))
+    counts = torch.tensor(list(taken), dtype=torch.int64)
+    return order[places // len(taken) >= counts[places % len(taken)]]
+
+
+class RescalableSampler(DistributedSampler[Any]):
+    """`torch.utils.data.DistributedSampler` that goes on within an epoch, on any number of ranks.
+
+    The parameters are torch's; without a process group there is one rank. ``even=False`` lets the parts of
+    ranks differ by one sample in length, so that no sample is repeated or dropped: for evaluation, since
+    ranks with more batches than others wait for them in vain. `set_epoch` of another epoch begins there.
+
+    ``dealt`` are the dealings before the present one in this epoch: of each how many samples each rank took.
+    ``is_held``: `load_state_dict` does nothing.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        even: bool = True,
+    ) -> None:
+        has_group = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if has_group else 1
+        if rank is None:
+            rank = dist.get_rank() if has_group else 0
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.even = even
+        self.dealt: list[list[int]] = []
+        self.taken = 0
+        self.is_held = False
+        self._goes_on = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch whose order comes next."""
+        if epoch != self.epoch:
+            self.dealt, self.taken, self._goes_on = [], 0, False
+        super().set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Samples of this rank in an epoch from its beginning."""
+        return self._length(len(self.dataset))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Indices of this rank: from the position that was loaded, else from the beginning of the epoch.
+
+        The position is used up by the first sample, because loaders make iterators that they throw away.
+        """
+        if not self._goes_on:
+            self.dealt, self.taken = [], 0
+        self._goes_on = False
+        order = self._order()
+        for counts in self.dealt:
+            order = left_of(order, counts)
+        part = dealt(order, self.rank, self.num_replicas, drop_last=self.drop_last, even=self.even)
+        for index in part[self.taken :].tolist():
+            self.taken += 1
+            yield index
+
+    def _length(self, samples: int) -> int:
+        if self.even:
+            return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
+        return len(range(self.rank, samples, self.num_replicas))
+
+    def _order(self) -> torch.Tensor:
+        """All samples of the epoch, in the order that `DistributedSampler` gives them."""
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        if not self.shuffle:
+            return torch.arange(samples)
+        return torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; torchdata notes it with each batch that it prefetches."""
+        return {
+            "size": len(self.dataset),  # type: ignore[arg-type]
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "dealt": [list(counts) for counts in self.dealt],
+            "taken": self.taken,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on there. Raises PlanError for the position in another order of samples."""
+        own = self.state_dict()
+        for name in _OF_AN_ORDER:
+            if state_dict[name] != own[name]:
+                raise PlanError(
+                    f"the position is one among samples with {name}={state_dict[name]!r}, and the sampler "
+                    f"has {name}={own[name]!r}: it would skip others than were seen. Make the sampler as it "
+                    "was, or leave the position out (exclude=...)"
+                )
+        if self.is_held:
+            return
+        self.epoch, self.taken = state_dict["epoch"], state_dict["taken"]
+        self.dealt = [list(counts) for counts in state_dict["dealt"]]
+        self._goes_on = True
+
+
+class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
+    """`StatefulDataLoader` whose state goes into `dcp.save` and `dcp.load` as it is, and which any number of
+    ranks, workers and any batch size goes on from.
+
+    The parameters are torchdata's. ``sampler`` is a `RescalableSampler`, and made where none is given: a rank
+    sees its part of the data set. As many ranks and workers as saved take torchdata's own state as well.
+
+    Raises TypeError for data sets and samplers whose order is not known here, and ValueError for
+    ``in_order=False``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: RescalableSampler | None = None,
+        batch_sampler: None = None,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> None:
+        _check(dataset, sampler, batch_sampler, options)
+        if sampler is None:
+            drop_last = bool(options.get("drop_last", False))
+            sampler, shuffle = RescalableSampler(dataset, shuffle=bool(shuffle), drop_last=drop_last), None
+        super().__init__(dataset, batch_size, shuffle, sampler, None, num_workers, **options)
+        self._begin, self._batches, self._has_ended = 0, 0, False
+        self._epoch: int | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches from the position that was loaded, else from the beginning of the epoch."""
+        loaded, self._loaded = self._loaded, None
+        self._begin, self._batches, self._has_ended = 0, 0, False
+        self._epoch = self.sampler.epoch
+        if loaded is not None:
+            self._go_on(loaded["position"], has_ended=loaded["has_ended"])
+        batches = super().__iter__()
+        self.sampler.is_held = False
+        for batch in batches:
+            self._batches += 1
+            yield batch
+        self._has_ended = True
+
+    def _go_on(self, position: Mapping[str, Any], *, has_ended: bool) -> None:
+        if has_ended:
+            self.sampler.is_held = True  # torchdata's state is that of the end
+        elif position["epoch"] != self._epoch:
+            super().load_state_dict({})  # it was set to another one since the load
+        else:
+            self._begin = position["taken"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A `Rescale` value. Its parts are torchdata's state, in a tuple because that is stored as one value,
+        and the position."""
+        return {"ranks": Rescale(self._loaded or self._state(), rescaled_loader)}
+
+    def _state(self) -> dict[str, Any]:
+        position = self.sampler.state_dict()
+        is_there = self._has_ended or self._epoch == position["epoch"]
+        if is_there:
+            position["taken"] = self._begin + self._batches * (self.batch_size or 1)
+        else:  # before the first batch of an epoch
+            position |= {"dealt": [], "taken": 0}
+        return {
+            "position": position,
+            "has_ended": self._has_ended,
+            "num_workers": self.num_workers,
+            "torchdata": (super().state_dict() if is_there else None,),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on there. Raises PlanError for the position in another order of samples."""
+        own = state_dict["ranks"]
+        loaded = dict(own.value if isinstance(own, Rescale) else own)
+        self._loaded = loaded
+        (torchdata,) = loaded["torchdata"]
+        position = loaded["position"]
+        super().load_state_dict({})
+        self.sampler.load_state_dict(position)
+        if loaded["has_ended"]:
+            self.sampler.load_state_dict(position | {"dealt": [], "taken": 0})
+        if torchdata is not None and loaded["num_workers"] == self.num_workers:
+            super().load_state_dict(torchdata)
+        elif hasattr(self.dataset, "state_dict"):
+            logger.warning(
+                "saved by other ranks or workers: what %s keeps in its state_dict() begins anew",
+                type(self.dataset).__name__,
+            )
+
+
+def rescaled_loader(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """The rule of `RescalableDataLoader`: the next dealing begins with what all ranks have left."""
+    positions = [state["position"] for state in states]
+    for name in (*_OF_AN_ORDER, "epoch", "dealt"):
+        if any(position[name] != positions[0][name] for position in positions):
+            raise PlanError(f"the ranks that saved were not in one epoch together: {name} differs")
+    has_ended = all(state["has_ended"] for state in states)
+    counts = [position["taken"] for position in positions]
+    now = {"dealt": [] if has_ended else [*positions[0]["dealt"], counts], "taken": 0}
+    return states[0] | {"position": positions[0] | now, "has_ended": has_ended, "torchdata": (None,)}
+
+
+def _check(dataset: Any, sampler: Any, batch_sampler: Any, options: Mapping[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            "an IterableDataset deals out its samples itself: use torchdata's StatefulDataLoader, and save "
+            "what your data set counts as dcp.Rescale(state, rule)"
+        )
+    if batch_sampler is not None or isinstance(sampler, BatchSampler):
+        raise TypeError(
+            "which samples a batch_sampler's batches had is not known here: give sampler=; or make the data "
+            "set's items batches, with batch_size=None"
+        )
+    if sampler is not None and not isinstance(sampler, RescalableSampler):
+        raise TypeError(
+            f"sampler must be a dcp.integrations.torchdata.RescalableSampler, not {type(sampler).__name__}"
+        )
+    if not options.get("in_order", True):
+        raise ValueError("in_order=False hands out batches in an order that no position tells")
