@@ -51,13 +51,12 @@ class ColumnLoad(LoadEngine):
         self._reader = reader
         self._planner = planner
         self._targets = GivenState({})
-        self._report = LoadReport()
         self._ready: CheckpointIndex | None = None
         self._planned: tuple[CheckpointIndex, LoadColumns, LocalMemory] | None = None
 
     def plan(self, targets: GivenState, report: LoadReport) -> None:
         """Index, patterns, plan; what nobody takes."""
-        self._targets, self._report = targets, report
+        self._targets = targets
         self._ready = self._planned = None
         begun = time.perf_counter()
         self._reader.reset()  # it may have served another load, before another save
@@ -74,11 +73,11 @@ class ColumnLoad(LoadEngine):
         report.seconds["index"] = time.perf_counter() - begun
         if chosen:
             self.ranks.reduce_alike("select", lambda: self._select(shared), _agree_on_patterns)
-        self.ranks.reduce_alike("plan", lambda: self._plan(shared), self._check_left)
+        self.ranks.reduce_alike("plan", lambda: self._plan(shared, report), self._check_left)
 
     def read(self, report: LoadReport) -> None:
         """Tensors, and only then the values that are none."""
-        have_objects = self.ranks.all_gather("read", self._read)
+        have_objects = self.ranks.all_gather("read", lambda: self._read(report))
         if self._reader.may_be_mixed:
             self.ranks.broadcast("compare", self._compare)
         self.ranks.all_gather("store", lambda: self._store(alone=not any(have_objects)))
@@ -123,10 +122,10 @@ class ColumnLoad(LoadEngine):
         matches = self._planner.choose(self._set_up(shared))
         return bytes(msgpack.packb(dataclasses.astuple(matches) if matches is not None else None))
 
-    def _plan(self, shared: bytes) -> bytes:
+    def _plan(self, shared: bytes, report: LoadReport) -> bytes:
         """Plan, and tell what nobody has a place for, if nobody else has (`check_left`)."""
         begun = time.perf_counter()
-        planner, report, ranks = self._planner, self._report, self.ranks
+        planner, ranks = self._planner, self.ranks
         index = self._set_up(shared)
         columns, memory = planner.create_load_columns(index)
         report.note_plan(planner)
@@ -146,8 +145,7 @@ class ColumnLoad(LoadEngine):
             check_left(_names(self._planned[0]), left)
         return b""
 
-    def _read(self) -> bytes:
-        report, ranks = self._report, self.ranks
+    def _read(self, report: LoadReport) -> bytes:
         if self._planned is None:
             raise PlanError("a load was not planned")
         index, columns, memory = self._planned
@@ -155,7 +153,7 @@ class ColumnLoad(LoadEngine):
         volumes = row_products(columns.lengths, columns.box_start)
         total = int((volumes * index.itemsizes[index.chunk_tensors[columns.chunks]]).sum())
         with (
-            reporting(self.options.progress, "read", total, show=ranks.is_coordinator) as on_bytes,
+            reporting(self.options.progress, "read", total, show=self.ranks.is_coordinator) as on_bytes,
             self._reader.engine(index, self.options.verify) as engine,
         ):
             engine.on_bytes = on_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -52,14 +53,8 @@ def carry_out(
     all see the same error. The abort of ``ranks`` calls the save off.
     """
     options = order.options
-
-    def attempt(number: int) -> tuple[Metadata, SaveOutcome]:
-        if number > 1:
-            order.engine.writer.reset()
-        return _attempt(order, part, ranks, number, cache)
-
     return retried(
-        attempt,
+        partial(_attempt, order, part, ranks, cache),
         f"the save to {getattr(order.engine.writer, 'checkpoint_id', None)}",
         retries=options.retries,
         pause_seconds=options.retry_pause_seconds,
@@ -84,8 +79,10 @@ def agreeing_seconds(timeout_seconds: float) -> float:
 
 
 def _attempt(
-    order: SaveOrder, part: PartOf, ranks: Ranks, number: int, cache: PlanCache | None
+    order: SaveOrder, part: PartOf, ranks: Ranks, cache: PlanCache | None, number: int
 ) -> tuple[Metadata, SaveOutcome]:
+    if number > 1:
+        order.engine.writer.reset()
     begun = time.perf_counter()
     options = order.options
     if ranks.abort is not None:
