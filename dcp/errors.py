@@ -1,4 +1,10 @@
-"""The errors of this package; the tree is drawn in `dcp.storage.errors`. Imports without torch."""
+"""The errors of this package; the tree is drawn in `dcp.storage.errors`. Imports without torch.
+
+`RankFailedError`, which needs torch, is imported when it is asked for by name.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -23,6 +29,16 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
     WriterProcessError,
 )
+
+if TYPE_CHECKING:
+    from dcp.ranks.failures import RankFailedError as RankFailedError
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "RankFailedError":
+            raise AttributeError(f"module 'dcp.errors' has no attribute {name!r}")
+        return import_module("dcp.ranks.failures").RankFailedError
+
 
 __all__ = [
     "CheckpointConflictError",

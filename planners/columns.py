@@ -33,9 +33,9 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class SaveObjects:
-    """One rank's non-tensor values: names, and a digest of the value where it is plain data.
+    """One rank's non-tensor values: names, and a digest of the value where it can be compared.
 
-    ``digests`` is uint64, 0 for "not comparable" (a value that is not plain data).
+    ``digests`` is uint64, 0 for "not comparable" (an object of a class of the user's).
     ``sizes`` is the bytes each will take, about (for balancing).
     """
 

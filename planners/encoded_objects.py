@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp.planners.by_value import by_value
+from dcp.planners.value_digests import digest_value
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
@@ -19,13 +20,17 @@ _KEPT_ENCODINGS = 256
 
 
 class EncodedObject(NamedTuple):
-    """A value as it will be stored: torch.save bytes, and plain msgpack bytes where it is plain data."""
+    """A value as it will be stored: torch.save bytes, and plain msgpack bytes where it is plain data; else a
+    digest by which ranks compare it (`dcp.planners.value_digests`)."""
 
     blob: bytes
     plain: bytes | None
+    digest: int = 0
 
 
-def encoded_object(fqn: str, value: Any, cache: dict[bytes, bytes]) -> EncodedObject:
+def encoded_object(
+    fqn: str, value: Any, cache: dict[bytes, bytes], *, with_digest: bool = False
+) -> EncodedObject:
     """``value`` encoded, unless it is already; ``cache`` lives as long as one save.
 
     Raises PlanError, with the name, for what cannot be.
@@ -33,13 +38,14 @@ def encoded_object(fqn: str, value: Any, cache: dict[bytes, bytes]) -> EncodedOb
     if type(value) is EncodedObject:
         return value
     try:
-        return _encode(value, cache)
+        encoded = _encode(value, cache)
     except Exception as error:  # whatever pickling code of the value's class raises
         raise PlanError(
             f"{fqn!r}, a {type(value).__name__}, cannot be stored: {type(error).__name__}: {error}. Keep it "
             "out of the state dict, or give what describes it as plain data",
             fqn=fqn,
         ) from error
+    return encoded._replace(digest=digest_value(value)) if with_digest and encoded.plain is None else encoded
 
 
 def _encode(value: Any, cache: dict[bytes, bytes]) -> EncodedObject:

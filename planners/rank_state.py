@@ -14,6 +14,7 @@ from dcp.planners.by_value import encode_by_value
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.encoded_objects import EncodedObject, encoded_object
+from dcp.planners.value_digests import digest_value
 from dcp.storage.file_partitions import EncodedObjects
 from dcp.storage.formats.index import Int64
 from dcp.storage.geometry.ragged import row_products
@@ -64,7 +65,8 @@ class RankState:
         """The same with all values encoded: later changes of lists and dicts do not reach them."""
         cache: dict[bytes, bytes] = {}
         named = zip(self.columns.objects.fqns, self.objects, strict=True)
-        return replace(self, objects=[encoded_object(fqn, value, cache) for fqn, value in named])
+        objects = [encoded_object(fqn, value, cache, with_digest=True) for fqn, value in named]
+        return replace(self, objects=objects)
 
     def encoded_objects(self, rows: Int64) -> EncodedObjects:
         """The values of object rows ``rows``, encoded."""
@@ -74,9 +76,9 @@ class RankState:
         blobs: list[bytes] = []
         plains: list[bytes | None] = []
         for row in rows.tolist():
-            blob, plain = encoded_object(fqns[row], values[row], cache)
-            blobs.append(blob)
-            plains.append(plain)
+            encoded = encoded_object(fqns[row], values[row], cache)
+            blobs.append(encoded.blob)
+            plains.append(encoded.plain)
         return EncodedObjects(blobs, plains)
 
     def with_digests(self, check: ReplicaCheck) -> RankState:
@@ -91,12 +93,14 @@ class RankState:
         return replace(self, columns=columns, digested=True)
 
     def digested_objects(self, check: ReplicaCheck) -> SaveObjects:
-        """The names of the values with their digests, 0 for what is no plain data, and about their sizes."""
+        """The names of the values with their digests, 0 for what is not compared, and about their sizes."""
         fqns = self.columns.objects.fqns
         digests, sizes = np.zeros(len(fqns), np.uint64), np.zeros(len(fqns), np.int64)
         for row, value in enumerate(self.objects if check != "off" else ()):
-            encoded = value.plain if type(value) is EncodedObject else encode_by_value(value)
+            is_encoded = type(value) is EncodedObject
+            encoded = value.plain if is_encoded else encode_by_value(value)
             if encoded is None:
+                digests[row] = value.digest if is_encoded else digest_value(value)
                 sizes[row] = _opaque_bytes(value)
             else:
                 digests[row], sizes[row] = digest_bytes(encoded), len(encoded)

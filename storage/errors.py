@@ -104,7 +104,12 @@ class CheckpointError(Exception):
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), str(self), self.facts))
+        return (_rebuild, (type(self), str(self), self.facts), self._notes)
+
+    @property
+    def _notes(self) -> dict[str, Any] | None:
+        notes = getattr(self, "__notes__", None)
+        return {"__notes__": notes} if notes else None
 
 
 def _rebuild(cls: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:

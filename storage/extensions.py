@@ -22,10 +22,13 @@ __all__ = ["extension_names", "loaded_extension"]
 
 
 @cache
-def _entry_points(group: str) -> dict[str, EntryPoint]:
+def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
     from importlib.metadata import entry_points  # only here: it takes longer than to import all of ours
 
-    return {found.name: found for found in entry_points(group=group)}
+    by_name: dict[str, list[EntryPoint]] = {}
+    for found in entry_points(group=group):
+        by_name.setdefault(found.name, []).append(found)
+    return by_name
 
 
 def extension_names(group: str) -> list[str]:
@@ -36,15 +39,19 @@ def extension_names(group: str) -> list[str]:
 def loaded_extension(group: str, name: str) -> Any:
     """What the entry point ``name`` of ``group`` is; None if there is none.
 
-    UnsupportedFormatError, which names it, if it cannot be imported.
+    UnsupportedFormatError, which names it and its package, if importing it fails in any way, or if several
+    packages declare it, each as another object.
     """
-    found = _entry_points(group).get(name)
-    if found is None:
+    same_name = _entry_points(group).get(name)
+    if same_name is None:
         return None
+    packages = " and ".join(sorted({found.dist.name for found in same_name if found.dist is not None}))
+    what = f"the entry point {name} of the group {group} ({same_name[0].value}, of the package {packages})"
+    if len({found.value for found in same_name}) > 1:
+        raise UnsupportedFormatError(f"{what} is declared more than once: uninstall all but one")
     try:
-        return found.load()
-    except Exception as error:
+        return same_name[0].load()
+    except (Exception, SystemExit) as error:  # whatever a module of others does when it is imported
         raise UnsupportedFormatError(
-            f"the entry point {name} of the group {group} ({found.value}) cannot be loaded: "
-            f"{type(error).__name__}: {error}"
+            f"{what} cannot be loaded: {type(error).__name__}: {error}. Mend that package, or uninstall it"
         ) from error

@@ -250,6 +250,9 @@ def test_our_errors_are_exceptions_and_exported() -> None:
     assert issubclass(dcp.CheckpointError, Exception)
     assert issubclass(dcp.RankFailedError, dcp.CheckpointError)
     assert issubclass(dcp.RankFailedError, dcp.CheckpointException)
+    assert errors.RankFailedError is dcp.RankFailedError
+    with pytest.raises(AttributeError, match=r"'dcp\.errors' has no attribute 'RankFialedError'"):
+        _ = errors.RankFialedError
 
 
 def test_errors_that_were_in_dcp_still_are_with_a_warning() -> None:

@@ -60,7 +60,7 @@ class RankFailedError(CheckpointError, CheckpointException):
         return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (str(self), self._failures, self.facts))
+        return (_rebuild, (str(self), self._failures, self.facts), self._notes)
 
 
 def _rebuild(message: str, failures: Any, facts: dict[str, Any]) -> RankFailedError:

@@ -55,8 +55,13 @@ def register_format(one: Format) -> None:
     """Make ``one`` known in this process, to all that reads, lists or converts; the last of a name counts.
 
     UnsupportedFormatError for a name that is one of ours, or none, for a target's name that is taken, and for
-    names of files that no file has, or every one.
+    names of files that no file has, or every one. OptionError for what is no `Format`, and for suffixes that
+    are no tuple: of a string each letter would be one.
     """
+    if not isinstance(one, Format):
+        raise OptionError(f"a {type(one).__name__} is no Format: {one!r:.200}")
+    if not (isinstance(one.suffixes, tuple) and isinstance(one.vague_suffixes, tuple)):
+        raise OptionError(f"suffixes of the format {one.name!r} must be tuples of ends of names: ('.npy',)")
     taken = {other.target.name for other in _FORMATS.values() if other.target and other.name != one.name}
     if one.name in (ours.name for ours in _OURS) or not _NAME.fullmatch(one.name):
         raise UnsupportedFormatError(f"{one.name!r} is no name that a format could be registered under")

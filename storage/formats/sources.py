@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from dcp.storage.errors import CheckpointFormatError, CheckpointNotFoundError
-from dcp.storage.formats.format import BEGIN_BYTES, ReadFile, found
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnsupportedFormatError,
+)
+from dcp.storage.formats.format import BEGIN_BYTES, Format, found
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.open import open_index
 from dcp.storage.formats.places_near import near_places_told
@@ -134,20 +141,42 @@ def index_of_file(store: Store, name: str) -> CheckpointIndex:
     Raises CheckpointNotFoundError if it is absent.
     """
     with store.open_read(name) as handle:
-        read_file = _reader_of(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))
-        try:
-            return read_file(lambda at, count: handle.pread(count, at), handle.size_bytes, name)
-        except CheckpointFormatError as error:
-            path = store.path_of(name)
-            raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+        one = _format_of_file(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))
+        with _read_as(one, store.path_of(name)):
+            read_file = found(one.read_file or "")
+            return _checked(read_file(lambda at, count: handle.pread(count, at), handle.size_bytes, name))
 
 
-def _reader_of(name: str, begin: bytes) -> ReadFile:
+def _format_of_file(name: str, begin: bytes) -> Format:
     of_files = [one for one in by_precedence(formats()) if one.read_file is not None]
     meant = [one for one in of_files if one.names_suffice and one.has_suffix(name)]
     meant += [one for one in of_files if one.begins_so(begin)]
     meant += [one for one in of_files if one.takes_the_rest]
-    return found(meant[0].read_file or "")
+    return meant[0]
+
+
+@contextmanager
+def _read_as(one: Format, path: str) -> Iterator[None]:
+    """Errors within name ``path``. What reads a format of others may raise anything."""
+    try:
+        yield
+    except CheckpointFormatError as error:
+        if error.path:
+            raise
+        raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise UnsupportedFormatError(
+            f"{path} cannot be read as a {one.name!r} checkpoint: {type(error).__name__}: {error}",
+            path=path,
+        ) from error
+
+
+def _checked(index: CheckpointIndex) -> CheckpointIndex:
+    if not isinstance(index, CheckpointIndex):
+        raise UnsupportedFormatError(f"what reads its format gave a {type(index).__name__}, and no index")
+    return index
 
 
 def index_of_folder(store: Store) -> CheckpointIndex | None:
@@ -157,9 +186,11 @@ def index_of_folder(store: Store) -> CheckpointIndex | None:
     CheckpointFormatError for names that reach outside the folder, and for names that stand twice.
     """
     for one in by_precedence(formats()):
-        index: CheckpointIndex | None = None if one.read_folder is None else found(one.read_folder)(store)
-        if index is not None:
-            return index
+        if one.read_folder is not None:
+            with _read_as(one, store.url):
+                index = found(one.read_folder)(store)
+                if index is not None:
+                    return _checked(index)
     return None
 
 
@@ -171,8 +202,8 @@ def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
     one = format_of(index.format)
     if one is None or one.complete is None:
         return index
-    completed: CheckpointIndex = found(one.complete)(store, index)
-    return completed
+    with _read_as(one, store.url):
+        return _checked(found(one.complete)(store, index))
 
 
 def open_source(

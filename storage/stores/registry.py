@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from dcp.storage.errors import StorageError
+from dcp.storage.errors import OptionError, StorageError
 from dcp.storage.extensions import loaded_extension
 from dcp.storage.stores import memory, posix
 from dcp.storage.stores.base import StoreType
@@ -32,10 +32,16 @@ _OURS: Final = frozenset(_BY_SCHEME)
 def register_store(store_type: StoreType) -> None:
     """Let URLs of ``store_type.schemes`` be opened by it, in this process; the last one registered counts.
 
-    StorageError for schemes that are ours, or no schemes.
+    OptionError for what is no StoreType; StorageError for schemes that are ours, no schemes, or not in a
+    tuple: those of a string would be its letters.
     """
-    for scheme in store_type.schemes:
-        if scheme in _OURS or not _SCHEME.fullmatch(scheme):
+    if not isinstance(store_type, StoreType):
+        raise OptionError(f"a {type(store_type).__name__} is no StoreType: {store_type!r:.200}")
+    schemes = store_type.schemes
+    if not isinstance(schemes, tuple) or not schemes:
+        raise StorageError(f"schemes of a store must be a tuple: ('zip',), not {schemes!r}", op="register")
+    for scheme in schemes:
+        if not isinstance(scheme, str) or scheme in _OURS or not _SCHEME.fullmatch(scheme):
             raise StorageError(f"{scheme!r} is no scheme that a store could be registered for", op="register")
     _BY_SCHEME.update(dict.fromkeys(store_type.schemes, store_type))
 
@@ -44,9 +50,11 @@ def store_type_of(scheme: str) -> StoreType:
     """Of a scheme in lower case; that of object services where nobody else has registered it."""
     if scheme not in _BY_SCHEME:
         found = loaded_extension(GROUP, scheme)
-        if found is not None and not isinstance(found, StoreType):
+        if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
             raise StorageError(
-                f"the entry point {scheme} of the group {GROUP} is no StoreType: {found!r:.200}", op="open"
+                f"the entry point {scheme} of the group {GROUP} is no StoreType of that scheme: "
+                f"{found!r:.200}",
+                op="open",
             )
         _BY_SCHEME[scheme] = objects.STORE_TYPE if found is None else found
     return _BY_SCHEME[scheme]

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,6 +171,8 @@ def differing_state(rank: int, kind: str) -> dict[str, Any]:
         state["same"] = torch.ones(4, dtype=torch.float64 if odd else torch.float32)
     elif kind == "tensor and value":
         state["lr"] = torch.ones(1) if odd else 0.5
+    elif kind == "numpy's generator":
+        state["rng"] = np.random.RandomState(rank == 1).get_state()
     return state
 
 
@@ -181,6 +184,7 @@ KINDS = {
     "shape": ("PlanError", "same"),
     "dtype": ("PlanError", "same"),
     "tensor and value": ("PlanError", "lr"),
+    "numpy's generator": ("ReplicaMismatchError", "rng"),
 }
 
 

@@ -57,6 +57,8 @@ def test_facts_have_defaults_and_come_through() -> None:
     for copy in (pickle.loads(pickle.dumps(error)), error_from_wire(error_to_wire(error, "trace"))):
         assert type(copy) is CorruptCheckpointError
         assert (str(copy), copy.facts) == ("differs", error.facts)
+    error.add_note("a note")
+    assert pickle.loads(pickle.dumps(error)).__notes__ == ["a note"]
     full = StorageError("full", errno=28, path="x")
     assert (full.errno, full.facts) == (28, {"errno": 28, "path": "x"})
     error.committed = True
