@@ -39,8 +39,10 @@ __all__ = ["load_engine", "save_engine", "save_engine_again"]
 def save_engine(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> SaveEngine:
     """What saves with ``planner`` (ours, if there is none) and ``writer``.
 
-    Raises CheckpointError for user metadata that a user's own storage has no place for.
+    Raises OptionError for user metadata that is no plain data, and CheckpointError for any that a user's own
+    storage has no place for.
     """
+    options.check()
     planner = planner if planner is not None else DefaultSavePlanner()
     ours = planner if isinstance(planner, DefaultSavePlanner) else None
     storage = writer if isinstance(writer, FileSystemWriter) else None

@@ -28,6 +28,7 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.errors import OptionError
 from dcp.torch_names import names_of
 
 if TYPE_CHECKING:
@@ -259,13 +260,20 @@ def read(
             exclude=exclude,
             rename=rename,
             dtype=dtype,
-            device=torch.device(device),
+            device=_device(device),
             weights_only=weights_only,
         )
         engine = load_engine(reader, planner, ranks, LoadOptions(verify=verify, progress=progress))
     flat: dict[str, Any] = {}
     engine.load(GivenState(flat))
     return planner.nested(flat)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"device must be a device of torch's, such as 'cpu', not {device!r}") from error
 
 
 @deprecated("`load_state_dict` is deprecated; use `load` instead.", category=FutureWarning)

@@ -120,7 +120,7 @@ def save(
         state_dict,
         SaveOptions(
             use_collectives=use_collectives,
-            user_metadata=dict(user_metadata or {}),
+            user_metadata=_copied(user_metadata),
             progress=progress,
             timeout_seconds=timeout_seconds,
         ),
@@ -238,7 +238,7 @@ def async_save(
         storage_writer=choose_writer(storage_writer, checkpoint_id, storage_options),
         planner=planner,
         options=SaveOptions(
-            use_collectives=use_collectives, user_metadata=dict(user_metadata or {}), progress=progress
+            use_collectives=use_collectives, user_metadata=_copied(user_metadata), progress=progress
         ),
         overlap=overlap,
         stager=async_stager,
@@ -268,6 +268,11 @@ def save_state_dict(
         has_stateful=False,
     )
     return metadata
+
+
+def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What may change while it is saved; what is no mapping is refused where all ranks hear of it."""
+    return dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

@@ -47,8 +47,13 @@ class RankFailedError(CheckpointError, CheckpointException):
     `dcp.calls.plain_errors` has kept it out of the traceback.
     """
 
+    _cause: type[BaseException] = CheckpointError
+    """What all ranks failed of, if it is one class."""
+
     def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
         CheckpointError.__init__(self, message, **facts)
+        if isinstance(self, OSError):  # which has a place of its own for it
+            self.errno = facts.get("errno")
         self._failures = failures or {}
 
     @property
@@ -60,12 +65,13 @@ class RankFailedError(CheckpointError, CheckpointException):
         return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (str(self), self._failures, self.facts), self._notes)
+        return (_rebuild, (self._cause, str(self), self._failures, self.facts), self._notes)
 
 
-def _rebuild(message: str, failures: Any, facts: dict[str, Any]) -> RankFailedError:
-    causes = {type(error) for error, _ in failures.values()}
-    return _failure_class(causes.pop() if len(causes) == 1 else CheckpointError)(message, failures, **facts)
+def _rebuild(
+    cause: type[BaseException], message: str, failures: Any, facts: dict[str, Any]
+) -> RankFailedError:
+    return _failure_class(cause)(message, failures, **facts)
 
 
 _classes: dict[str, type[RankFailedError]] = {}
@@ -78,7 +84,7 @@ def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
         return RankFailedError
     made = _classes.get(cause.__name__)
     if made is None:
-        attributes = {"__module__": __name__, "__doc__": cause.__doc__}
+        attributes = {"__module__": __name__, "__doc__": cause.__doc__, "_cause": cause}
         made = _classes[cause.__name__] = type(cause.__name__, (RankFailedError, cause), attributes)
     return made
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from dcp.progress import ProgressCallback
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.storage.errors import OptionError
+from dcp.storage.formats.native.manifest_fields import MAX_PLAIN_SECTION_BYTES
+from dcp.storage.formats.plain import encode_plain
 
 __all__ = ["SaveOptions"]
 
@@ -22,3 +25,14 @@ class SaveOptions:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     retries: int = 0
     retry_pause_seconds: float = 1.0
+
+    def check(self) -> None:
+        """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""
+        if not isinstance(self.user_metadata, Mapping):
+            raise OptionError(f"user_metadata must be a dict, not a {type(self.user_metadata).__name__}")
+        for key, value in self.user_metadata.items():
+            if not isinstance(key, str) or encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES) is None:
+                raise OptionError(
+                    f"user_metadata[{key!r}], a {type(value).__name__}, cannot be stored: give plain data "
+                    "(None, numbers, text, bytes, and lists, tuples and dicts of them) under a string"
+                )

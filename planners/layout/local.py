@@ -405,12 +405,14 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
         return None
     if tensor.is_meta:
         return f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"
-    return f"{fqn!r}: its memory was freed (resized storage); gather or reshard the parameters first"
+    return f"{fqn!r}: its memory was freed (resized storage) or never was (a fake tensor); reshard first"
 
 
 def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         return f"{fqn!r}: layout {value.layout} cannot be stored; call to_dense(), or store its parts"
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"{fqn!r}: nested tensors cannot be stored; store the parts that unbind() gives"
     return f"{fqn!r}: a {type(value).__name__} without memory of its own ({str(error).splitlines()[0]})"
 
 

@@ -72,6 +72,19 @@ _own_lock = threading.RLock()
 _warned: set[int] = set()
 
 
+def _absolute(path: str) -> Path:
+    try:
+        return Path(path).absolute()
+    except OSError as error:  # the current folder was removed
+        raise StorageError(
+            f"{path!r} is relative to the current folder, which is not there any more: give a whole path, or "
+            "change to another folder",
+            path=path,
+            op="open",
+            errno=error.errno,
+        ) from error
+
+
 class PosixStore(Store):
     """A folder as a `Store`. The folder itself may be a symbolic link; the files in it may not, unless asked.
 
@@ -100,7 +113,7 @@ class PosixStore(Store):
         direct_io: bool = True,
         hard_links: bool = True,
     ) -> None:
-        self._root = Path(place_text(path)).absolute()
+        self._root = _absolute(place_text(path))
         self._observe: Observe = observe
         self._follow_links = follow_links
         self._links_within = None if links_within is None else os.path.realpath(links_within)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import pickle
 import subprocess
 import sys
 import time
@@ -193,6 +195,77 @@ def test_where_the_users_load_state_dict_failed_is_shown(places: Path) -> None:
     text = shown(lambda: load({"x": Unloadable()}, places / STEP, rename={r"^x\.": ""}))
     assert 'raise KeyError("of the user")' in text
     assert len(text.splitlines()) <= 20, text
+
+
+def raised(act: Callable[[], Any]) -> Any:
+    """The error of ``act``, and that it is the same after a pickle."""
+    with pytest.raises(dcp.CheckpointError) as caught:
+        act()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is type(caught.value)
+    assert (str(copy), copy.facts) == (str(caught.value), caught.value.facts)
+    return copy
+
+
+def test_errors_of_ranks_are_what_they_are_elsewhere(tmp_path: Path) -> None:
+    """The system's number has its place in OSError, and a foreign cause makes no other class of a copy."""
+    (tmp_path / "file").write_bytes(b"")
+    error = raised(lambda: dcp.save({"a": 1}, checkpoint_id=tmp_path / "file" / "x", no_dist=True))
+    assert isinstance(error, dcp.errors.StorageError)
+    assert error.errno == error.facts["errno"] == errno.ENOTDIR
+    error = raised(lambda: dcp.save({"app": Broken()}, checkpoint_id=tmp_path / "x", no_dist=True))
+    assert isinstance(error, dcp.errors.RemoteError)
+
+
+@pytest.mark.parametrize("wrong", [[1], "text", {"o": object()}, {1: 2}, {"t": torch.ones(1)}])
+def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_path: Path) -> None:
+    """The end of a save of hours would be late for it."""
+    place = tmp_path / "x"
+    for save in (dcp.save, dcp.async_save):
+        with pytest.raises(dcp.errors.OptionError, match="user_metadata"):
+            save({"a": 1}, checkpoint_id=place, no_dist=True, user_metadata=wrong)
+    assert not place.exists()
+
+
+def test_a_device_that_is_none_is_told(places: Path) -> None:
+    """As any other option."""
+    with pytest.raises(dcp.errors.OptionError, match="'cpuu'"):
+        dcp.read(places / STEP, device="cpuu")
+
+
+def test_a_relative_path_in_a_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of no folder, and the error says so."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for act in (
+        lambda: dcp.save({"a": 1}, checkpoint_id="x", no_dist=True),
+        lambda: dcp.read("x", no_dist=True),
+        lambda: dcp.CheckpointManager("x"),
+    ):
+        with pytest.raises(
+            dcp.errors.StorageError, match="'x' is relative to the current folder, which is not"
+        ):
+            act()
+
+
+def test_an_empty_name_is_a_name(tmp_path: Path) -> None:
+    """What was saved under it is read and converted."""
+    dcp.save({"": torch.ones(2), "a": 1}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert torch.equal(dcp.read(tmp_path / "x", no_dist=True)[""], torch.ones(2))
+    dcp.convert(tmp_path / "x", tmp_path / "x.pt", to="torch")
+    assert set(torch.load(tmp_path / "x.pt")) == {"", "a"}
+    with pytest.raises(dcp.errors.PlanError, match="rename leaves nothing of the name 'a'"):
+        dcp.read(tmp_path / "x", rename={"^a$": ""}, no_dist=True)
+
+
+def test_nested_tensors_are_told_what_to_do(tmp_path: Path) -> None:
+    """Instead of what torch says of an internal error."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(dcp.errors.PlanError, match=r"'n': nested tensors .* unbind\(\)"):
+        dcp.save({"n": nested}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
