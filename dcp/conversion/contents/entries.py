@@ -243,7 +243,7 @@ def _check_patterns(selection: Selection, names: Sequence[str]) -> None:
 
 
 def _check_unique(new_names: Mapping[str, str]) -> None:
-    if len(set(new_names.values())) == len(new_names) and "" not in {*new_names.values()} - {*new_names}:
+    if len(set(new_names.values())) == len(new_names) and "" not in new_names.values():
         return
     first: dict[str, str] = {}
     for old, new in new_names.items():

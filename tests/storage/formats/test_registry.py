@@ -39,7 +39,7 @@ def test_a_package_that_is_broken_is_named_and_ours_are_written(
     (tmp_path / "broken_format.py").write_text(fault)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "broken_format", raising=False)
-    found = {"odd": EntryPoint("odd", "broken_format:FORMAT", registry.GROUP)}
+    found = {"odd": [EntryPoint("odd", "broken_format:FORMAT", registry.GROUP)]}
     monkeypatch.setattr(extensions, "_entry_points", lambda group: found)
     registry._load_extensions.cache_clear()
     for name in ("dcp", "torch", "safetensors"):
