@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Final, TypeVar
 
@@ -43,8 +44,9 @@ def encode_batch(batch: TaskBatch) -> str:
 
 def decode_batch(text: str) -> TaskBatch:
     """Raises CheckpointFormatError for what `encode_batch` does not write."""
-    number, is_all, tasks = _plain(text)
-    return TaskBatch(number, tuple(_unpacked_task(*task) for task in tasks), is_all)
+    with _damage_told():
+        number, is_all, tasks = _plain(text)
+        return TaskBatch(number, tuple(_unpacked_task(*task) for task in tasks), is_all)
 
 
 def encode_layout(layout: TargetLayout) -> str:
@@ -66,18 +68,19 @@ def encode_layout(layout: TargetLayout) -> str:
 
 def decode_layout(text: str) -> TargetLayout:
     """Without literals. Raises CheckpointFormatError for what `encode_layout` does not write."""
-    names, sizes, copies, holes, index, chunk_copies, last_files, tensor_copies = _plain(text)
-    return TargetLayout(
-        names,
-        sizes,
-        Literals.of([]),
-        _of_columns(Copies, copies),
-        [Hole(*row) for row in _of_rows(holes, 3)],
-        decode_manifest(index) if index else None,
-        None if chunk_copies is None else _of_column(chunk_copies),
-        last_files,
-        tensor_copies,
-    )
+    with _damage_told():
+        names, sizes, copies, holes, index, chunk_copies, last_files, tensor_copies = _plain(text)
+        return TargetLayout(
+            names,
+            sizes,
+            Literals.of([]),
+            _of_columns(Copies, copies),
+            [Hole(*row) for row in _of_rows(holes, 3)],
+            decode_manifest(index) if index else None,
+            None if chunk_copies is None else _of_column(chunk_copies),
+            last_files,
+            tensor_copies,
+        )
 
 
 def encode_result(result: TaskResult) -> str:
@@ -87,7 +90,8 @@ def encode_result(result: TaskResult) -> str:
 
 def decode_result(text: str) -> TaskResult:
     """Raises CheckpointFormatError for what `encode_result` does not write."""
-    return TaskResult.decode(_bytes(text))
+    with _damage_told():
+        return TaskResult.decode(_bytes(text))
 
 
 # -- tasks ---------------------------------------------------------------------------------------------------
@@ -163,9 +167,15 @@ def _packed(plain: Any) -> str:
 
 
 def _plain(text: str) -> Any:
+    return msgpack.unpackb(_bytes(text), strict_map_key=False, unicode_errors="surrogatepass")
+
+
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    """CheckpointFormatError for what is no text of ours, or another."""
     try:
-        return msgpack.unpackb(_bytes(text), strict_map_key=False, unicode_errors="surrogatepass")
-    except (ValueError, msgpack.UnpackException) as error:
+        yield
+    except (ValueError, TypeError, msgpack.UnpackException, zlib.error) as error:
         raise CheckpointFormatError(_DAMAGED) from error
 
 
@@ -175,10 +185,7 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     unpack = zlib.decompressobj()
-    try:
-        data = unpack.decompress(base64.b64decode(text), _MAX_BYTES)
-    except (ValueError, zlib.error) as error:
-        raise CheckpointFormatError(_DAMAGED) from error
+    data = unpack.decompress(base64.b64decode(text), _MAX_BYTES)
     if unpack.unconsumed_tail:
         raise CheckpointFormatError(_DAMAGED)
     return data

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 
@@ -25,10 +29,10 @@ from dcp.conversion.driver import (
 from dcp.conversion.plan import ConversionOptions, LayoutOptions, plan_target
 from dcp.conversion.run import convert
 from dcp.conversion.targets.places import TargetPlace, place_of
-from dcp.conversion.wire import decode_batch, decode_result, encode_batch, encode_result
+from dcp.conversion.wire import decode_batch, decode_layout, decode_result, encode_batch, encode_result
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
-from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.sources import open_source
 from dcp.storage.stores.opening import OpenWith
 from tests.support.conversion import training_state
@@ -374,3 +378,13 @@ def test_killed_anywhere(
             files = bytes_of(expected)
             assert {name: raw.read(f"{prefix}/{name}") for name in files} == files
             assert sorted(raw.list(prefix)) == sorted(files)
+
+
+@pytest.mark.parametrize("decode", [decode_batch, decode_layout, decode_result])
+def test_a_plan_that_is_none_is_a_typed_error(decode: Callable[[str], object]) -> None:
+    """No text of ours, cut off, or of something else: as a ledger of jobs that was damaged may have it."""
+    plain = [5, "x", [], {}, [1, 2, 3], [1, False, [[1]]], list("abcdefgh"), [1, 2, b"x", b"x"]]
+    packed = [base64.b64encode(zlib.compress(msgpack.packb(one))).decode() for one in plain]
+    for text in ("", "no base64!", "AAAA", packed[0][:-6], *packed):
+        with pytest.raises(CheckpointFormatError):
+            decode(text)
