@@ -4,15 +4,18 @@ import fcntl
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dcp
 from dcp.inspection.verification import verify
-from dcp.manager.cleanup.leftovers import find_leftovers
+from dcp.manager.cleanup import leftovers
+from dcp.manager.cleanup.leftovers import find_leftovers, remove_leftovers
 from dcp.manager.notes import Deleting, Notes, update_notes
-from dcp.storage.stores import PosixStore
+from dcp.storage.errors import StorageError
+from dcp.storage.stores import PosixStore, Store
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock
 
 DAY = 86_400
@@ -106,6 +109,22 @@ def leave_things(root: Path) -> set[str]:
         (root / name).write_bytes(b"remains")
         age(root / name, seconds)
     return set(old)
+
+
+def test_gc_goes_on_behind_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error, and what was removed is told."""
+    leave_things(tmp_path)
+
+    def remove(store: Store, *given: Any, **named: Any) -> tuple[int, int]:
+        if store.url.endswith("step-1"):
+            raise StorageError(f"unlink in {store.url} failed", path=store.url, op="unlink")
+        return remove_leftovers(store, *given, **named)
+
+    monkeypatch.setattr(leftovers, "remove_leftovers", remove)
+    done = run("gc", tmp_path, "--yes", "--json")
+    assert (done.status, done.err) == (3, f"dcp: unlink in {tmp_path / 'step-1'} failed\n")
+    assert {Path(row["url"]).name: row["removed"] for row in done.json} == {"killed": True, "step-3": True}
+    assert not (tmp_path / "killed").exists()
 
 
 def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:

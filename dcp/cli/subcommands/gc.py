@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from dcp.cli.common import (
+    EXIT_FAILURE,
     Debug,
     Json,
     Options,
@@ -24,6 +26,7 @@ from dcp.cli.tables import counted
 
 if TYPE_CHECKING:
     from dcp.manager.cleanup.leftovers import Leftovers
+    from dcp.storage.stores.base import Store
 
 __all__ = ["command"]
 
@@ -70,7 +73,7 @@ def command(
     """
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp.manager.cleanup.leftovers import find_leftovers, remove_leftovers
+        from dcp.manager.cleanup.leftovers import find_leftovers
         from dcp.storage.stores.opening import OpenWith
 
         now_seconds, age = time.time(), hours * 3600
@@ -80,16 +83,24 @@ def command(
             older_than_seconds=age,
             open_store=OpenWith(storage_options(root, options)),
         )
-        rows = []
-        for store, left in found:
-            gone = 0
-            if yes and left.problem is None:
-                gone, _ = remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
-            rows.append(_row(left, removed=gone > 0))
+    rows = []
+    for store, left in found:
+        with suppress(typer.Exit), errors_as_lines(debug=debug):  # printed; the others are still to go
+            removed = yes and left.problem is None and _remove(store, left, now_seconds, age, uploads)
+            rows.append(_row(left, removed=removed))
     if json:
         print_json(rows)
     else:
         _print(root, rows, yes=yes, uploads=uploads)
+    if len(rows) < len(found):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _remove(store: Store, left: Leftovers, now_seconds: float, age_seconds: float, uploads: bool) -> bool:
+    from dcp.manager.cleanup.leftovers import remove_leftovers
+
+    gone, _ = remove_leftovers(store, left, now_seconds, older_than_seconds=age_seconds, uploads=uploads)
+    return gone > 0
 
 
 def _row(left: Leftovers, *, removed: bool) -> _Leftover:
