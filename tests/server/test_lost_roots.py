@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dcp.cli.app import app as command_line
+from dcp.server.catalog.labelling.labels import Change
 from dcp.server.database.engine import Database
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.problems import UnavailableError
@@ -103,7 +104,7 @@ def test_a_purge_waits_for_the_disk(database: Database, tmp_path: Path) -> None:
     runs.scan("main")
     number = runs.id("main", "run/step-1")
     database.transact(
-        lambda connection: delete_softly(connection, number, 0.0, actor="test", now=time.time())
+        lambda connection: delete_softly(connection, number, 0.0, Change(actor="test", now=time.time()))
     )
     job = runs.submit("purge", checkpoint_id=number)
     for spoil in (_is_not_mounted, _is_away, _is_a_link_elsewhere):

@@ -11,6 +11,7 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import CatalogError
+from dcp.server.catalog.labelling.labels import Change
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
@@ -72,9 +73,10 @@ class DeleteKind(Kind[DeleteParams]):
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """Those that are pinned or gone by now stay as they are; the audit log tells which were deleted."""
-        params, now = DeleteParams.model_validate(job.params), time.time()
+        params = DeleteParams.model_validate(job.params)
+        change = Change(actor=job.created_by, now=time.time())
         for number in result["checkpoint_ids"]:
             try:
-                delete_softly(connection, number, params.grace_seconds or 0.0, actor=job.created_by, now=now)
+                delete_softly(connection, number, params.grace_seconds or 0.0, change)
             except CatalogError:
                 continue

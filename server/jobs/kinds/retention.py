@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import CatalogError
+from dcp.server.catalog.labelling.labels import Change
 from dcp.server.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
@@ -128,12 +129,12 @@ def _apply(
     if policy.version != payload["version"]:
         raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
     found = plan_run(connection, run_id, run, policy.retention, now)
+    change = Change(actor=f"retention:{policy.name}", now=now)
     kept, gone = len(found.decisions) - len(found.deleted), []
     for one in found.deleted:
         try:
             if not payload["dry_run"]:
-                actor = f"retention:{policy.name}"
-                delete_softly(connection, one.checkpoint_id, policy.grace_seconds, actor=actor, now=now)
+                delete_softly(connection, one.checkpoint_id, policy.grace_seconds, change)
         except CatalogError:  # pinned or named in this instant
             kept += 1
             continue

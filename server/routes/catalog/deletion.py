@@ -44,15 +44,7 @@ def delete_checkpoint(
     change = author.change(if_match.version(f"c{checkpoint_id}"))
 
     def act(connection: Connection) -> CheckpointDetail:
-        found = deletion.delete_softly(
-            connection,
-            checkpoint_id,
-            grace,
-            actor=change.actor,
-            now=change.at_seconds,
-            expected_version=change.expected_version,
-            visible=change.visible,
-        )
+        found = deletion.delete_softly(connection, checkpoint_id, grace, change)
         change.record(
             connection, "checkpoint.delete", f"checkpoint:{checkpoint_id}", {"grace_seconds": grace}
         )
@@ -75,14 +67,7 @@ def restore_checkpoint(
     change = author.change(if_match.version(f"c{checkpoint_id}"))
 
     def act(connection: Connection) -> CheckpointDetailAnswer:
-        found = deletion.restore(
-            connection,
-            checkpoint_id,
-            actor=change.actor,
-            now=change.at_seconds,
-            expected_version=change.expected_version,
-            visible=change.visible,
-        )
+        found = deletion.restore(connection, checkpoint_id, change)
         change.record(connection, "checkpoint.restore", f"checkpoint:{checkpoint_id}", {})
         response.headers["ETag"] = found.etag
         return CheckpointDetailAnswer.of(found)

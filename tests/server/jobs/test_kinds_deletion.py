@@ -50,14 +50,18 @@ def delete(runs: KindRuns, key: str, grace_seconds: float = 0.0) -> int:
     """Mark it."""
     number = runs.id("main", key)
     runs.database.transact(
-        lambda connection: delete_softly(connection, number, grace_seconds, actor="test", now=time.time())
+        lambda connection: delete_softly(
+            connection, number, grace_seconds, Change(actor="test", now=time.time())
+        )
     )
     return number
 
 
 def bring_back(runs: KindRuns, number: int) -> None:
     """Restore it."""
-    runs.database.transact(lambda connection: restore(connection, number, actor="test", now=time.time()))
+    runs.database.transact(
+        lambda connection: restore(connection, number, Change(actor="test", now=time.time()))
+    )
 
 
 @pytest.mark.parametrize("key", _KEYS)
@@ -158,7 +162,7 @@ def test_pins_and_aliases_keep_a_checkpoint(runs: KindRuns) -> None:
         set_alias(connection, run, "best", five, Change(actor="test"))
     for number, why in ((four, "pinned"), (five, "best")):
         with pytest.raises(StateError, match=why), runs.database.write() as connection:
-            delete_softly(connection, number, 0.0, actor="test", now=1.0)
+            delete_softly(connection, number, 0.0, Change(actor="test", now=1.0))
     other = runs.id("main", "run/model-7.pt")
     job = runs.do("delete", checkpoint_ids=[four, five, other], grace_seconds=100)
     assert job.state == "succeeded"

@@ -13,6 +13,7 @@ from sqlalchemy import select
 import dcp
 from dcp.server.catalog.contents.verifications import get_statistics, list_verifications
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.labelling.labels import Change
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import events
 from dcp.server.jobs.kinds.shared.deletion import delete_softly
@@ -77,7 +78,7 @@ def test_deleted_while_it_was_young(database: Database, tmp_path: Path) -> None:
     runs.scan("main")
     number = runs.id("main", "run/one-1.safetensors")
     database.transact(
-        lambda connection: delete_softly(connection, number, 60.0, actor="test", now=time.time())
+        lambda connection: delete_softly(connection, number, 60.0, Change(actor="test", now=time.time()))
     )
     Scanner(database, runs.roots, clock=lambda: time.time() + 10).scan("main")
     assert runs.row("main", "run/one-1.safetensors").state == "deleted"

@@ -254,7 +254,7 @@ def test_roots_that_are_only_read_hold_up_no_others(
     policy(runs)
     for number in (*waiting, due):
         with runs.database.write() as connection:
-            delete_softly(connection, number, 0.0, actor="test", now=_NOW)
+            delete_softly(connection, number, 0.0, Change(actor="test", now=_NOW))
     given = {
         "main": {"url": str(tmp_path / "main"), "readonly": True},
         "other": {"url": str(tmp_path / "other")},
