@@ -140,7 +140,8 @@ def test_a_persons_word_by_the_command_line(tmp_path: Path, monkeypatch: pytest.
     for step in range(12):
         write_manifest(tmp_path / "main" / "run" / f"step-{step}")
         write_manifest(tmp_path / "main" / "other" / f"step-{step}")
-    run("list")  # which makes the database; the root is one that `dcp serve --root` was given
+    assert CliRunner().invoke(command_line, ["db", "upgrade"]).exit_code == 0
+    # the root is one that `dcp serve --root` was given
     database, roots = Database(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}"), roots_of(tmp_path / "main")
     scan(database, roots)
     assert "nothing is in doubt" in run("accept", "main")
