@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,19 @@ LONGEST = (
     "server/test_serving.py",
 )
 """Below tests/. They are begun first, so that at the end no worker is at one of them alone."""
+
+
+# What is imported and collected stays; to look it through again and again was a third of a worker's start.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """From here on there is garbage to be collected."""
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -179,8 +179,11 @@ def test_the_planner_brings_it_too(tmp_path: Path) -> None:
 def test_planners_of_others_decide_themselves(tmp_path: Path) -> None:
     """torch's leave out what they do not know, as torch's load does; so do torch's functions with ours."""
     save(tmp_path)
-    dcp.load(encoder(), checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
-    stock.load(encoder(), storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
+    by_ours, by_stock = encoder(), encoder()
+    dcp.load(by_ours, checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
+    stock.load(by_stock, storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
+    for state in (by_ours, by_stock):
+        assert all(tensor.tolist() == [1, 1] for tensor in state["model"]["encoder"].values())
 
 
 def _stages(rank: int, world_size: int, path: str, road: str) -> list[str]:
@@ -205,19 +208,29 @@ def test_ranks_take_what_others_leave(tmp_path: Path, road: str) -> None:
         assert "layer0" not in result.message
 
 
-def _per_rank(rank: int, world_size: int, path: str, saving: bool) -> None:
-    state = {"app": {"loader": dcp.PerRank({"position": rank, "seed": torch.ones(1)})}}
-    if saving:
-        dcp.save(state, checkpoint_id=path)
-    else:
-        dcp.load(state, checkpoint_id=path, per_rank="keep")
-        dcp.load(state, checkpoint_id=path)
+def _per_rank_state(rank: int) -> dict[str, Any]:
+    return {"app": {"loader": dcp.PerRank({"position": rank, "seed": torch.full((1,), float(rank))})}}
+
+
+def _save_per_rank(rank: int, world_size: int, path: str) -> None:
+    dcp.save(_per_rank_state(rank), checkpoint_id=path)
+
+
+def _load_per_rank(rank: int, world_size: int, path: str) -> list[Any]:
+    """What a rank holds once it has kept its own, and once it has loaded."""
+    state, found = _per_rank_state(-1), []
+    for options in ({"per_rank": "keep"}, {}):
+        dcp.load(state, checkpoint_id=path, **options)  # type: ignore[arg-type]
+        value = state["app"]["loader"].value
+        found.append((value["position"], value["seed"].item()))
+    return found
 
 
 def test_values_of_other_ranks_are_theirs(tmp_path: Path) -> None:
     """A job on fewer ranks leaves `PerRank` values of the others, kept or loaded."""
-    run_ranks(3, _per_rank, str(tmp_path), True)
-    run_ranks(2, _per_rank, str(tmp_path), False)
+    run_ranks(3, _save_per_rank, str(tmp_path))
+    for rank, found in enumerate(run_ranks(2, _load_per_rank, str(tmp_path))):
+        assert found == [(-1, -1.0), (rank, float(rank))]
 
 
 def test_the_manager_takes_the_option(tmp_path: Path) -> None:

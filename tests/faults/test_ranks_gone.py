@@ -20,20 +20,22 @@ from tests.support.ranks import RankDied, RankRaised
 from tests.support.ranks import Ranks as RankPool
 
 
-def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
+def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_seconds: float) -> Any:
     """Ranks 0 and 1 begin, rank 2 never does."""
     first = how.startswith("first")
     how = how.removeprefix("first ")
     manager = None
     if how in ("thread", "process"):
-        manager = dcp.CheckpointManager(root, mode=how, timeout_seconds=4.0)  # type: ignore[arg-type]
+        manager = dcp.CheckpointManager(root, mode=how, timeout_seconds=bound_seconds)  # type: ignore[arg-type]
         manager.save(1, STATE)
         manager.wait()
     elif how == "save after a refused one":
         a_class: Any = dcp.FileSystemWriter if rank == 1 else None
         names, *_ = outcome(lambda: dcp.save(STATE, checkpoint_id=root, storage_writer=a_class))
         assert "RankFailedError" in names
-    elif not first:
+    elif first:  # alone, for what takes its time once
+        dcp.save(STATE, checkpoint_id=root / f"alone-{rank}", no_dist=True)
+    else:
         dcp.save(STATE, checkpoint_id=root)
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     store.set(f"ready/{rank}", "1")
@@ -41,11 +43,11 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
 
     def act() -> None:
         if how.startswith("save"):
-            dcp.save(STATE, checkpoint_id=root, timeout_seconds=4.0)
+            dcp.save(STATE, checkpoint_id=root, timeout_seconds=bound_seconds)
         elif how == "load":
-            dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, timeout_seconds=4.0)
+            dcp.load({"w": torch.zeros(6)}, checkpoint_id=root, timeout_seconds=bound_seconds)
         elif how == "manager":
-            dcp.CheckpointManager(root, timeout_seconds=4.0)
+            dcp.CheckpointManager(root, timeout_seconds=bound_seconds)
         elif manager is not None and (future := manager.save(2, STATE)) is not None:
             future.result()
 
@@ -58,26 +60,33 @@ def rank_2_stays_away(rank: int, world_size: int, root: Path, how: str) -> Any:
 
 _OTHER_WAITS = [
     pytest.param(how, marks=pytest.mark.exhaustive)
-    for how in ("first save", "first manager", "load", "thread")
+    for how in ("first load", "first manager", "load", "thread")
 ]
 
 
 @pytest.mark.parametrize(
-    "how", ["first load", "save", "save after a refused one", "manager", "process", *_OTHER_WAITS]
+    "how", ["first save", "save", "save after a refused one", "manager", "process", *_OTHER_WAITS]
 )
 def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, how: str) -> None:
     """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
-    nobody else."""
-    pool = RankPool()
-    try:
-        results = pool.run(3, rank_2_stays_away, (tmp_path / "x", how), timeout_seconds=240)
-    finally:
-        pool.close()
-    for result in results[:2]:
-        names, message, _, seconds = result
-        assert "CollectiveTimeoutError" in names, result
-        assert "rank 2 of 3 died or did not answer" in message
-        assert seconds < 5.5, result
+    nobody else. On a busy machine others may be too late as well: then all have more time once more."""
+    for bound_seconds in (4.0, 8.0, 16.0):
+        pool = RankPool()
+        try:
+            args = (tmp_path / str(bound_seconds), how, bound_seconds)
+            results = pool.run(3, rank_2_stays_away, args, timeout_seconds=240)[:2]
+        finally:
+            pool.close()
+        if all(_is_told_in_time(result, bound_seconds) for result in results):
+            return
+    raise AssertionError(results)
+
+
+def _is_told_in_time(result: Any, bound_seconds: float) -> bool:
+    assert not isinstance(result, RankRaised), result.traceback_text
+    names, message, _, seconds = result
+    assert "CollectiveTimeoutError" in names, result
+    return "rank 2 of 3 died or did not answer" in message and seconds < bound_seconds + 1.5
 
 
 def rank_0_ends_while_the_group_forms(

@@ -16,13 +16,14 @@ from dcp.server.process.heads import TimedHeads
 from dcp.server.process.serving import _options
 from dcp.server.settings import Settings
 
+_HEAD_SECONDS = 0.6
 _GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def _slow_app(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http":
         return
-    time.sleep(0.6)  # longer than a head may take
+    time.sleep(1.2 * _HEAD_SECONDS)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
 
@@ -35,8 +36,8 @@ def _connection(port: int) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A server with the options of `dcp serve`, where heads have 0.3 seconds."""
-    monkeypatch.setattr(TimedHeads, "head_seconds", 0.3)
+    """A server with the options of `dcp serve`, where heads have less than a second."""
+    monkeypatch.setattr(TimedHeads, "head_seconds", _HEAD_SECONDS)
     options = _options(Settings()) | {"lifespan": "off", "port": 0}
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(_slow_app, **options))
@@ -70,14 +71,14 @@ def test_a_head_that_does_not_end_is_cut_off(port: int, head: bytes) -> None:
 def test_requests_and_answers_take_their_time(port: int) -> None:
     """The limit is for heads alone: answers are waited for, and a kept connection may rest in between."""
     with _connection(port) as connection:
-        for _ in range(3):
+        for pause in (1.2 * _HEAD_SECONDS, 0.0):
             connection.sendall(_GET[:20])
-            time.sleep(0.1)
+            time.sleep(0.05)
             connection.sendall(_GET[20:])
             answer = b""
             while not answer.endswith(b"ok"):
                 answer += connection.recv(1000)
             assert answer.startswith(b"HTTP/1.1 200")
-            time.sleep(0.5)
+            time.sleep(pause)
         connection.sendall(_GET[:20])
         assert connection.recv(100) == b"" or pytest.fail("the second head has no limit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import shutil
 import signal
@@ -172,11 +173,12 @@ def until(holds: Callable[[], object], what: str) -> None:
 
 
 def seconds_to_cancel(
-    database: Database, folder: Path, acts: Sequence[str], begun: int, tries: int = 3
+    database: Database, folder: Path, acts: Sequence[str], begun: int, within: float, tries: int = 8
 ) -> float:
-    """From asking for a job's end to its being cancelled and all its processes dead: the best of some tries,
-    since the machine may be busy with other things. Each is asked for when ``begun`` of its tasks have."""
-    seconds = []
+    """From asking for a job's end to its being cancelled and all its processes dead: of the first try that
+    takes no more than ``within``, or else the best of some, since the machine may be busy with other things.
+    Each is asked for when ``begun`` of its tasks have."""
+    best = math.inf
     for number in range(tries):
         place = folder / f"cancelled-{number}"
         place.mkdir()
@@ -186,9 +188,11 @@ def seconds_to_cancel(
         cancel(database, job_id)
         assert wait_for_end(database, job_id).state == "cancelled"
         assert not any(Path(f"/proc/{pid}").exists() for pid in _pids(place))
-        seconds.append(time.monotonic() - asked)
+        best = min(best, time.monotonic() - asked)
         assert "discard" in log_lines(place) and not any("done" in line for line in log_lines(place))
-    return min(seconds)
+        if best <= within:
+            break
+    return best
 
 
 def _pids(folder: Path) -> list[int]:

@@ -9,13 +9,33 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["children", "command_of", "environment_of", "lives", "mapped_files", "open_files", "parent_of"]
+__all__ = [
+    "busy_seconds",
+    "caught_signals",
+    "children",
+    "command_of",
+    "environment_of",
+    "lives",
+    "mapped_files",
+    "open_files",
+    "parent_of",
+]
 
 
 def lives(pid: int) -> bool:
     """Whether there is such a process that is not just waiting to be reaped."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "ZX"
+
+
+def busy_seconds() -> float:
+    """How long the threads of this process have had a core until now, or were kept waiting for one."""
+    nanoseconds = 0
+    for task in list(Path("/proc/self/task").iterdir()):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            running, waiting, _ = (task / "schedstat").read_text().split()
+            nanoseconds += int(running) + int(waiting)
+    return nanoseconds / 1e9
 
 
 def parent_of(pid: int) -> int | None:
@@ -32,6 +52,13 @@ def children(pid: int) -> list[int]:
             with suppress(FileNotFoundError, ProcessLookupError):
                 found += map(int, (task / "children").read_text().split())
     return found
+
+
+def caught_signals(pid: int) -> set[int]:
+    """The numbers of the signals that a process has handlers for."""
+    lines = _content(pid, "status").decode(errors="replace").splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return {number for number in range(1, 65) for mask in masks if mask >> (number - 1) & 1}
 
 
 def environment_of(pid: int) -> bytes:

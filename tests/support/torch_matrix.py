@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+import torch.distributed.checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import start_processes
+
+try:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+except ImportError:  # up to 2.4
+    from torch.distributed._tensor import (  # type: ignore[attr-defined]
+        Replicate,
+        Shard,
+        distribute_tensor,
+    )
 
 __all__ = ["matrix", "table"]
 
@@ -43,8 +54,6 @@ def package(name: str) -> Any:
         import dcp
 
         return dcp
-    import torch.distributed.checkpoint
-
     return torch.distributed.checkpoint
 
 
@@ -72,16 +81,6 @@ def state(*, filled: bool, swapped: bool = False, sharded: bool = True) -> dict[
 
 def shard(name: str, value: torch.Tensor, swapped: bool) -> Any:
     """A DTensor over all ranks."""
-    try:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    except ImportError:  # up to 2.4
-        from torch.distributed._tensor import (  # type: ignore[attr-defined]
-            Replicate,
-            Shard,
-            distribute_tensor,
-        )
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (RANKS,))
     dims = {"rows": 1 if swapped else 0, "columns": 0 if swapped else 1}
     placement = Shard(dims[name]) if name in dims else Replicate()
@@ -152,7 +151,8 @@ def _alone(whose: str, folder: str) -> str:
 
 def _spawn(function: Any, *args: Any) -> None:
     with tempfile.TemporaryDirectory() as meeting:
-        spawn(function, (f"{meeting}/store", *args), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        # torch takes a process longer to import than all that is done here; nothing has a thread yet
+        start_processes(function, (f"{meeting}/store", *args), nprocs=RANKS, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def write(folder: Path) -> dict[str, str]:
@@ -169,16 +169,16 @@ def write(folder: Path) -> dict[str, str]:
 def read(folders: list[str]) -> dict[str, dict[str, str]]:
     """By reader and folder what was wrong."""
     version = torch.__version__.partition("+")[0]
-    found = {}
+    together = {}
     for whose in packages():
         with tempfile.TemporaryDirectory() as place:
             answer = Path(place) / "answer"
             _spawn(_read, whose, folders, str(answer))
-            together = json.loads(answer.read_text())
-        found[f"{whose} {version}"] = {
-            folder: together[folder] or _alone(whose, folder) for folder in folders
-        }
-    return found
+            together[whose] = json.loads(answer.read_text())
+    return {
+        f"{whose} {version}": {folder: found[folder] or _alone(whose, folder) for folder in folders}
+        for whose, found in together.items()
+    }
 
 
 def _ask(python: str, *arguments: str) -> Any:

@@ -69,10 +69,12 @@ def test_a_cast_and_a_module_are_noticed(tmp_path: Path) -> None:
 def test_only_what_is_filled_is_noticed(tmp_path: Path) -> None:
     """What is left as it is can still be differentiated."""
     dcp.save({"a": torch.ones(3), "b": torch.ones(3)}, checkpoint_id=tmp_path)
-    state = {name: torch.nn.Parameter(torch.zeros(3)) for name in "ab"}
+    state = {name: torch.nn.Parameter(torch.full((3,), 5.0)) for name in "ab"}
     loss = state["b"].square().sum()
     dcp.load(dict(state), checkpoint_id=tmp_path, only="a")
     torch.autograd.backward(loss)
+    assert state["a"].tolist() == [1.0] * 3
+    assert state["b"].grad is not None and state["b"].grad.tolist() == [10.0] * 3
 
 
 def test_a_load_that_fails_is_noticed(tmp_path: Path) -> None:

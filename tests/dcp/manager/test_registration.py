@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import dcp
+from dcp.manager.catalog import registration
 from dcp.manager.catalog.registration import CatalogRegistration, Registrar
 from dcp.manager.catalog.spool import Note, Spool
 from tests.support.scripted_service import Answer, Asked, scripted_service
@@ -39,6 +40,12 @@ def closed_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is told to come back comes at once."""
+    monkeypatch.setattr(registration, "_LONGEST_PAUSE_SECONDS", 0.02)
 
 
 def registrar(url: str, folder: Path, **options: Any) -> Registrar:
@@ -149,6 +156,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ]
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_it_is_tried_again(tmp_path: Path) -> None:
     """Errors of the service, and a checkpoint that it does not see yet, are asked about again, in order."""
     statuses = iter([503, 429, 404, 409, 201])
@@ -180,6 +188,7 @@ def test_what_is_refused_is_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert spooled(tmp_path) == []
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
     """The key goes to the service that was named, and to no other."""
     with scripted_service() as other:

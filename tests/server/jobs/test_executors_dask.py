@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -178,26 +179,28 @@ def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path
         concurrency=7,
     )
     with working(settings, own_executor=True):
-        assert seconds_to_cancel(database, tmp_path, ["wait:never"] * 7, begun=4) <= 2
+        assert seconds_to_cancel(database, tmp_path, ["wait:never"] * 7, begun=4, within=2) <= 2
 
 
 def test_one_that_waits_there_is_taken_back_at_once(executor: DaskExecutor, tmp_path: Path) -> None:
     """The scheduler knows that it has not begun, so that nobody waits for a sign of it."""
     running = [Begun(executor, tmp_path, number, "wait:never") for number in range(4)]
     began(tmp_path, 4)
-    seconds = []
-    for number in range(3):
+    best = math.inf
+    for number in range(8):  # the machine may be busy with other things
         waiting = Begun(executor, tmp_path, 5 + number, "write")
         remote: Any = waiting.running
         until(lambda remote=remote: remote.future is not None, "that it is handed over")  # type: ignore[misc]
         asked = time.monotonic()
         waiting.running.kill()
         assert waiting.outcome() == ProcessOutcome()
-        seconds.append(time.monotonic() - asked)
+        best = min(best, time.monotonic() - asked)
+        if best < 0.9:
+            break
     for one in running:
         one.running.kill()
     assert [one.outcome() for one in running] == [ProcessOutcome()] * 4
-    assert min(seconds) < 0.9
+    assert best < 0.9
     assert len(pids(tmp_path)) == 4
 
 
@@ -260,8 +263,11 @@ def test_the_cluster_does_not_go_on_for_a_worker_that_died(
         until(lambda: not Path(f"/proc/{pids(tmp_path)[0]}").exists(), "its end")
 
 
-def test_a_cluster_that_is_not_there_fails_the_attempt(tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_fails_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for it; the attempt has failed in passing."""
+    monkeypatch.setattr(dask, "_ANSWER_SECONDS", 1)
     before = _children()
     executor = DaskExecutor(Setup(Settings(work_folder=tmp_path / "work"), TEST_KINDS), "127.0.0.1:1")
     begun = Begun(executor, tmp_path, 0, "write")

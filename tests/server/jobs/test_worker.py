@@ -208,4 +208,4 @@ def test_cancelling_takes_two_seconds_at_most(database: Database, tmp_path: Path
     """Of a job whose tasks run, by a worker with the usual settings: its processes are dead by then."""
     settings = job_settings(database, tmp_path, poll_seconds=Settings().poll_seconds)
     with working(settings):
-        assert seconds_to_cancel(database, tmp_path, ["wait:never"] * 3, begun=2) <= 2
+        assert seconds_to_cancel(database, tmp_path, ["wait:never"] * 3, begun=2, within=2) <= 2
