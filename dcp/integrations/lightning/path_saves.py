@@ -1,0 +1,121 @@
+"""Saves to paths that others choose, and deletions that wait until what is newer is committed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal, get_args
+
+from dcp.background.future import SaveFuture
+from dcp.errors import CheckpointError, OptionError
+from dcp.manager.cleanup.removal import remove_checkpoint
+from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
+from dcp.storage.stores.opening import OpenWith
+
+__all__ = ["Mode", "PathSaves"]
+
+Mode = Literal["thread", "process", "sync"]
+
+_AFTER_ERROR_SECONDS = 60.0
+"""How long a save under way may take when training has ended with an exception: other ranks may be dead."""
+
+
+class PathSaves:
+    """The saves of one Trainer. With ``no_dist`` from one process; else by all ranks together, who call
+    everything but `remove` alike. Raises OptionError for a ``mode`` that is none."""
+
+    def __init__(self, mode: Mode, storage_options: Mapping[str, Any] | None, *, no_dist: bool) -> None:
+        if mode not in get_args(Mode):
+            raise OptionError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
+        self.storage_options = storage_options
+        self._mode = mode
+        self._no_dist = no_dist
+        self._timeout_seconds: float | None = None
+        # Held while something is deleted: a save to its path waits for that.
+        self._changed = threading.Condition()
+        self._pending: list[SaveFuture] = []
+        self._to_remove: list[str] = []
+        self._failures: list[BaseException] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For Trainers that start their ranks by pickling: without the saves."""
+        return partial(PathSaves, no_dist=self._no_dist), (self._mode, self.storage_options)
+
+    def begin(self, state: dict[str, Any], path: str | os.PathLike[str], *, step: int | None) -> None:
+        """Save ``state``; returns when it may change. Raises what an earlier save raised."""
+        if not self._no_dist:
+            self.wait()  # whether it failed is known to all ranks only then
+        self._raise_failure()
+        name = os.fspath(path)
+        with self._changed:
+            self._to_remove = [each for each in self._to_remove if each != name]
+        options: dict[str, Any] = {
+            "checkpoint_id": name,
+            "no_dist": self._no_dist,
+            "user_metadata": {} if step is None else {"step": step},
+            "storage_options": self.storage_options,
+        }
+        if self._mode == "sync":
+            save(state, **options)
+            return
+        kind = AsyncCheckpointerType.PROCESS if self._mode == "process" else AsyncCheckpointerType.THREAD
+        future = async_save(state, async_checkpointer_type=kind, **options)
+        with self._changed:
+            self._pending.append(future)
+        future.add_done_callback(self._ended)  # at once, in this thread, if it has ended
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, once the saves that are under way have ended."""
+        with self._changed:
+            self._to_remove.append(os.fspath(path))
+            self._remove_if_committed()
+
+    def wait(self) -> None:
+        """Return when all saves and deletions have ended; raises what one raised."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._pending, self._timeout_seconds):
+                for future in self._pending:
+                    future.abort()
+        self._raise_failure()
+
+    def hurry(self) -> None:
+        """Do not wait for long from now on: training has ended with an exception."""
+        self._timeout_seconds = _AFTER_ERROR_SECONDS
+
+    def _ended(self, future: Future[Any]) -> None:
+        """In the thread that carried out the save."""
+        error = future.exception()
+        with self._changed:
+            self._pending = [each for each in self._pending if each is not future]
+            if error is not None:
+                self._failures.append(error)
+                self._to_remove.clear()  # what was to be replaced is still the newest
+            self._remove_if_committed()
+            self._changed.notify_all()
+
+    def _remove_if_committed(self) -> None:
+        if self._pending:
+            return
+        while self._to_remove:
+            path = self._to_remove.pop()
+            try:
+                _remove(path, self.storage_options)
+            except (CheckpointError, OSError) as error:
+                self._failures.append(error)
+
+    def _raise_failure(self) -> None:
+        with self._changed:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
+
+
+def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
+    if os.path.islink(path) or os.path.isfile(path):  # noqa: PTH113, PTH114 - may be a URL
+        os.unlink(path)  # noqa: PTH108
+        return
+    remove_checkpoint(OpenWith(storage_options)(path), time.time())

@@ -1,0 +1,241 @@
+"""torchtitan saves and resumes through dcp: a checkpoint manager in the place of its own.
+
+    checkpoint=DcpCheckpointManager.Config(enable=True, interval=500)  # in a config of torchtitan 0.3
+
+Before 0.3 it takes the place of ``torchtitan.components.checkpoint.CheckpointManager`` where the trainer
+makes one, with the same arguments. Checkpoints have torchtitan's names and folders, so both managers read
+those of the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from dcp.errors import MissingKeyError, OptionError, UnexpectedKeyError
+from dcp.integrations.random_state import RandomState
+from dcp.manager.cleanup.retention import Retention
+from dcp.manager.manager import CheckpointManager as Manager
+from dcp.state_dict_loader import load
+from dcp.state_dict_saver import save
+
+if TYPE_CHECKING:
+    from dcp.background.future import SaveFuture
+
+    _Base: Any  # which has no types
+else:
+    try:
+        try:
+            from torchtitan.components.checkpointer import CheckpointManager as _Base
+        except ModuleNotFoundError as missing:
+            if missing.name != "torchtitan.components.checkpointer":
+                raise
+            from torchtitan.components.checkpoint import CheckpointManager as _Base
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"dcp.integrations.torchtitan needs {missing.name}: pip install 'dcphub[torchtitan]'",
+            name=missing.name,
+        ) from missing
+
+__all__ = ["PRIVATE", "DcpCheckpointManager"]
+
+PRIVATE: Final = ("_find_load_step",)
+"""What of torchtitan's manager is overridden or called besides its public names and documented hooks."""
+
+_MODEL = "model"
+_RANDOM = "random_state"
+_MODES: Final[dict[str, Literal["sync", "thread", "process"]]] = {
+    "disabled": "sync",
+    "async": "thread",
+    "async_with_pinned_mem": "process",
+}
+_DATALOADER = (
+    "Where this is about the data loader: with another data-parallel degree torchtitan's cannot go on where "
+    "it was; leave it out by exclude_from_loading=['dataloader']. Where it is about all but the model: the "
+    "checkpoint is the last of a finished run, saved with last_save_model_only; name an earlier load_step."
+)
+
+
+class DcpCheckpointManager(_Base):  # type: ignore[misc]
+    """torchtitan's checkpoint manager, over a `dcp.CheckpointManager`.
+
+    All fields of the config mean what they mean to torchtitan. ``async_mode`` is "disabled" (saves in the
+    loop), "async" (in a thread) or "async_with_pinned_mem" (copied during the next forward and backward,
+    written by a process of its own). Steps that are damaged are passed over for the newest good one,
+    ``keep_latest_k`` counts only whole ones, and each rank gets its random generators back. Hugging Face
+    formats are read and written by torchtitan itself. A save that failed in spite of retries is raised at the
+    next one.
+
+    Args:
+        config: torchtitan's, or this class's own `Config`.
+        checkpoint_config: The same, as it was called before 0.3.
+        catalog: As for `dcp.CheckpointManager`.
+
+    The others are torchtitan's. Raises OptionError for an unknown ``async_mode``, and with torchft's manager.
+    """
+
+    if hasattr(_Base, "Config"):
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(_Base.Config):  # type: ignore[misc]
+            """torchtitan's, with the service that is told of each step (``dcp serve``)."""
+
+            catalog: str | None = None
+
+    def __init__(
+        self, config: Any = None, *, checkpoint_config: Any = None, catalog: str | None = None, **parts: Any
+    ) -> None:
+        name, given = ("config", config) if config is not None else ("checkpoint_config", checkpoint_config)
+        ft = parts.get("ft_manager")
+        if ft is not None and ft.enabled:
+            raise OptionError("DcpCheckpointManager does not work with torchft: use torchtitan's own there")
+        if given.async_mode not in _MODES:
+            raise OptionError(f"async_mode must be one of {', '.join(_MODES)}, not {given.async_mode!r}")
+        # its own threads and groups would have nothing to do
+        super().__init__(**{name: replace(given, async_mode="disabled", keep_latest_k=0)}, **parts)
+        self._manager: Manager | None = None
+        if not self.enable:
+            return
+        self._overlaps = given.async_mode == "async_with_pinned_mem"
+        self.states[_RANDOM] = RandomState()
+        self._manager = Manager(
+            self.folder,
+            mode=_MODES[given.async_mode],
+            name="step-{step}",
+            keep=Retention(last=given.keep_latest_k) if given.keep_latest_k else None,
+            on_failure="raise",
+            handle_sigterm=False,  # the trainer's loop has no way to end early
+            catalog=catalog or getattr(given, "catalog", None),
+        )
+
+    # -- what the trainer calls ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if it is time for that; whether it was."""
+        return self._manager is not None and self._save(curr_step, last_step)
+
+    @torch.no_grad()
+    def load(self, step: int = -1) -> bool:
+        """Restore ``step``, or with -1 the newest good one, else what ``initial_load_path`` names; whether
+        there was one."""
+        return self._manager is not None and self._load(step)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Return when the parameters may change."""
+        self._maybe_wait_for_staging()
+
+    def close(self) -> None:
+        """Wait for the saves under way; not for long where an exception has ended the training."""
+        self._close()
+
+    # -- torchtitan's hooks ----------------------------------------------------------------------------------
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        is_first = curr_step == 1 and self.enable_first_step_checkpoint
+        if self.load_only or not (last_step or is_first or curr_step % self.interval == 0):
+            return False
+        if last_step and self.last_save_model_only:
+            self._save_model(curr_step)
+            return True
+        overlaps = self._overlaps and not last_step
+        future = self._open().save(curr_step, self._all_states(), last=last_step, overlap=overlaps)
+        self.save_future: SaveFuture | None = future
+        self.staging_future = None if future is None else future.staging_completion
+        return True
+
+    def _load(self, step: int = -1) -> bool:
+        newest = self._find_load_step() if step == -1 else step
+        if newest == -1:
+            before: Any = super()
+            hook = before._load if hasattr(before, "_load") else before.load
+            return bool(hook(-1))  # what initial_load_path and so on name
+        unknown = sorted(set(self.exclude_from_loading) - set(self.states))
+        if unknown:
+            raise OptionError(f"exclude_from_loading: {unknown[0]!r} is none of {', '.join(self.states)}")
+        model_only = newest == 0  # a seed
+        state = self._model() if model_only else self._all_states(self.exclude_from_loading)
+        try:
+            self._open().restore(state, step=None if step == -1 else step, per_rank="keep")
+        except (MissingKeyError, UnexpectedKeyError) as error:
+            error.add_note(_DATALOADER)
+            raise
+        self.states[_MODEL].load_state_dict(state)
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        staging, self.staging_future = getattr(self, "staging_future", None), None
+        if staging is not None:
+            staging.result()
+
+    def _wait_for_saving(self) -> None:
+        saving, self.save_future = self.save_future, None
+        if saving is not None:
+            saving.result()
+
+    def _close(self) -> None:
+        manager, self._manager = getattr(self, "_manager", None), None
+        if manager is not None:
+            manager.__exit__(*sys.exc_info())
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest step that is committed, -1 without one."""
+        newest = self._open().latest()
+        return -1 if newest is None else newest
+
+    # -- what torchtitan's own saves and loads go through ----------------------------------------------------
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any = None,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save ``state_dict``, and wait for it; in a Hugging Face format as torchtitan does."""
+        if to_hf:
+            disabled = type(self.async_mode)("disabled")
+            return super().dcp_save(state_dict, checkpoint_id, disabled, enable_garbage_collection, to_hf)
+        return save(state_dict, checkpoint_id=checkpoint_id)
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load a checkpoint of dcp's or stock's and give the model its part; others as torchtitan does."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, checkpoint_id=checkpoint_id, per_rank="keep")
+        self.states[_MODEL].load_state_dict(state_dict)
+
+    # -- ours ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Manager:
+        if self._manager is None:
+            raise OptionError("this checkpoint manager is disabled or closed")
+        return self._manager
+
+    def _model(self) -> dict[str, Any]:
+        return dict(self.states[_MODEL].state_dict())
+
+    def _all_states(self, without: list[str] | None = None) -> dict[str, Any]:
+        """As torchtitan saves them: the model's entries beside the other objects."""
+        others = {key: value for key, value in self.states.items() if key not in (_MODEL, *(without or ()))}
+        return others | self._model()
+
+    def _save_model(self, step: int) -> None:
+        """What a finished run leaves: the model alone, in ``export_dtype``."""
+        manager = self._open()
+        manager.wait()
+        model = {
+            name: value.to(self.export_dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for name, value in self._model().items()
+        }
+        self.dcp_save(model, manager.checkpoint_id(step), to_hf=self.last_save_in_hf)

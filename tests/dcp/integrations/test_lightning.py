@@ -1,0 +1,264 @@
+"""Lightning's Trainer with our plug-in, strategy and callback: the real package, killed and resumed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp
+from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
+from tests.support.crashes import Ending, Group, in_lab, run_groups
+
+STEPS = 14
+LAST = "last.ckpt"
+
+
+def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
+    """In a laboratory: one training after another, each on its number of ranks."""
+    from tests.support.lightning_training import training
+
+    return [run_groups([Group(ranks, training, (folder, options))])[0] for folder, ranks, options in jobs]
+
+
+def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
+    from tests.support.lightning_training import losses
+
+    return losses(folder, rank)
+
+
+def _killed_and_resumed(
+    folder: Path, strategy: str, ranks: int, die_at: int, resume_on: int
+) -> tuple[Path, Path]:
+    """The folders of a whole training, and of one whose rank 0 was killed and which was started again."""
+    whole, killed = folder / "whole", folder / "killed"
+    jobs: list[tuple[Path, int, dict[str, Any]]] = [
+        (whole, ranks, {"strategy": strategy}),
+        (killed, ranks, {"strategy": strategy, "die_at": die_at}),
+        (killed, resume_on, {"strategy": strategy}),
+    ]
+    finished, died, resumed = in_lab(_trained, jobs)
+    assert [ending.value for ending in finished] == [STEPS] * ranks, finished
+    assert died[0].killed, died
+    assert [ending.value for ending in resumed] == [STEPS] * resume_on, resumed
+    return whole, killed
+
+
+# The saves of step 3, 6 and so on are two: a name of its own, and "last".
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "die_at"),
+    [
+        ("ddp", 1, 6),
+        *(
+            pytest.param(strategy, ranks, die_at, marks=pytest.mark.exhaustive)
+            for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp2", 2))
+            for die_at in (1, 2, 3, 4, 5, 6)
+            if (strategy, ranks, die_at) != ("ddp", 1, 6)
+        ),
+    ],
+)
+def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
+    tmp_path: Path, strategy: str, ranks: int, die_at: int
+) -> None:
+    """In the middle of an epoch, with dropout: every loss of every rank is that of a run nobody killed, of
+    which those checkpoints stay that ModelCheckpoint keeps."""
+    whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, die_at, resume_on=ranks)
+    for rank in range(ranks):
+        assert _losses(killed, rank) == _losses(whole, rank)
+    left = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert len(left) == 3, left  # the two best and the last
+    assert left[-1] == LAST
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "resume_on"),
+    [("ddp", 2, 1), ("ddp", 1, 2), ("fsdp2", 2, 1), ("fsdp2", 1, 2), ("fsdp2", 2, 3)],
+)
+def test_a_trainer_goes_on_with_another_number_of_ranks(
+    tmp_path: Path, strategy: str, ranks: int, resume_on: int
+) -> None:
+    """Killed in the save of step 9, it goes on after step 6, to the end."""
+    whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, 6, resume_on)
+    before, after = _losses(whole), _losses(killed)
+    assert sorted(after) == list(range(STEPS))
+    assert [after[step] for step in range(6)] == [before[step] for step in range(6)]
+    assert all(float.fromhex(loss) < 1 for loss in after.values())
+
+
+def _checkpoint() -> dict[str, Any]:
+    """One with all that is unusual in one."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    lengths: defaultdict[str, list[int]] = defaultdict(list)
+    lengths["a"].append(1)
+    return {
+        "epoch": 1,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict(), {"state": {}, "param_groups": []}],
+        "lr_schedulers": [{"base_lrs": [0.1], "_step_count": 3, "milestones": Counter({3: 1})}],
+        "loops": {"fit_loop": {"state_dict": {}, "progress": {"total": {"ready": 3}}}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'loss.a'}": {
+                "best_k_models": {"/a/b.c/epoch=1-step=2.ckpt": torch.tensor(0.5)},
+                "kth_value": torch.tensor(float("inf")),
+                "best_model_score": None,
+            },
+        },
+        "hyper_parameters": OrderedDict(width=16, when=datetime.date(2026, 1, 2), names=["a", ("b", None)]),
+        "mixed": {"a": {"b": 1}, "a.b": 2, 0: "zero", "0": "text", None: [], "deep": {"x": OrderedDict()}},
+        "lengths": lengths,
+        "nothing": {},
+        "lists": [[], [torch.ones(2)], [{}]],
+        "pair": (torch.zeros(2), {"x": torch.ones(1)}),
+    }
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether values, classes, orders and dtypes are the same, however deep."""
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        versions = getattr(ours, "_metadata", None) == getattr(theirs, "_metadata", None)
+        return versions and list(ours) == list(theirs) and all(_same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return bool(ours == theirs)
+
+
+@pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
+    """With classes, orders and keys of all containers; what changes after the call is not in it."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin, checkpoint = DcpCheckpointIO(mode=mode), _checkpoint()
+    plugin.save_checkpoint(checkpoint, tmp_path / LAST)
+    expected = pickle.loads(pickle.dumps(checkpoint))
+    checkpoint["state_dict"]["0.weight"].zero_()
+    checkpoint["callbacks"].clear()
+    loaded = plugin.load_checkpoint(tmp_path / LAST)
+    differing = {key for key in expected if not _same(loaded.get(key), expected[key])}
+    assert not differing
+    assert list(loaded) == list(expected)
+    plugin.teardown()
+
+
+def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path) -> None:
+    """Deleted at once it would leave nothing, were the process killed; after a save that fails it stays, and
+    the next call says so."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO()
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "old.ckpt")
+    plugin.wait()
+    (tmp_path / "taken").write_text("a file where a folder has to be")
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "taken" / "new.ckpt")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    with pytest.raises(dcp.CheckpointError):
+        plugin.wait()
+    assert torch.equal(plugin.load_checkpoint(tmp_path / "old.ckpt")["a"], torch.ones(2))
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "new.ckpt")
+    plugin.remove_checkpoint(tmp_path / "old.ckpt")
+    plugin.teardown()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["new.ckpt"]
+
+
+def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
+    """For the newest good one beside it, with a warning; what was named otherwise is an error."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO(mode="sync")
+    for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):
+        plugin.save_checkpoint({"a": torch.full((5000,), number)}, tmp_path / name)
+        os.utime(tmp_path / name / "manifest.msgpack", (number, number))
+    _flip(tmp_path / LAST)
+    with pytest.warns(UserWarning, match=r"step=2\.ckpt is taken instead"):
+        assert plugin.load_checkpoint(tmp_path / LAST)["a"][0] == 1
+    _flip(tmp_path / "step=1.ckpt")
+    with pytest.raises(CorruptCheckpointError):
+        plugin.load_checkpoint(tmp_path / "step=1.ckpt")
+    with pytest.raises(CheckpointNotFoundError):
+        plugin.load_checkpoint(tmp_path / "other" / LAST)
+
+
+def _flip(checkpoint: Path) -> None:
+    (data,) = checkpoint.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+def test_files_of_lightning_are_loaded_and_not_overwritten(tmp_path: Path) -> None:
+    """A run that moves over begins from what it has; a folder cannot take the place of a file."""
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO()
+    TorchCheckpointIO().save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
+    assert torch.equal(plugin.load_checkpoint(tmp_path / LAST)["a"], torch.ones(2))
+    with pytest.raises(OptionError, match="another dirpath"):
+        plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / LAST)
+
+
+class Unknown:
+    """A class that no checkpoint brings back unasked."""
+
+
+def test_objects_need_to_be_allowed(tmp_path: Path) -> None:
+    """As with torch.load; the error says where to say so."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO(mode="sync")
+    plugin.save_checkpoint({"hyper_parameters": {"model": Unknown()}}, tmp_path / LAST)
+    with pytest.raises(UnsafeObjectError) as caught:
+        plugin.load_checkpoint(tmp_path / LAST)
+    assert "fit(..., weights_only=False)" in "".join(caught.value.__notes__)
+    loaded = plugin.load_checkpoint(tmp_path / LAST, weights_only=False)
+    assert isinstance(loaded["hyper_parameters"]["model"], Unknown)
+
+
+def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
+    """Options that cannot be meant, and the plug-in where nobody would ask it."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from dcp.integrations.lightning import DcpCheckpointIO, DcpModelParallelStrategy, RankStates
+
+    with pytest.raises(OptionError, match="'thread', 'process' or 'sync'"):
+        DcpCheckpointIO(mode="later")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="leave out save_distributed_checkpoint"):
+        DcpModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(OptionError, match="storage_options to DcpCheckpointIO"):
+        DcpCheckpointIO().save_checkpoint({}, tmp_path / LAST, storage_options={"anon": True})
+    bypassed = pl.Trainer(
+        strategy=ModelParallelStrategy(), plugins=[DcpCheckpointIO()], accelerator="cpu", logger=False
+    )
+    with pytest.raises(OptionError, match="DcpModelParallelStrategy"):
+        RankStates().setup(bypassed, pl.LightningModule(), "fit")
+
+
+def test_names_of_lightnings_own_are_those_of_the_installed_version() -> None:
+    """They are not documented."""
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+    from dcp.integrations.lightning import names
+
+    assert names.LAST == ModelCheckpoint.CHECKPOINT_NAME_LAST
+    assert names.SHARDS == _METADATA_FILENAME
+    path = _CheckpointConnector.hpc_save_path("/nowhere")
+    assert os.path.basename(path).startswith(names.BEFORE_REQUEUE)  # noqa: PTH119
