@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from dcp.state_dict_saver import save_state_dict as save_state_dict
     from dcp.storage import StorageReader as StorageReader
     from dcp.storage import StorageWriter as StorageWriter
+    from dcp.watching.watch import watch as watch
 
 _NAMES = {
     "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
@@ -102,6 +103,7 @@ _NAMES = {
         "save_state_dict",
     ),
     "dcp.storage": ("StorageReader", "StorageWriter"),
+    "dcp.watching.watch": ("watch",),
 }
 _ERRORS = frozenset(
     {

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Progress", "ProgressCallback", "harmless", "reporting"]
+__all__ = ["Progress", "ProgressCallback", "harmless", "is_within_callback", "reporting"]
 
 logger = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 0.1
+
+_calling = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,21 @@ def harmless(callback: ProgressCallback) -> ProgressCallback:
         nonlocal failed
         if failed:
             return
+        _calling.now = True
         try:
             callback(progress)
         except BaseException:  # SystemExit, too: it would end a thread that others wait for
             failed = True
             logger.exception("the progress callback of a save failed and is not called any more")
+        finally:
+            _calling.now = False
 
     return call
+
+
+def is_within_callback() -> bool:
+    """Whether this thread is in a `harmless` callback, for which the work waits."""
+    return getattr(_calling, "now", False)
 
 
 class _Meter:

@@ -8,6 +8,7 @@ them, by torch's protocol (`dcp.engines`).
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -146,8 +147,10 @@ def save_with(
     storage_options: Mapping[str, Any] | None = None,
     coordinator: int = 0,
     has_stateful: bool = True,
+    abort: threading.Event | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
-    """`save`, with what it did on this rank; without ``has_stateful`` all values are saved as they are."""
+    """`save`, with what it did on this rank; without ``has_stateful`` all values are saved as they are, and
+    ``abort``, which another thread sets on any rank, calls it off."""
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
 
     ranks = Ranks(
@@ -156,6 +159,7 @@ def save_with(
         coordinator=coordinator,
         timeout_seconds=options.timeout_seconds,
         operation="save",
+        abort=abort,
     )
     with told_to_all(ranks):
         writer = choose_writer(storage_writer, checkpoint_id, storage_options)

@@ -109,8 +109,7 @@ class PartitionWriter:
             source = tensors[number]
             if source.shape != sizes:
                 source = narrow(source, columns.of_row(columns.local_offsets, row), sizes)
-            file.tensor(code, sizes, source.nbytes, byte_pieces(source))
-            self._on_bytes(source.nbytes)
+            file.tensor(code, sizes, source.nbytes, byte_pieces(source), self._on_bytes)
 
     def _write_alike(self, file: DataFile, rows: Int64) -> None:
         """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""

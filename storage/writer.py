@@ -7,6 +7,7 @@ gets columns back (`WriteOutcome`). Both end in `engine.write.DataFile` and `com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -118,6 +119,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self._structure: Mapping[str, Any] = {}
         self.index: CheckpointIndex | None = None
         self._begun = False
+        self._made_root = False
         self._files_written = 0
         self._previous: commit.Previous | None = None
         self._store: Store | None = None
@@ -134,6 +136,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self._previous = None
         self.index = None
         self._begun = False
+        self._made_root = False
         self._files_written = 0
         self.save_id = _new_save_id()
 
@@ -241,6 +244,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     def prepare(self) -> None:
         """On the coordinator, before anything is written: make the folder, remember what is to be
         replaced."""
+        self._made_root = not self.store.exists()
         self.store.make_root()
         if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
             raise CheckpointConflictError(
@@ -299,6 +303,13 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     def discard(self) -> None:
         """Remove the data files of the current save, of all ranks, unless they are committed."""
         commit.discard(self.store, self.save_id, self.names)
+        self.remove_made_root()
+
+    def remove_made_root(self) -> None:
+        """Remove the folder if this save has made it, and nothing is in it."""
+        if self._made_root:
+            with contextlib.suppress(CheckpointError):
+                self.store.remove_root()
 
     def _take_numbers(self, count: int) -> range:
         first, self._files_written = self._files_written, self._files_written + count

@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp.calls.plain_errors import plain_errors
+from dcp.progress import is_within_callback
 from dcp.saving.order import SaveOutcome
+from dcp.storage.errors import CheckpointError, SaveAbortedError
 
 __all__ = ["SaveFuture", "SaveOutcome"]
 
@@ -24,8 +26,7 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
     change again (it fails with StagingError if the state changed while it was copied), ``upload_completion``
     is this future itself.
 
-    A save that one rank drops would leave the others waiting, so `cancel` does nothing; `abort` calls the
-    save off on all ranks.
+    `cancel` calls the save off, on all ranks, and says whether it came in time.
     """
 
     # the base is a dataclass: it would compare futures by value and take their hash away
@@ -50,13 +51,31 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         """This future."""
         return self
 
+    @plain_errors
     def cancel(self) -> bool:
-        """False: the other ranks would wait for this one. See `abort`."""
-        return False
+        """Call the save off, and wait until it has ended; any rank may, from any thread, and again.
+
+        Returns:
+            True if nothing of it is committed or left behind: `result` raises SaveAbortedError, on all ranks.
+            False if it had committed before that, or failed.
+
+        Raises:
+            CheckpointError: In a progress callback, which the save waits for: `abort` does not wait.
+        """
+        if is_within_callback():
+            raise CheckpointError(
+                "cancel() in a progress callback would wait for itself; abort() calls the save off as well"
+            )
+        self.abort()
+        self.exception()
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
+        """Whether the save was called off, by whichever rank, before it committed."""
+        return self.done() and isinstance(self.exception(), SaveAbortedError)
 
     def abort(self) -> None:
-        """Call the save off; any rank may. Unless it has committed by then, it fails with SaveAbortedError on
-        all ranks, and nothing of it remains."""
+        """As `cancel`, without waiting for the end, which `exception` tells."""
         self.abort_event.set()
         callback = self._on_abort
         if callback is not None:

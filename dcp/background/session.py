@@ -210,8 +210,12 @@ class AsyncSession:
 
     def pending(self) -> int:
         """Saves that have not ended yet."""
+        return len(self.under_way())
+
+    def under_way(self) -> list[SaveFuture]:
+        """Those saves."""
         with self._changed:
-            return len(self._unfinished)
+            return list(self._unfinished)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
@@ -251,8 +255,7 @@ class AsyncSession:
         bound = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + bound
         if not self.wait(bound):
-            with self._changed:
-                late = list(self._unfinished)
+            late = self.under_way()
             logger.error("%d saves have not ended within %g s and are called off", len(late), bound)
             for future in late:
                 future.abort()

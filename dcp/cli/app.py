@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp.cli.command_group import Commands
-from dcp.cli.subcommands import cat, convert, demo, diff, gc, ls, rm, show, stats, verify
+from dcp.cli.subcommands import cat, convert, demo, diff, gc, ls, rm, show, stats, verify, watch
 from dcp.cli.subcommands.service import db, keys, roots, serve, worker
 from dcp.version import __version__
 
@@ -29,6 +29,7 @@ app.command("show", rich_help_panel="Look")(show.command)
 app.command("cat", rich_help_panel="Look")(cat.command)
 app.command("stats", rich_help_panel="Look")(stats.command)
 app.command("diff", rich_help_panel="Look")(diff.command)
+app.command("watch", rich_help_panel="Look")(watch.command)
 app.command("verify", rich_help_panel="Check and convert")(verify.command)
 app.command("convert", cls=convert.ConvertCommand, rich_help_panel="Check and convert")(convert.command)
 app.command("rm", rich_help_panel="Remove")(rm.command)

@@ -37,6 +37,7 @@ __all__ = [
     "nobody_reads",
     "print_error",
     "print_json",
+    "print_json_line",
     "printable",
     "storage_options",
     "unwinding_on_sigterm",
@@ -171,6 +172,11 @@ def print_json(value: Any) -> None:
         print(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
     except UnicodeEncodeError:  # of names with halves of surrogate pairs, or on a terminal of few characters
         print(json.dumps(plain, indent=2, allow_nan=False))
+
+
+def print_json_line(value: Any) -> None:
+    """The same as one line, at once: for what goes on and on."""
+    print(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def _jsonable(value: Any) -> Any:

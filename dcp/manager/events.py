@@ -23,6 +23,7 @@ EventKind = Literal[
     "save_failed",
     "save_retried",
     "save_skipped",
+    "save_cancelled",
     "verified",
     "verify_failed",
     "deleted",
@@ -35,7 +36,16 @@ EventKind = Literal[
 _NOT_WITHIN_WORK = frozenset({"save_skipped", "restored", "skipped_damaged", "stop_requested"})
 """Told by the training thread while nothing waits for it."""
 
-_TROUBLE = frozenset({"save_failed", "save_retried", "verify_failed", "delete_failed", "skipped_damaged"})
+_TROUBLE = frozenset(
+    {
+        "save_failed",
+        "save_retried",
+        "save_cancelled",
+        "verify_failed",
+        "delete_failed",
+        "skipped_damaged",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +53,9 @@ class Event:
     """Something that happened to the checkpoint of a step.
 
     On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's),
-    ``save_failed``, ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one
-    before was not finished), ``restored``, ``skipped_damaged`` (`restore` took an older one instead), and
+    ``save_failed``, ``save_cancelled`` (it was called off, by `CheckpointManager.cancel` or for want of
+    time), ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one before was not
+    finished), ``restored``, ``skipped_damaged`` (`restore` took an older one instead), and
     ``stop_requested``. On the coordinator only: ``verified``, ``verify_failed``, ``deleted``,
     ``delete_failed``.
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import deque
 
 from dcp.background.future import SaveFuture
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["SaveLedger"]
+
+
+_REMEMBERED = 3
+_PHASES = ("blocked", "save")
+"""What of a save follows each other: the copy of the state, and all from there to the commit."""
 
 
 class SaveLedger:
@@ -21,6 +28,8 @@ class SaveLedger:
         self._changed = threading.Condition()
         self._running: dict[SaveFuture, int] = {}
         self._failures = 0
+        self._closing = False
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._failure: BaseException | None = None
         self._damage: CorruptCheckpointError | None = None
 
@@ -32,13 +41,20 @@ class SaveLedger:
             self._running[future] = step
 
     def ended(self, future: SaveFuture, error: BaseException | None) -> None:
-        """It is not any more, and everything that follows at once has happened."""
+        """It is not any more, and everything that follows at once has happened. One that was called off has
+        not failed, unless it was late when its manager closed."""
         with self._changed:
-            if error is not None:
+            if error is None and future.outcome is not None:
+                self._seconds.append(sum(future.outcome.seconds.get(name, 0.0) for name in _PHASES))
+            if error is not None and (self._closing or not future.cancelled()):
                 self._failures += 1
                 self._failure = error if self._keep_failures else None
             self._running.pop(future, None)
             self._changed.notify_all()
+
+    def closing(self) -> None:
+        """No save begins any more; those that are called off now took too long."""
+        self._closing = True
 
     def damaged(self, error: CorruptCheckpointError) -> None:
         """A committed checkpoint was found damaged, by this rank."""
@@ -53,6 +69,12 @@ class SaveLedger:
         """Saves that failed, and checkpoints found damaged."""
         with self._changed:
             return self._failures
+
+    @property
+    def expected_seconds(self) -> float:
+        """How long a save may take, as the slowest of the last ones did; infinite where none has ended."""
+        with self._changed:
+            return max(self._seconds, default=math.inf)
 
     @property
     def has_failure(self) -> bool:

@@ -6,8 +6,10 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -22,12 +24,15 @@ from dcp.manager import exit_hooks
 from dcp.manager.catalog.registration import CatalogRegistration, registrar_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
 from dcp.manager.cleanup.retention import Retention
+from dcp.manager.coordination.notices import Grace
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.kept_steps import KeptSteps
+from dcp.manager.last_save import LastSave
 from dcp.manager.ledger import SaveLedger
 from dcp.manager.options import ManagerOptions
+from dcp.manager.parts import check_weights
 from dcp.manager.restore import Restored, restore
-from dcp.manager.save_executor import Mode, check_group, save_executor
+from dcp.manager.save_executor import Mode, SaveExecutor, check_group, save_executor
 from dcp.manager.step_saver import StepSaver, WhenBusy
 from dcp.manager.steps import StepFolders, whole_step
 from dcp.manager.user_metadata import Metrics, user_metadata_of
@@ -55,6 +60,13 @@ _AFTER_ERROR_SECONDS = 60.0
 
 _POST_COMMIT_SECONDS = 5.0
 """What verification and deletions get at least at the end, when saves took all of the time."""
+
+
+def _call_off(executor: weakref.ref[SaveExecutor]) -> None:
+    there = executor()
+    for future in there.under_way() if there is not None else ():
+        if not future.abort_event.is_set():
+            future.abort()
 
 
 class CheckpointManager(KeptSteps):
@@ -98,6 +110,12 @@ class CheckpointManager(KeptSteps):
             noted beside the checkpoint.
         handle_sigterm: SIGTERM on any rank makes the next `save` save and wait for the commit, and then sets
             `stop_requested`, on all ranks at the same step. A Python handler that was there is called too.
+        grace_seconds: How long there is after a SIGTERM until the machine is gone; or a dict with that of
+            several signals, and of files that appear: ``{signal.SIGUSR1: 120, "/run/preempted": 25}``. By
+            then each save is committed or called off, with a part of the time kept to remove what it has
+            written.
+        weights: Names of entries that are saved first, alone, where that time may be too short for all of the
+            state: ``"app.model"`` of what ``app.state_dict()`` has; () for none.
         name: Of a step's folder: a format with one field ``{step}``, or a function of the step; it must write
             the step in decimal digits.
         writer: Makes the writer of a checkpoint id, for its options: ``partial(FileSystemWriter,
@@ -140,6 +158,8 @@ class CheckpointManager(KeptSteps):
         retry_pause_seconds: float = 1.0,
         verify_saved: Check = "sizes",
         handle_sigterm: bool = True,
+        grace_seconds: Grace | None = None,
+        weights: str | Sequence[str] = "model",
         name: Callable[[int], str] | str = "step-{step:08d}",
         writer: Callable[[str], FileSystemWriter] | None = None,
         planner: SavePlanner | None = None,
@@ -172,6 +192,8 @@ class CheckpointManager(KeptSteps):
         self._coordinator = options.coordinator(channel)
         self._post_commit = self._post_commit_worker() if self.rank == 0 else None
         self._executor = save_executor(mode, options.save_settings(no_dist=self._no_dist))
+        if self._coordinator.notices.has_grace:
+            self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._executor)))
         exit_hooks.remember(self)
 
     def _post_commit_worker(self) -> PostCommitWorker:
@@ -261,6 +283,7 @@ class CheckpointManager(KeptSteps):
         self._events.refuse_to_wait("save()")
         step = whole_step(step)
         check_top_level(state_dict)  # here: in the background each save would fail, and only be told
+        check_weights(state_dict, self._options.saved_first)
         self._saver.begin_step(step, last=last, force=force)
         reason = self._coordinator.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
@@ -275,9 +298,20 @@ class CheckpointManager(KeptSteps):
                 )
             return None
         described = user_metadata_of(step, metrics, self._options.run, user_metadata)
-        if not self._saver.may_begin(step, reason):
+        saver = self._saver
+        if not saver.may_begin(step, reason):
             return None
-        return self._saver.begin(step, reason, state_dict, self._writer_of(step), described, overlap=overlap)
+        if reason == "stop":
+            return self._last_save(step, state_dict, described).run()
+        return saver.begin(step, reason, state_dict, self._writer_of(step), described, overlap=overlap)
+
+    def _last_save(self, step: int, state_dict: dict[str, Any], described: Mapping[str, Any]) -> LastSave:
+        def is_whole() -> bool:
+            return self.rank == 0 and self._folders.has_whole(step)
+
+        make_writer = partial(self._writer_of, step)
+        weights = self._options.saved_first
+        return LastSave(self._saver, step, state_dict, make_writer, described, weights, is_whole)
 
     def _writer_of(self, step: int) -> FileSystemWriter:
         return with_options(self._options.make_writer(self.checkpoint_id(step)), self._opener)
@@ -305,6 +339,23 @@ class CheckpointManager(KeptSteps):
         """Whether the ranks have agreed to stop: `save` saves that step, and the loop is to end after it."""
         return self._coordinator.stopping
 
+    @plain_errors
+    def cancel(self) -> bool:
+        """Call off the save under way, and wait until it has ended; one rank's call, from any thread, is
+        enough. It is no failure, and the next step that is due is saved.
+
+        Returns:
+            True if nothing of it is committed or left behind, on all ranks; False if it had committed by
+            then, or none was under way.
+
+        Raises:
+            CheckpointError: In a callback that the save waits for.
+        """
+        self._events.refuse_to_wait("cancel()")
+        ended = [future.cancel() for future in self._executor.under_way()]
+        self._ledger.wait(self._options.timeout_seconds)
+        return any(ended)
+
     def lock(self) -> AbstractContextManager[None]:
         """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
         that is being taken, and holds off the next one."""
@@ -319,8 +370,9 @@ class CheckpointManager(KeptSteps):
         """Load the newest good checkpoint into ``state_dict``, or that of ``step`` and no other; all ranks
         together. The next saves count from it.
 
-        A damaged checkpoint is noted, told, and an older one taken. Errors of the storage are retried and
-        then raised, as all others are, rather than set training back.
+        A damaged checkpoint is noted, told, and an older one taken; an older one than that of weights alone,
+        too, unless ``only`` or ``step`` asks for what it has. Errors of the storage are retried and then
+        raised, as all others are, rather than set training back.
 
         Args:
             state_dict: What was given to `save`.
@@ -424,8 +476,10 @@ class CheckpointManager(KeptSteps):
         if self._closed:
             return
         self._closed = True
+        self._ledger.closing()
         exit_hooks.forget(self)
         self._coordinator.stop_listening()
+        timeout_seconds = min(timeout_seconds, max(0.0, self._coordinator.notices.seconds_left()))
         deadline = time.monotonic() + timeout_seconds
         self._executor.close(timeout_seconds)
         self._ledger.wait(max(0.0, deadline - time.monotonic()))

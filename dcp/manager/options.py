@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from dcp.manager.catalog.registration import CatalogRegistration
 from dcp.manager.cleanup.post_commit import Check
 from dcp.manager.cleanup.retention import Retention
+from dcp.manager.coordination.notices import Grace, Notices, grace_of
 from dcp.manager.coordination.schedule import Schedule
 from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventCallback
@@ -41,6 +42,7 @@ _ALIKE = (
     "on_failure",
     "retries",
     "handle_sigterm",
+    "weights",
     "agree_every_steps",
 )
 """What would leave ranks in different steps."""
@@ -64,6 +66,8 @@ class ManagerOptions:
     retry_pause_seconds: float
     verify_saved: Check
     handle_sigterm: bool
+    grace_seconds: Grace | None
+    weights: str | Sequence[str]
     name: Callable[[int], str] | str
     writer: Callable[[str], FileSystemWriter] | None
     planner: SavePlanner | None
@@ -83,11 +87,19 @@ class ManagerOptions:
                 raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
         if self.keep is not None and not isinstance(self.keep, Retention):
             raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {self.keep!r}")
+        grace_of(self.grace_seconds, handle_sigterm=self.handle_sigterm)  # said before any rank waits
 
     def alike(self) -> dict[str, Any]:
         """What all ranks must have the same of."""
         by_clock = self.every_seconds and "given"  # by the clock of rank 0
-        return {name: getattr(self, name) for name in _ALIKE} | {"every_seconds": by_clock}
+        alike = {name: getattr(self, name) for name in _ALIKE}
+        return alike | {"every_seconds": by_clock, "grace_seconds": self.grace_seconds is not None}
+
+    @property
+    def saved_first(self) -> tuple[str, ...]:
+        """The entries that are saved first before a deadline; () where there is none to come."""
+        names = (self.weights,) if isinstance(self.weights, str) else tuple(self.weights)
+        return () if self.grace_seconds is None else names
 
     def make_writer(self, checkpoint_id: str) -> FileSystemWriter:
         """The writer of a checkpoint."""
@@ -103,12 +115,17 @@ class ManagerOptions:
         )
         return StepCoordinator(
             schedule,
+            Notices(*grace_of(self.grace_seconds, handle_sigterm=self.handle_sigterm)),
             channel,
-            handle_sigterm=self.handle_sigterm,
-            exchange=self.handle_sigterm or self.on_failure == "raise" or schedule.needs_clock,
+            exchange=self._exchanges,
             every_steps=self.agree_every_steps,
             timeout_seconds=self.timeout_seconds,
         )
+
+    @property
+    def _exchanges(self) -> bool:
+        told_by_one = self.handle_sigterm or self.grace_seconds is not None
+        return told_by_one or self.on_failure == "raise" or self.every_seconds is not None
 
     def save_settings(self, *, no_dist: bool) -> SaveSettings:
         """What is the same for all saves."""

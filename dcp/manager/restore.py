@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgpack
 
 from dcp.loading.report import LoadReport
+from dcp.manager.steps import partial_of
 from dcp.planners.load.options import LoadOptions
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
@@ -33,9 +34,10 @@ from dcp.storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    MissingKeyError,
     StorageError,
 )
-from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.open import has_checkpoint, open_index
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.opening import OpenWith
 
@@ -131,6 +133,7 @@ def restore(
         on_damage,
         retries,
         retry_pause_seconds,
+        bool(asked.allow_partial_load),
     )
     return restoring.newest(list_steps) if step is None else restoring.only(step)
 
@@ -144,6 +147,8 @@ class _Restoring:
     on_damage: Callable[[int, CheckpointError], None] | None
     retries: int
     pause_seconds: float
+    takes_partial: bool
+    """Whether a load would leave entries as they are that the checkpoint lacks, and say nothing."""
 
     def newest(self, list_steps: Callable[[], Iterable[int]]) -> Restored | None:
         skipped: dict[int, str] = {}
@@ -152,12 +157,18 @@ class _Restoring:
             step = self._first(list_steps, skipped)
             if step is None:
                 break
+            if self.takes_partial and (reason := self._partial(step)):
+                skipped[step] = reason
+                continue
             try:
                 return self._restored(step, self._load(step), tuple(sorted(skipped.items(), reverse=True)))
             except CheckpointError as error:
-                if not is_unusable(error):
+                if is_unusable(error):
+                    skipped[step] = self._skip(step, error)
+                elif not _is_missing(error) or not (reason := self._partial(step)):
                     raise
-                skipped[step] = self._skip(step, error)
+                else:
+                    skipped[step] = reason
         if not skipped:
             return None
         raise _none_usable(skipped)
@@ -226,6 +237,26 @@ class _Restoring:
                 logger.exception("the damage of %s could not be noted", self.checkpoint_id(step))
         return reason
 
+    def _partial(self, step: int) -> str:
+        """Why a checkpoint that is not the whole state is passed over; "" if it is."""
+
+        def entries() -> bytes:
+            try:
+                names = partial_of(open_index(self.open_store(self.checkpoint_id(step))).user)
+            except CheckpointError:
+                return b""
+            return ", ".join(names).encode()
+
+        names = self.ranks.broadcast("parts", entries).decode()
+        if not names:
+            return ""
+        reason = (
+            f"it was saved before a deadline, and has only {names}: restore(state, only=...) or "
+            f"restore(state, {step}, only=...) loads that"
+        )
+        logger.warning("%s is passed over: %s", self.checkpoint_id(step), reason)
+        return reason
+
     def _is_committed(self, step: int) -> bool:
         try:
             return has_checkpoint(self.open_store(self.checkpoint_id(step)))
@@ -236,6 +267,11 @@ class _Restoring:
 def is_unusable(error: CheckpointError) -> bool:
     """Whether the checkpoint is damaged or gone, so that another one is to be loaded."""
     return all(is_damage(cause) or isinstance(cause, CheckpointNotFoundError) for cause in causes_of(error))
+
+
+def _is_missing(error: CheckpointError) -> bool:
+    """Whether the checkpoint lacks what was asked for."""
+    return all(isinstance(cause, MissingKeyError) for cause in causes_of(error))
 
 
 def _is_passing(error: CheckpointError) -> bool:

@@ -49,13 +49,14 @@ class SaveExecutor:
 
     def __init__(self, settings: SaveSettings) -> None:
         self._settings = settings
+        self._current: SaveFuture | None = None
 
     def begin(
         self, state_dict: dict[str, Any], writer: FileSystemWriter, user: Mapping[str, Any], *, overlap: bool
     ) -> SaveFuture:
         """Save ``state_dict`` by ``writer``, with the metadata of the ``user``; whatever fails is the
         future's error, on all ranks alike."""
-        future = SaveFuture(writer.checkpoint_id)
+        future = self._current = SaveFuture(writer.checkpoint_id)
         settings, begun = self._settings, time.perf_counter()
         try:
             check_group(no_dist=settings.no_dist)
@@ -66,6 +67,7 @@ class SaveExecutor:
                 planner=settings.planner,
                 process_group=settings.process_group,
                 no_dist=settings.no_dist,
+                abort=future.abort_event,
             )
         except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
             future.staging_completion.set_result(None)
@@ -75,7 +77,14 @@ class SaveExecutor:
             future.outcome = replace(outcome, seconds=outcome.seconds | {"blocked": spent})
             future.staging_completion.set_result(None)
             future.set_result(metadata)
+        finally:
+            self._current = None
         return future
+
+    def under_way(self) -> list[SaveFuture]:
+        """The saves that have not ended; from any thread."""
+        current = self._current
+        return [] if current is None else [current]
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold off copies of the state."""
@@ -112,6 +121,9 @@ class _BackgroundExecutor(SaveExecutor):
             options=settings.options_of(user),
             overlap=overlap,
         )
+
+    def under_way(self) -> list[SaveFuture]:
+        return self._session.under_way()
 
     def lock(self) -> AbstractContextManager[None]:
         return self._session.lock()

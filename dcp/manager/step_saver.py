@@ -11,15 +11,19 @@ from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.manager.cleanup.post_commit import PostCommitWorker
 from dcp.manager.coordination.schedule import Reason
 from dcp.manager.coordination.step_coordinator import StepCoordinator
-from dcp.manager.events import Events
+from dcp.manager.events import EventKind, Events
 from dcp.manager.ledger import SaveLedger
 from dcp.manager.save_executor import SaveExecutor
+from dcp.manager.steps import PARTIAL
 from dcp.storage.errors import CheckpointError
 from dcp.storage.writer import FileSystemWriter
 
-__all__ = ["StepSaver", "WhenBusy"]
+__all__ = ["HANG_SECONDS", "StepSaver", "WhenBusy"]
 
 WhenBusy = Literal["wait", "skip", "raise"]
+
+HANG_SECONDS = 2.0
+"""How long after a deadline a save is waited for that was called off: the storage may not answer."""
 
 _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 """Saves that wait for the one before, whatever ``when_busy`` says."""
@@ -51,6 +55,12 @@ class StepSaver:
     when_busy: WhenBusy
     timeout_seconds: float
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long a save may be waited for: not beyond a deadline, when it is called off."""
+        left = max(0.0, self.coordinator.notices.seconds_left()) + HANG_SECONDS
+        return min(self.timeout_seconds, left)
+
     def begin_step(self, step: int, *, last: bool, force: bool = False) -> None:
         """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
         was_stopping = self.coordinator.stopping
@@ -75,7 +85,7 @@ class StepSaver:
             self.coordinator.skipped(step)
             self.events.emit("save_skipped", step, reason=reason)
             return False
-        self.ledger.settle(self.timeout_seconds)
+        self.ledger.settle(self.patience_seconds)
         self.ledger.raise_failure(damage=False)
         return True
 
@@ -89,7 +99,7 @@ class StepSaver:
         *,
         overlap: bool,
     ) -> SaveFuture:
-        """Save; one that stops the run has ended when this returns."""
+        """Save, behind the loop where the executor does."""
         self.coordinator.saved(step, reason)
         if self.post_commit is not None:
             self.post_commit.saving(step)
@@ -100,10 +110,9 @@ class StepSaver:
                 self.post_commit.failed(step)
             raise
         self.ledger.begun(step, future)
-        future.add_done_callback(partial(self._on_ended, step, reason, future))
-        if reason == "stop":
-            self.ledger.settle(self.timeout_seconds)
-        if reason == "stop" or self.executor.ends_at_once:
+        what = {"partial": ", ".join(user_metadata[PARTIAL])} if PARTIAL in user_metadata else {}
+        future.add_done_callback(partial(self._on_ended, step, {"reason": reason, **what}, future))
+        if self.executor.ends_at_once and reason != "stop":
             self.ledger.raise_failure(damage=False)
         return future
 
@@ -111,20 +120,23 @@ class StepSaver:
         """Fail the save by ``writer`` that other ranks have begun, with ``error``, which they all get."""
         self.executor.begin({"refused": _Refused(error)}, writer, {}, overlap=False)
 
-    def _on_ended(self, step: int, reason: Reason, future: SaveFuture, _: object) -> None:
+    def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
         """In the thread that carried out the save."""
         error = future.exception()
         try:
-            self._tell_end(step, reason, future, error)
+            self._tell_end(step, what, future, error)
             committed = error is None or (isinstance(error, CheckpointError) and error.committed)
             if self.post_commit is not None:
                 (self.post_commit.committed if committed else self.post_commit.failed)(step)
         finally:
             self.ledger.ended(future, error)
 
-    def _tell_end(self, step: int, reason: Reason, future: SaveFuture, error: BaseException | None) -> None:
+    def _tell_end(
+        self, step: int, what: dict[str, Any], future: SaveFuture, error: BaseException | None
+    ) -> None:
         if error is not None:
-            self.events.emit("save_failed", step, error=error, reason=reason)
+            kind: EventKind = "save_cancelled" if future.cancelled() else "save_failed"
+            self.events.emit(kind, step, error=error, **what)
             return
         outcome = future.outcome or SaveOutcome()
         if outcome.attempts > 1:
@@ -134,6 +146,6 @@ class StepSaver:
             step,
             seconds=outcome.seconds,
             size_bytes=outcome.staged_bytes,
-            reason=reason,
             save_id=outcome.save_id,
+            **what,
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
 from dcp.inspection.checkpoints import header_of
-from dcp.manager.cleanup.retention import StepState
+from dcp.manager.cleanup.retention import Health, StepState
 from dcp.manager.notes import Notes, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
@@ -29,7 +29,15 @@ from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["Commit", "StepFacts", "StepFolders", "read_commit", "whole_step"]
+__all__ = [
+    "PARTIAL",
+    "Commit",
+    "StepFacts",
+    "StepFolders",
+    "partial_of",
+    "read_commit",
+    "whole_step",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,10 @@ _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _END_OF_STEPS: Final = 10**18
 """What `_NUMBER` can read back from a name, and the ranks can exchange."""
 _LONGEST_ID: Final = 256
+
+PARTIAL: Final = "partial"
+"""Of the user metadata: which entries a checkpoint has that is not the whole state."""
+
 _RACY_SECONDS: Final = 2.0
 """A file this young may change again without its time showing it, so what was read of it is not kept."""
 
@@ -50,7 +62,8 @@ class StepFacts:
 
     ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
     neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``user`` is all
-    user metadata; ``metrics`` those of its entries that are numbers. Stock checkpoints have no user metadata.
+    user metadata; ``metrics`` those of its entries that are numbers; ``partial`` what it has if it is no
+    whole state. Stock checkpoints have no user metadata.
     """
 
     step: int
@@ -62,6 +75,7 @@ class StepFacts:
     world_size: int | None
     bytes: int
     durable: bool = True
+    partial: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +203,12 @@ class StepFolders:
     def all_steps(self) -> list[int]:
         """Steps with a committed checkpoint whose deletion has not begun, ascending; nothing is opened
         besides new notes."""
-        return [step for step, counts in self._of_each(self._counts, self.folders()) if counts]
+        return list(self.committed())
+
+    def committed(self) -> dict[int, SmallFiles]:
+        """`all_steps`, each with its small files."""
+        folders = self.folders()
+        return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
     def newest_first(self) -> Iterator[int]:
         """`all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
@@ -204,6 +223,15 @@ class StepFolders:
     def has(self, step: int) -> bool:
         """Whether ``step`` is one of `all_steps`, without a look at the others."""
         return self._counts(step, self.root.look_into(self.name(step), (NOTES_NAME,)))
+
+    def has_whole(self, step: int) -> bool:
+        """Whether ``step`` is one of `all_steps`, and not partial; a damaged one counts."""
+        try:
+            return self.has(step) and not self.facts(step).partial
+        except CheckpointNotFoundError:
+            return False
+        except CheckpointError:
+            return True
 
     def half_deleted(self) -> list[int]:
         """Steps whose deletion has begun: notes have a tombstone, for whatever commit."""
@@ -261,7 +289,8 @@ class StepFolders:
         """All steps with what retention goes by, ascending.
 
         A step is "damaged" if its index is, or a verification of this very commit said so; "pending" if it is
-        among ``pending`` (being verified, or being saved again); else "good", verified or not.
+        among ``pending`` (being verified, or being saved again), "partial" if it is not the whole state; else
+        "good", verified or not.
         """
 
         def look(step: int, files: SmallFiles) -> StepState | None:
@@ -291,14 +320,12 @@ class StepFolders:
                 return StepState(step, health="pending", pinned=notes.pinned)
             return StepState(step, health="pending" if pending else "damaged", pinned=notes.pinned)
         verified = notes.verified_of(facts.save_id)
-        damaged = verified is not None and not verified.ok
-        return StepState(
-            step,
-            facts.committed_seconds,
-            facts.metrics,
-            "pending" if pending else "damaged" if damaged else "good",
-            notes.pinned,
-        )
+        health: Health = "partial" if facts.partial else "good"
+        if verified is not None and not verified.ok:
+            health = "damaged"
+        if pending:
+            health = "pending"
+        return StepState(step, facts.committed_seconds, facts.metrics, health, notes.pinned)
 
     def _is_unverified(self, step: int, files: SmallFiles) -> bool:
         if not self._counts(step, files):
@@ -338,6 +365,7 @@ class StepFolders:
             world_size=header.world_size if type(header.world_size) is int else None,
             bytes=size_bytes,
             durable=index.provenance.get("durable") is not False,
+            partial=partial_of(user),
         )
 
     def _notes_of(self, step: int, files: SmallFiles) -> Notes:
@@ -378,6 +406,12 @@ class _Cache(Generic[_Value]):
     def forget(self, step: int) -> None:
         with self._guard:
             self._entries.pop(step, None)
+
+
+def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
+    """The entries that a checkpoint has which is no whole state, by its user metadata; () of all others."""
+    names = user.get(PARTIAL)
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
 def _metrics(value: Any) -> dict[str, float]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp.manager.steps import PARTIAL
 from dcp.storage.errors import OptionError
 
 __all__ = ["Metrics", "user_metadata_of"]
@@ -19,7 +20,7 @@ Metrics = Mapping[str, SupportsFloat]
 """By name: numbers, numpy's too, or tensors and arrays of no dimension; NaN is allowed."""
 
 _LONGEST_SHOWN = 200
-_OURS = frozenset({"step", "metrics", "run"})
+_OURS = frozenset({"step", "metrics", "run", PARTIAL})
 
 
 def user_metadata_of(

@@ -14,7 +14,7 @@ import msgpack
 
 from dcp.ranks.exchanges import STAMP_BYTES, Exchanges
 from dcp.ranks.failures import decode_failure, failure_of, pack_failure, pack_failures
-from dcp.storage.errors import CheckpointError, PlanError, SaveAbortedError
+from dcp.storage.errors import CheckpointError, PlanError
 
 __all__ = ["Ranks"]
 
@@ -25,8 +25,9 @@ class Ranks(Exchanges):
     """The ranks that take part in one save or load, and the steps they take together.
 
     Without ``use_dist`` every step is local. Once ``abort`` is set, the next part of a step on this rank
-    fails, and so the step on all. Steps raise on all ranks alike (see `dcp.ranks.failures`): the failing
-    rank's own exception there, its description elsewhere.
+    fails, and so the step on all; before the coordinator reduces it looks whether it is set on any rank.
+    Steps raise on all ranks alike (see `dcp.ranks.failures`): the failing rank's own exception there, its
+    description elsewhere.
     """
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Ranks(Exchanges):
         if failed := _failures(gathered):
             return pack_failures(failed), None
         try:
-            self._check_abort()
+            self.check_called_off(look=True)
             return reduce([*map(_content, gathered)]), None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
             return pack_failures({self.rank: pack_failure(error)}), error
@@ -177,14 +178,10 @@ class Ranks(Exchanges):
         name = f"{operation or self.operation}/{step}"
         stamp = blake2b(name.encode(), digest_size=STAMP_BYTES).digest()
         try:
-            self._check_abort()
+            self.check_called_off()
             return b"".join((stamp, _OK, local())), None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
             return stamp + _FAILED + pack_failure(error), error
-
-    def _check_abort(self) -> None:
-        if self.abort is not None and self.abort.is_set():
-            raise SaveAbortedError(f"the {self.operation} was called off on rank {self.rank}", rank=self.rank)
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dcp.ranks.channel import Channel
 from dcp.ranks.failures import failure_of
 from dcp.ranks.presence import Presence, grace_seconds
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, SaveAbortedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,6 +38,9 @@ STAMP_BYTES = 8
 
 _SLICE = timedelta(milliseconds=50)
 """Between two looks at whether to go on waiting, signals of Python's among them."""
+
+_CALLED_OFF_SECONDS = 0.2
+"""Between two looks at whether another rank has called the operation off."""
 
 _OF_GLOO = re.compile(r"^\[[^\]]*\] |\. This is typically caused.*$")
 
@@ -77,6 +80,7 @@ class Exchanges:
         self.group: ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         self.abort = abort
+        self._told_called_off = False
         self._channel: Channel | None = None
         if not use_dist:
             return
@@ -147,6 +151,56 @@ class Exchanges:
                 raise self._lost_error(f"torch: {_reason(error)}") from error
 
         return self._guard(step, attempt)
+
+    # -- calling off -----------------------------------------------------------------------------------------
+
+    def check_called_off(self, *, look: bool = False) -> None:
+        """Raise SaveAbortedError once ``abort`` is set here; with ``look``, also where another rank says that
+        its own is."""
+        if self.abort is None:
+            return
+        rank: int | None = None
+        if self.abort.is_set():
+            self._tell_called_off()
+            rank = self.rank
+        elif look:
+            rank = self._called_off_by()
+        if rank is not None:
+            raise SaveAbortedError(f"the {self.operation} was called off on rank {rank}", rank=rank)
+
+    def watching(self, on_bytes: Callable[[int], None] | None) -> Callable[[int], None] | None:
+        """``on_bytes`` that also ends the work, by SaveAbortedError, soon after a rank has called it off."""
+        if self.abort is None:
+            return on_bytes
+        next_look = time.monotonic() + _CALLED_OFF_SECONDS
+
+        def count(size_bytes: int) -> None:
+            nonlocal next_look
+            now = time.monotonic()
+            is_due = now >= next_look
+            if is_due:
+                next_look = now + _CALLED_OFF_SECONDS
+            self.check_called_off(look=is_due)
+            if on_bytes is not None:
+                on_bytes(size_bytes)
+
+        return count
+
+    def _tell_called_off(self) -> None:
+        """Tell the ranks that are still at work, who would else learn of it at the end of their part."""
+        if self._channel is not None and not self._told_called_off:
+            self._told_called_off = True
+            with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
+                self._store.set(f"{self._key}/called-off", str(self.rank))
+
+    def _called_off_by(self) -> int | None:
+        if self._channel is None:
+            return None
+        key = f"{self._key}/called-off"
+        with contextlib.suppress(RuntimeError):  # as above
+            if self._store.check([key]):
+                return int(self._store.get(key))
+        return None
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
@@ -241,6 +295,8 @@ class Exchanges:
         pause, look_seconds = 0.0, Presence.pause_seconds(self.timeout_seconds)
         next_look = begun + look_seconds
         while not work.is_completed():
+            if self.abort is not None and self.abort.is_set():
+                self._tell_called_off()
             now = time.monotonic()
             if now - begun > bound:
                 self._lost(f"no answer within {self.timeout_seconds:g} s", begun + self.timeout_seconds)

@@ -279,7 +279,8 @@ class ColumnSave(SaveAttempt):
         memory, objects = self._local.memory, self._local.encoded_objects(columns.objects)
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
-            outcome = self._writer.write_columns(columns, memory, objects, on_bytes)
+            watched = self._ranks.watching(on_bytes)
+            outcome = self._writer.write_columns(columns, memory, objects, watched)
         self.seconds["write"] = time.perf_counter() - begun
         return replace(outcome, seconds=dict(self.seconds), traffic=self._writer.traffic).encode()
 

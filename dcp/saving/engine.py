@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp.ranks.handshake import begin, check_same_target
 from dcp.saving.options import SaveOptions
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, SaveAbortedError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -95,10 +96,12 @@ class SaveAttempt(ABC):
         """Plan, write, commit."""
         self._begin()
         if self._together:
-            begun = time.perf_counter()
-            plan = self._plan_together()
-            self.seconds["plan"] = time.perf_counter() - begun
-            self._write_together(plan)
+            try:
+                self._write_together(self._planned())
+            except SaveAbortedError:
+                with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
+                    self._ranks.barrier("clear up")
+                raise
         else:
             self._ranks.all_gather("save", self._by_itself)
         return self._metadata()
@@ -154,6 +157,17 @@ class SaveAttempt(ABC):
 
     def _plan_together(self) -> bytes:
         return self._ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
+
+    def _planned(self) -> bytes:
+        begun = time.perf_counter()
+        try:
+            plan = self._plan_together()
+        except BaseException:
+            if self._storage is not None and self._ranks.is_coordinator:
+                self._storage.remove_made_root()
+            raise
+        self.seconds["plan"] = time.perf_counter() - begun
+        return plan
 
     def _write_together(self, plan: bytes) -> None:
         ranks, storage = self._ranks, self._storage

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.retrying import retried
 from dcp.saving.engine import PartOf, SaveOrder
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
-    SaveAbortedError,
     StorageError,
     StorageFullError,
 )
@@ -84,28 +82,8 @@ def _attempt(
     if number > 1:
         order.engine.writer.reset()
     begun = time.perf_counter()
-    options = order.options
-    if ranks.abort is not None:
-        watched = _watched(ranks.abort, options.progress, show=ranks.is_coordinator)
-        order = replace(order, options=replace(options, progress=watched))
     attempt = order.engine.attempt(order, part, ranks, cache)
     metadata = attempt.run()
     save_id = str(getattr(order.engine.writer, "save_id", ""))
     seconds = attempt.seconds | {"save": time.perf_counter() - begun}
     return metadata, SaveOutcome(save_id, seconds, number, attempt.size_bytes, attempt.plan_reused)
-
-
-def _watched(
-    abort: threading.Event, progress: bool | ProgressCallback | None, *, show: bool
-) -> bool | ProgressCallback | None:
-    """``progress`` that also ends the writing soon after ``abort`` is set."""
-    if progress is True and show:
-        return True  # the bar; an abort then takes effect after this rank has written
-
-    def watch(done: Progress) -> None:
-        if abort.is_set():
-            raise SaveAbortedError("the save was called off while it was writing")
-        if callable(progress):
-            progress(done)
-
-    return watch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,10 +89,12 @@ class DataFile:
         sizes: tuple[int, ...],
         payload_bytes: int,
         pieces: Iterable[bytes | memoryview],
+        on_bytes: Callable[[int], None] = lambda size: None,
     ) -> int:
         """Append one tensor; ``pieces`` are its C-ordered bytes in order. Returns the row.
 
         Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
+        ``on_bytes`` is called with each portion of payload bytes that was written.
         PlanError if they are more or fewer than ``payload_bytes``.
         """
         rows = self.rows
@@ -115,9 +117,10 @@ class DataFile:
                 write(prefix)
                 write(payload)
                 write(suffix)
+            on_bytes(payload_bytes)
         else:
             write(prefix)
-            crcs, written = self._stream(pieces)
+            crcs, written = self._stream(pieces, on_bytes)
             _check_length(written, payload_bytes)
             suffix = record.suffix(_combine(crcs, payload_bytes)) if record is not None else b""
             write(suffix)
@@ -208,7 +211,9 @@ class DataFile:
         except StorageError as error:
             logger.warning("%s may stay behind: %s", self._store.path_of(self.name), error)
 
-    def _stream(self, pieces: Iterable[bytes | memoryview]) -> tuple[list[int], int]:
+    def _stream(
+        self, pieces: Iterable[bytes | memoryview], on_bytes: Callable[[int], None]
+    ) -> tuple[list[int], int]:
         """Write ``pieces``; the CRC of each block, and the bytes in all."""
         crcs: list[int] = []
         crc = in_block = total = 0
@@ -219,6 +224,7 @@ class DataFile:
                 part = memoryview(piece)[position : position + step]
                 crc = crc32(part, crc)
                 self._handle.write(part)
+                on_bytes(step)
                 position += step
                 in_block += step
                 if in_block == BLOCK_BYTES:

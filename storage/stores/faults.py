@@ -107,6 +107,10 @@ class FaultInjectingStore(Store):
         self._run("make_root")
         self.inner.make_root()
 
+    def exists(self) -> bool:
+        """See `Store`; no operation of its own."""
+        return self.inner.exists()
+
     def list(self) -> list[FileInfo]:
         """See `Store`."""
         self._run("list")

@@ -1,8 +1,9 @@
 """The process that writes in the background: ``python -m dcp.background.process.main FD PID NICE``.
 
 A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
-finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored: they are meant for
-the training, which on a SIGTERM to all processes may have its last save still to give. Nothing here imports
+finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored, and so are SIGUSR1
+and SIGUSR2, by which schedulers give notice: they are meant for the training, which on a signal to all
+processes may have its last save still to give. Nothing here imports
 torch before the process has lowered its priority.
 """
 
@@ -23,7 +24,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str]) -> None:
     """Serve one trainer; returns when all is done."""
     fd, trainer, niceness = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     os.set_inheritable(fd, False)  # what custom storages start must not hold the connection

@@ -1,8 +1,9 @@
 """Which checkpoints to keep: rules as data, and the plan that follows from them.
 
 A step is kept if any rule keeps it. Whatever the rules, pinned steps, steps whose verification is pending,
-and the newest good step are kept. Only good steps count for a rule: a damaged one must not push a good one
-out. A rule that cannot be judged deletes nothing: it keeps all. Pure: no I/O, no clock, no torch.
+and the newest good step are kept. Only good steps count for a rule: a damaged one, or one that is not the
+whole state, must not push a good one out. A rule that cannot be judged deletes nothing: it keeps all. Pure:
+no I/O, no clock, no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dcp.storage.near_names import close_to
 
 __all__ = ["Best", "Health", "Plan", "Retention", "StepState", "plan"]
 
-Health = Literal["good", "pending", "damaged"]
-"""Of a committed step: to be counted on; being verified or replaced; known not to load as committed."""
+Health = Literal["good", "pending", "damaged", "partial"]
+"""Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
+before a deadline, and not the whole state."""
 
 _MODES: Final = ("min", "max")
 
@@ -143,8 +145,8 @@ class Plan:
 def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
     """What ``retention`` (None keeps all) makes of committed ``steps``, each given once.
 
-    A damaged step goes once ``last`` good ones (one, without that rule) are newer than it: it is no loss
-    then, and until then it may be all there is, or verify after the storage has recovered.
+    A damaged or partial step goes once ``last`` good ones (one, without that rule) are newer than it: it is
+    no loss then, and until then it may be all there is, or verify after the storage has recovered.
     """
     states = sorted(steps, key=lambda state: state.step)
     reasons: dict[int, list[str]] = {state.step: [] for state in states}
@@ -163,7 +165,7 @@ def plan(retention: Retention | None, steps: Iterable[StepState], now_seconds: f
     if retention is not None:
         _apply(retention, good, now_seconds, reasons)
         unjudged = _spare_unjudged(retention, good, reasons)
-        _spare_damaged(retention, states, reasons)
+        _spare_unsound(retention, states, reasons)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
     return Plan(keep, tuple(step for step, why in reasons.items() if not why), unjudged, newest)
 
@@ -219,12 +221,12 @@ def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
     return f"what is best cannot be judged, so all steps are kept: {why}"
 
 
-def _spare_damaged(retention: Retention, states: Sequence[StepState], reasons: dict[int, list[str]]) -> None:
+def _spare_unsound(retention: Retention, states: Sequence[StepState], reasons: dict[int, list[str]]) -> None:
     enough = retention.last or 1
     newer = 0
     for state in reversed(states):
-        if state.health == "damaged" and newer < enough:
-            reasons[state.step].append("damaged, without enough good ones after it")
+        if state.health in ("damaged", "partial") and newer < enough:
+            reasons[state.step].append(f"{state.health}, without enough good ones after it")
         newer += state.health == "good"
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -84,6 +85,10 @@ class Agreement:
     def any_rank(self, value: bool) -> bool:
         """Whether ``value`` is true on any rank, now: waits for all of them."""
         return value
+
+    def least(self, values: Sequence[float]) -> list[float]:
+        """The least of each of the ``values`` on any rank, now: waits for all of them."""
+        return list(values)
 
     def close(self, *, wait: bool) -> None:
         """Leave; with ``wait`` after the last exchange has ended, if it does soon. Idempotent."""
@@ -164,6 +169,12 @@ class RankAgreement(Agreement):
     def any_rank(self, value: bool) -> bool:
         """See `Agreement`."""
         return b"\x01" in self._ranks.all_gather("agree now", lambda: b"\x01" if value else b"\x00")
+
+    def least(self, values: Sequence[float]) -> list[float]:
+        """See `Agreement`."""
+        form = f"<{len(values)}d"
+        parts = self._ranks.all_gather("agree on times", lambda: struct.pack(form, *values))
+        return [*map(min, zip(*(struct.unpack(form, part) for part in parts), strict=True))]
 
     def close(self, *, wait: bool) -> None:
         """See `Agreement`."""

@@ -1,4 +1,4 @@
-"""SIGTERM, as schedulers send it before they take a machine away, noticed by any number of listeners.
+"""Signals that schedulers send before they take a machine away, noticed by any number of listeners.
 
 The handler only sets flags: what has to be done happens in the training loop, at a step.
 """
@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 __all__ = ["StopSignal"]
@@ -17,35 +18,42 @@ logger = logging.getLogger(__name__)
 
 
 class StopSignal:
-    """Whether SIGTERM has arrived since `listen`.
+    """Whether the signal ``number`` has arrived since `listen`, and when first (`time.monotonic`).
 
-    All listeners of a process share one handler. It is installed with the first and taken away with the last,
-    and calls the Python handler that was there before. It can only be installed from the main thread;
-    elsewhere `listen` says False.
+    All listeners of a process share one handler a signal. It is installed with the first and taken away with
+    the last, and calls the Python handler that was there before. It can only be installed from the main
+    thread; elsewhere `listen` says False.
     """
 
-    def __init__(self) -> None:
-        self.received = False
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        self.number = number
+        self.moment: float | None = None
+
+    @property
+    def received(self) -> bool:
+        """Whether it has."""
+        return self.moment is not None
 
     def listen(self) -> bool:
-        """Notice SIGTERM from now on; False where that is not possible."""
-        global _installed
-        if _installed is None or not _installed.is_in_place():
+        """Notice it from now on; False where that is not possible."""
+        installed = _installed.get(self.number)
+        if installed is None or not installed.is_in_place():
+            name = signal.Signals(self.number).name
             if threading.current_thread() is not threading.main_thread():
-                logger.warning("SIGTERM is not handled: only the main thread can install a signal handler")
+                logger.warning("%s is not handled: only the main thread can install a signal handler", name)
                 return False
-            if _installed is not None and _installed.pid != os.getpid():
+            if installed is not None and installed.pid != os.getpid():
                 _listeners.clear()  # a fork: those who listened are in the parent
-            _installed = _Handler()
+            _installed[self.number] = _Handler(self.number)
         _listeners.add(self)
         return True
 
     def close(self) -> None:
         """Notice it no longer; idempotent. The last to leave puts the handler back that was there before."""
-        global _installed
         _listeners.discard(self)
-        if not _listeners and _installed is not None and _installed.take_away():
-            _installed = None
+        installed = _installed.get(self.number)
+        if installed is not None and not _of(self.number) and installed.take_away():
+            del _installed[self.number]
 
 
 class _Handler:
@@ -56,13 +64,14 @@ class _Handler:
     so that handlers which call each other do not run in a circle.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self.pid = os.getpid()
-        self._previous = signal.getsignal(signal.SIGTERM)  # before: the signal may come at once
-        signal.signal(signal.SIGTERM, self._on_signal)
+        self._number = number
+        self._previous = signal.getsignal(number)  # before: the signal may come at once
+        signal.signal(number, self._on_signal)
 
     def is_in_place(self) -> bool:
-        return self.pid == os.getpid() and signal.getsignal(signal.SIGTERM) == self._on_signal
+        return self.pid == os.getpid() and signal.getsignal(self._number) == self._on_signal
 
     def take_away(self) -> bool:
         """Put the previous handler back, unless another has come on top, which may call this one."""
@@ -70,21 +79,28 @@ class _Handler:
             return False
         if self._previous is None:  # not installed from Python, so that Python cannot put it back
             return False
-        signal.signal(signal.SIGTERM, self._previous)
+        signal.signal(self._number, self._previous)
         return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child (a data loader's worker) has this handler too, but must end as if it had not.
-        heard = self.pid == os.getpid() and bool(_listeners)
+        # A forked child (a data loader's worker) has this handler too, but must end by SIGTERM as if it had
+        # not. Other signals are notices that schedulers may send to all processes, and no reason to end.
+        listeners = _of(number)
+        heard = self.pid == os.getpid() and bool(listeners)
         if heard:
-            for listener in tuple(_listeners):
-                listener.received = True
+            now = time.monotonic()
+            for listener in listeners:
+                listener.moment = now if listener.moment is None else listener.moment
         if callable(self._previous):
             self._previous(number, frame)
-        elif not heard and self._previous == signal.SIG_DFL:
+        elif not heard and number == signal.SIGTERM and self._previous == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 _listeners: set[StopSignal] = set()
-_installed: _Handler | None = None
+_installed: dict[int, _Handler] = {}
+
+
+def _of(number: int) -> list[StopSignal]:
+    return [listener for listener in tuple(_listeners) if listener.number == number]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 
 from dcp.manager.coordination.agreement import Agreement, RankAgreement, Votes
+from dcp.manager.coordination.notices import Notices
 from dcp.manager.coordination.schedule import Reason, Schedule
-from dcp.manager.coordination.signals import StopSignal
 from dcp.ranks.channel import Channel
 from dcp.storage.errors import CheckpointError
 
@@ -15,18 +16,19 @@ __all__ = ["StepCoordinator"]
 
 
 class StepCoordinator:
-    """The schedule, the signals and the other ranks' wishes, brought together once a step.
+    """The schedule, the notices and the other ranks' wishes, brought together once a step.
 
-    ``channel`` (None for one rank) belongs to this object. With ``exchange`` the ranks exchange their wishes
-    at each step, or at each ``every_steps``-th; without it the clock and signals of one rank mean nothing.
+    ``notices`` and ``channel`` (None for one rank) belong to this object. With ``exchange`` the ranks
+    exchange their wishes at each step, or at each ``every_steps``-th; without it the clock and signals of one
+    rank mean nothing.
     """
 
     def __init__(
         self,
         schedule: Schedule,
+        notices: Notices,
         channel: Channel | None,
         *,
-        handle_sigterm: bool,
         exchange: bool,
         every_steps: int,
         timeout_seconds: float,
@@ -39,15 +41,13 @@ class StepCoordinator:
             if channel is None
             else RankAgreement(channel, timeout_seconds=timeout_seconds, every_steps=every_steps)
         )
-        self._signal = StopSignal()
-        if handle_sigterm:
-            self._signal.listen()
+        self.notices = notices
         self._step: int | None = None
         self._stop_wanted = False
         self._stop_saved = False
         self.stopping = False
         # One that is dropped unclosed must not keep SIGTERM from ending the process.
-        self._finalizer = weakref.finalize(self, _let_go, self._signal, self._agreement)
+        self._finalizer = weakref.finalize(self, _let_go, notices, self._agreement)
         self._finalizer.atexit = False
 
     def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
@@ -59,7 +59,7 @@ class StepCoordinator:
         if step == self._step:
             return Votes()
         wanted = Votes(
-            stop=(self._signal.received or self._stop_wanted) and not self.stopping,
+            stop=(self.notices.received or self._stop_wanted) and not self.stopping,
             time=self._leads_clock and self._schedule.time_is_up(time.monotonic()),
             failed=failed,
         )
@@ -105,6 +105,15 @@ class StepCoordinator:
         """Whether ``value`` is true on any rank, now: waits for all of them."""
         return self._agreement.any_rank(value)
 
+    def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
+        """How long there is until a deadline, infinite without one, and the most that a rank wants: the same
+        on all ranks, for whom it waits."""
+        if not self._exchanges:
+            return math.inf, wanted_seconds
+        self._agreement.any_rank(False)  # who comes late must not find that the others counted from earlier
+        left, wanted = self._agreement.least([self.notices.seconds_left(), -wanted_seconds])
+        return left, -wanted
+
     def request_stop(self) -> None:
         """As if SIGTERM had come."""
         if not self._exchanges:
@@ -115,16 +124,16 @@ class StepCoordinator:
         self._stop_wanted = True
 
     def stop_listening(self) -> None:
-        """SIGTERM is no longer noticed; idempotent."""
-        self._signal.close()
+        """No notice is taken any more; idempotent."""
+        self.notices.close()
 
     def close(self, *, together: bool) -> None:
         """Leave the other ranks; ``together``: they leave too. Idempotent."""
         self._finalizer.detach()
-        self._signal.close()
+        self.notices.close()
         self._agreement.close(wait=together)
 
 
-def _let_go(stop: StopSignal, agreement: Agreement) -> None:
-    stop.close()
+def _let_go(notices: Notices, agreement: Agreement) -> None:
+    notices.close()
     agreement.close(wait=False)

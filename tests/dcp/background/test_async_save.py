@@ -239,12 +239,11 @@ def test_abort_calls_a_save_off(tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path / "x", open_store=open_store)
     future = session.save(version_state(1), storage_writer=writer)
     assert reached.wait(240)
-    assert not future.cancel()
     future.abort()
     gate.set()
     with pytest.raises(dcp.errors.SaveAbortedError):
         future.result(240)
-    assert list((tmp_path / "x").iterdir()) == []
+    assert not (tmp_path / "x").exists()
     session.save(version_state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "x")).result(240)
     session.close()
     assert seen_by_dcp(tmp_path / "x") == 2

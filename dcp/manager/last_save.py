@@ -1,0 +1,71 @@
+"""The save that ends a run: by a deadline, where a notice came that has one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp.background.future import SaveFuture
+from dcp.manager.parts import weights_of
+from dcp.manager.step_saver import HANG_SECONDS, StepSaver
+from dcp.manager.steps import PARTIAL
+from dcp.storage.writer import FileSystemWriter
+
+__all__ = ["LastSave"]
+
+_CAUTION = 2.0
+"""A save may take so many times what the slowest of the last ones did."""
+
+
+@dataclass(frozen=True)
+class LastSave:
+    """Saves ``state_dict`` as ``step``, by writers of ``make_writer``; all ranks do so alike.
+
+    Where the time may be too short for all of it the entries ``weights`` are saved first, alone, and then all
+    over them. What a deadline finds under way is called off by `Notices`. ``is_whole``: whether, by this
+    rank's knowledge, the whole state of the step is committed already, which weights must not replace.
+    """
+
+    saver: StepSaver
+    step: int
+    state_dict: dict[str, Any]
+    make_writer: Callable[[], FileSystemWriter]
+    user_metadata: Mapping[str, Any]
+    weights: tuple[str, ...]
+    is_whole: Callable[[], bool]
+
+    def run(self) -> SaveFuture | None:
+        """Save; it has ended when this returns. None if the deadline has passed already."""
+        saver = self.saver
+        left, expected = saver.coordinator.seconds_left(saver.ledger.expected_seconds)
+        if left <= 0:
+            saver.coordinator.saved(self.step, "stop")
+            saver.events.emit("save_cancelled", self.step, error="the deadline has passed", reason="stop")
+            return None
+        end, first = time.monotonic() + left, None
+        if self._comes_first(left, expected):
+            described = {**self.user_metadata, PARTIAL: list(self.weights)}
+            first = self._save(weights_of(self.state_dict, self.weights), described, end)
+            if not first.done():
+                return first
+        whole = self._save(self.state_dict, self.user_metadata, end)
+        saver.ledger.raise_failure(damage=False)
+        return first if first is not None and first.exception() is None and whole.cancelled() else whole
+
+    def _comes_first(self, left_seconds: float, expected_seconds: float) -> bool:
+        if not self.weights or left_seconds >= _CAUTION * expected_seconds or math.isinf(left_seconds):
+            return False
+        return not self.saver.coordinator.any_rank(self.is_whole())
+
+    def _save(self, state_dict: dict[str, Any], described: Mapping[str, Any], end: float) -> SaveFuture:
+        saver = self.saver
+        future = saver.begin(self.step, "stop", state_dict, self.make_writer(), described, overlap=False)
+        if math.isinf(end):
+            saver.ledger.settle(saver.timeout_seconds)
+        elif not saver.ledger.wait(max(0.0, end - time.monotonic()) + HANG_SECONDS):
+            error = "the storage does not answer, and the deadline has come"
+            saver.events.emit("save_cancelled", self.step, error=error, reason="stop")
+        return future

@@ -1,0 +1,402 @@
+"""`dcp.watch` and ``dcp watch``: committed steps, each acknowledged once for a consumer, through kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp
+from dcp.errors import CheckpointConflictError, CheckpointFormatError, OptionError
+from dcp.manager.notes import Deleting
+from dcp.manager.steps import StepFacts, StepFolders
+from dcp.storage.stores import PosixStore
+from dcp.watching.cursor import Acknowledged, Cursor
+from tests.dcp.cli_support import run
+from tests.support.processes import lives
+from tests.support.versions import save_version
+
+NEVER = threading.Event()
+
+
+def commit(root: Path, *steps: int) -> None:
+    """A checkpoint of each step, saved in this order."""
+    for step in steps:
+        save_version(root / f"step-{step:08d}", step + 1, sync_files=False)
+
+
+def given(root: Path, consumer: str = "default", **options: Any) -> list[int]:
+    """What a consumer is given now, and acknowledges."""
+    with dcp.watch(root, consumer=consumer, once=True, **options) as steps:
+        return [step.step for step in steps]
+
+
+# -- which steps ---------------------------------------------------------------------------------------------
+
+
+def test_every_consumer_is_given_every_step_once(tmp_path: Path) -> None:
+    """In the order of the steps, those that come later and lower ones too; each name has its own cursor."""
+    commit(tmp_path, 20, 10)
+    assert given(tmp_path) == [10, 20]
+    commit(tmp_path, 30, 5)
+    assert given(tmp_path) == [5, 30]
+    assert given(tmp_path) == []
+    assert given(tmp_path, "other", since=20) == [20, 30]
+    with dcp.watch(tmp_path, consumer="third", once=True) as steps:
+        first = next(steps)
+    assert (first.step, first.checkpoint_id) == (5, str(tmp_path / "step-00000005"))
+    assert first.committed_seconds is not None
+    assert given(tmp_path, "third") == [5, 10, 20, 30]
+
+
+def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
+    """Neither data without a manifest, nor a step whose deletion has begun, nor a manifest that is damaged;
+    they are once they are committed."""
+    commit(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "step-00000001" / "manifest.msgpack").unlink()
+    (tmp_path / "step-00000001" / ".metadata").unlink()
+    folders = StepFolders(tmp_path)
+    tombstone = Deleting(folders.facts(2).save_id, 0.0, (), 0.0)
+    folders.update_notes(2, lambda notes: replace(notes, deleting=tombstone))
+    (tmp_path / "step-00000003" / "manifest.msgpack").write_bytes(b"damaged")
+    assert given(tmp_path) == [4]
+    commit(tmp_path, 3, 1)
+    assert given(tmp_path) == [1, 3]
+
+
+def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
+    """It is given once more, also where it was replaced between being given and acknowledged, and where it
+    was deleted in between."""
+    commit(tmp_path, 1)
+    with dcp.watch(tmp_path, once=True) as steps:
+        first = next(steps)
+        assert steps.is_committed(first)
+        commit(tmp_path, 1)
+        assert not steps.is_committed(first)
+        second = next(steps)
+        assert (second.step, second.save_id != first.save_id) == (1, True)
+        assert list(steps) == []
+    assert given(tmp_path) == []
+    for path in (tmp_path / "step-00000001").iterdir():
+        path.unlink()
+    assert given(tmp_path) == []
+    commit(tmp_path, 1)
+    assert given(tmp_path) == [1]
+
+
+def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
+    """Retention need not wait for consumers, nor do they stumble over what has gone since it was listed."""
+    commit(tmp_path, 1, 2, 3)
+    with dcp.watch(tmp_path, once=True) as steps:
+        assert next(steps).step == 1
+        for path in (tmp_path / "step-00000002").iterdir():
+            path.unlink()
+        assert [step.step for step in steps] == [3]
+
+
+def test_an_acknowledged_step_is_known_by_its_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer that continues opens no manifest of what it has done; of a young one it does, since it could
+    be replaced without its size and time showing it."""
+    commit(tmp_path, 1, 2)
+    for path in (tmp_path / "step-00000001").iterdir():
+        os.utime(path, (1e9, 1e9))
+    assert given(tmp_path) == [1, 2]
+    opened: list[int] = []
+    facts = StepFolders.facts
+
+    def counted(folders: StepFolders, step: int) -> StepFacts:
+        opened.append(step)
+        return facts(folders, step)
+
+    monkeypatch.setattr(StepFolders, "facts", counted)
+    assert given(tmp_path) == []
+    assert opened == [2]
+
+
+def test_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Nothing is made for it; ``once`` ends, and else its first step is waited for, until stop()."""
+    root = tmp_path / "run"
+    assert given(root) == []
+    assert not root.exists()
+    found: list[int] = []
+    steps = dcp.watch(root, interval_seconds=0.05)
+    thread = threading.Thread(target=lambda: found.extend(step.step for step in steps))
+    thread.start()
+    commit(root, 7)
+    deadline = time.monotonic() + 60
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+    steps.stop()
+    thread.join(60)
+    assert (found, thread.is_alive()) == ([7], False)
+    assert given(root) == []
+
+
+def test_arguments_that_cannot_be(tmp_path: Path) -> None:
+    """Each is an OptionError that names it."""
+    for wrong in (
+        {"consumer": "../x"},
+        {"consumer": ""},
+        {"interval_seconds": 0},
+        {"since": -1},
+        {"name": "step"},
+    ):
+        with pytest.raises(OptionError):
+            dcp.watch(tmp_path, **wrong)
+
+
+def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
+    """The run's folder may be read-only; a file that is no cursor is an error that says what to do."""
+    commit(tmp_path / "run", 1)
+    assert given(tmp_path / "run", cursor=tmp_path / "mine") == [1]
+    assert not (tmp_path / "run" / ".watch").exists()
+    (file,) = (tmp_path / "mine").iterdir()
+    for damaged in (b"", b"{}", b"[1]", file.read_bytes()[:-20], b'{"kind": "dcphub.cursor", "version": 1}'):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointFormatError, match="begins anew"):
+            given(tmp_path / "run", cursor=tmp_path / "mine")
+    assert [row["name"] for row in run("ls", tmp_path / "run", "--json").json] == ["step-00000001"]
+
+
+# -- one process at a time -----------------------------------------------------------------------------------
+
+
+def test_two_of_one_name(tmp_path: Path) -> None:
+    """The second is refused, and goes on as soon as the first has let go."""
+    commit(tmp_path, 1, 2)
+    with dcp.watch(tmp_path, once=True) as first:
+        assert next(first).step == 1
+        first._cursor._lease_seconds = 0.3  # its beats
+        with (
+            dcp.watch(tmp_path, once=True) as second,
+            pytest.raises(CheckpointConflictError, match="one at a"),
+        ):
+            second._cursor._lease_seconds = 60.0
+            first._cursor._change(lambda content: content)  # a beat would do, some seconds later
+            threading.Timer(0.2, lambda: first._cursor.acknowledge(9, Acknowledged("x"), ())).start()
+            next(second)
+    assert given(tmp_path) == [1, 2]
+
+
+def of_another_machine(root: Path) -> None:
+    """As if the holder of the cursor were there."""
+    (file,) = (root / ".watch").glob("*.cursor")
+    content = json.loads(file.read_bytes())
+    content["holder"]["machine"] = "another"
+    file.write_text(json.dumps(content))
+
+
+def test_a_holder_elsewhere_is_gone_when_its_beats_are(tmp_path: Path) -> None:
+    """Nobody's clock is asked. The one that was taken for gone, and is not, can acknowledge nothing more."""
+    commit(tmp_path, 1, 2)
+    first = dcp.watch(tmp_path, once=True)
+    step = next(first)
+    first._cursor._released.set()  # no beats, as of a process that was stopped
+    of_another_machine(tmp_path)
+    second = dcp.watch(tmp_path, once=True)
+    second._cursor._lease_seconds = 0.6
+    assert next(second).step == 1
+    with pytest.raises(CheckpointConflictError, match="one at a time"):
+        step.acknowledge()
+    assert [step.step for step in second] == [2]
+    assert given(tmp_path) == []
+
+
+def test_an_answer_that_was_lost_is_no_conflict(tmp_path: Path) -> None:
+    """A publish that was carried out and reported an error leaves the cursor its own."""
+    cursor = Cursor(PosixStore(tmp_path), "a")
+    assert cursor.claim(NEVER)
+    (file,) = tmp_path.glob("*.cursor")
+    content = json.loads(file.read_bytes())
+    file.write_text(json.dumps(content | {"beat": content["beat"] + 1}))
+    cursor.acknowledge(1, Acknowledged("x"), [1])
+    assert cursor.acknowledged(1) == Acknowledged("x")
+    cursor.release()
+    cursor.release()
+    assert json.loads(file.read_bytes())["holder"] is None
+
+
+def test_a_cursor_does_not_grow_for_ever(tmp_path: Path) -> None:
+    """Of steps that are gone the last thousand are remembered."""
+    cursor = Cursor(PosixStore(tmp_path), "a")
+    assert cursor.claim(NEVER)
+    cursor._content.acknowledged.update({step: Acknowledged("x") for step in range(2000)})
+    cursor.acknowledge(5000, Acknowledged("x"), [0, 5000])
+    known = cursor._content.acknowledged
+    assert (len(known), 0 in known, 999 in known, 1000 in known) == (1002, True, False, True)
+    cursor.release()
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test has begun; none outlives it."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def begin(processes: list[subprocess.Popen[str]], *arguments: str | Path) -> subprocess.Popen[str]:
+    """``dcp watch`` in a process of its own."""
+    command = [sys.executable, "-m", "dcp", "watch", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes.append(process)
+    return process
+
+
+def lines_of(log: Path, count: int) -> list[str]:
+    """The lines of a file once it has so many."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        lines = log.read_text().splitlines() if log.exists() else []
+        if len(lines) >= count:
+            return lines
+        time.sleep(0.02)
+    raise AssertionError(f"{log} has not got {count} lines")
+
+
+def test_steps_as_lines(tmp_path: Path) -> None:
+    """A path a line, or JSON a line; status 0 at the end of --once; nothing where nothing is new."""
+    commit(tmp_path, 1, 2)
+    shown = run("watch", tmp_path, "--once")
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out.splitlines() == [str(tmp_path / f"step-0000000{step}") for step in (1, 2)]
+    assert run("watch", tmp_path, "--once").out == ""
+    rows = [
+        json.loads(line)
+        for line in run("watch", tmp_path, "--once", "--json", "--consumer", "b").out.splitlines()
+    ]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0].keys() == {
+        "step",
+        "checkpoint",
+        "save_id",
+        "committed_seconds",
+        "metrics",
+        "partial",
+    }
+
+
+def test_a_command_for_each_step(tmp_path: Path, begun: list[subprocess.Popen[str]]) -> None:
+    """It gets the path in place of {} and in the environment, no shell looks at either; its own output is not
+    mixed with the JSON."""
+    root = tmp_path / "a run; with 'quotes'"
+    commit(root, 1, 2)
+    script = "import os, sys; print(sys.argv[1] == os.environ['DCP_CHECKPOINT'], os.environ['DCP_STEP'])"
+    process = begin(begun, root, "--once", "--json", "--exec", f'{sys.executable} -c "{script}" {{}}')
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [(row["step"], row["exit"]) for row in map(json.loads, out.splitlines())] == [(1, 0), (2, 0)]
+    assert err.splitlines() == ["True 1", "True 2"]
+
+
+def test_a_command_that_fails(tmp_path: Path) -> None:
+    """It is tried again, then status 1 tells it, and whoever continues begins with that step."""
+    commit(tmp_path / "run", 1, 2)
+    log = tmp_path / "log"
+    failing = f"sh -c 'echo $DCP_STEP >> {log}; test -e {tmp_path}/fixed'"
+    ended = run("watch", tmp_path / "run", "--once", "--exec", failing, "--tries", "2", "--interval", "0.05")
+    assert ended.status == 1
+    assert "ended with status 1 (try 2 of 2)" in ended.err
+    (tmp_path / "fixed").touch()
+    assert run("watch", tmp_path / "run", "--once", "--exec", failing).status == 0
+    assert log.read_text().split() == ["1", "1", "1", "2"]
+    missing = run("watch", tmp_path / "run", "--once", "--exec", "/no/such", "--consumer", "b")
+    assert (missing.status, "/no/such" in missing.err) == (3, True)
+    for wrong in ("'", ""):
+        assert run("watch", tmp_path / "run", "--exec", wrong).status == 2
+
+
+def test_a_step_that_goes_under_its_command_is_no_failure(tmp_path: Path) -> None:
+    """Retention deletes what is being evaluated: it is said, and the next step follows."""
+    commit(tmp_path / "run", 1, 2)
+    command = (
+        f"sh -c 'echo $DCP_STEP >> {tmp_path}/log; test $DCP_STEP = 2 || {{ rm -r $DCP_CHECKPOINT; false; }}'"
+    )
+    ended = run("watch", tmp_path / "run", "--once", "--exec", command)
+    assert (ended.status, "was deleted" in ended.err) == (0, True)
+    assert (tmp_path / "log").read_text().split() == ["1", "2"]
+
+
+def test_killed_while_a_command_runs(tmp_path: Path, begun: list[subprocess.Popen[str]]) -> None:
+    """The step before is not given again, that of the command is, at once; the command of the killed one is
+    not left at work beside it."""
+    root, log = tmp_path / "run", tmp_path / "log"
+    commit(root, 1, 2)
+    command = f"sh -c 'echo $DCP_STEP $$ >> {log}; test $DCP_STEP = 1 || exec sleep 600'"
+    watcher = begin(begun, root, "--exec", command, "--interval", "0.1")
+    pid = int(lines_of(log, 2)[1].split()[1])
+    refused = run("watch", root, "--once")
+    assert (refused.status, "one at a time" in refused.err) == (3, True)
+    watcher.kill()
+    watcher.wait(60)
+    ended = run("watch", root, "--once", "--exec", f"sh -c 'echo $DCP_STEP >> {log}'")
+    assert ended.status == 0, ended.err
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["1", "2", "2"]
+    deadline = time.monotonic() + 60
+    while lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not lives(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it(tmp_path: Path, begun: list[subprocess.Popen[str]], number: int) -> None:
+    """With the command, without a traceback, and with the name let go; while it waits, too."""
+    root, log = tmp_path / "run", tmp_path / "log"
+    commit(root, 1)
+    waiting = begin(begun, root, "--consumer", "waiting", "--interval", "300")
+    command = f"{sys.executable} -c \"import time; open('{log}', 'a').write('x\\n'); time.sleep(600)\""
+    working = begin(begun, root, "--exec", command)
+    lines_of(log, 1)
+    assert waiting.stdout is not None
+    assert waiting.stdout.readline()
+    for process in (waiting, working):
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert "Traceback" not in err
+    assert all(json.loads(path.read_bytes())["holder"] is None for path in (root / ".watch").iterdir())
+    assert given(root) == [1]
+
+
+@pytest.mark.exhaustive
+def test_killed_at_any_time(tmp_path: Path, begun: list[subprocess.Popen[str]]) -> None:
+    """Twenty kills while a run saves, repeats and deletes: what was acknowledged never comes again, and each
+    commit that stayed was given."""
+    root, log = tmp_path / "run", tmp_path / "log"
+    root.mkdir()
+    command = f"sh -c 'echo $DCP_STEP $DCP_SAVE_ID >> {log}'"
+    for number in range(20):
+        watcher = begin(begun, root, "--exec", command, "--interval", "0.05")
+        commit(root, number, number + 100)
+        if number % 5 == 4:
+            commit(root, 100)
+        time.sleep(0.4 + 0.03 * number)
+        watcher.kill()
+        watcher.wait(60)
+    last = run("watch", root, "--once", "--exec", command)
+    assert last.status == 0
+    lines = log.read_text().splitlines()
+    folders = StepFolders(root)
+    wanted = {f"{step} {folders.facts(step).save_id}" for step in folders.all_steps()}
+    assert wanted <= {*lines}
+    assert len(lines) <= len({*lines}) + 20  # one in the making, a kill
+    before = len(lines)
+    assert run("watch", root, "--once", "--exec", command).status == 0
+    assert len(log.read_text().splitlines()) == before
