@@ -20,6 +20,7 @@ from dcp.manager.steps import StepFacts, StepFolders, whole_step
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError
 from dcp.storage.stores import type_of_place
+from dcp.storage.stores.base import place_text
 from dcp.storage.stores.folders import SmallFiles
 from dcp.storage.stores.opening import OpenWith
 from dcp.watching.cursor import Acknowledged, Cursor
@@ -245,7 +246,7 @@ def watch(
     if cursor is None:
         place = folders.root.store(_FOLDER)
     else:
-        place = OpenWith(storage_options if type_of_place(cursor).takes_options else None)(cursor)
+        place = OpenWith(storage_options if type_of_place(place_text(cursor)).takes_options else None)(cursor)
     return Watch(
         folders,
         Cursor(place, consumer),
