@@ -49,7 +49,7 @@ class LastSave:
         if self._comes_first(left, expected):
             described = {**self.user_metadata, PARTIAL: list(self.weights)}
             first = self._save(weights_of(self.state_dict, self.weights), described, end)
-            if not first.done():
+            if not first.done() or first.cancelled():  # the same on all ranks
                 return first
         whole = self._save(self.state_dict, self.user_metadata, end)
         saver.ledger.raise_failure(damage=False)
