@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dcp.calls.stateful_values import is_stateful
 from dcp.planners.save.trust import foreign_values
 from dcp.storage.near_names import listed
 
@@ -25,6 +26,13 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any]) -> None:
             "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
             len(found),
             _told(found),
+        )
+    nested = [fqn for fqn, value in zip(fqns, values, strict=True) if fqn in found and is_stateful(value)]
+    if nested:
+        logger.warning(
+            "%s: objects with a state_dict() are asked for it at the top level of the state dict only, and "
+            "are pickled whole below: put them at the top, or their state_dict() in their place",
+            listed(nested, most=_MAX_TOLD),
         )
 
 

@@ -261,6 +261,14 @@ def test_an_empty_name_is_a_name(tmp_path: Path) -> None:
         dcp.read(tmp_path / "x", rename={"^a$": ""}, no_dist=True)
 
 
+def test_a_module_below_the_top_level_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is pickled whole, as by stock, where its tensors were meant."""
+    linear = torch.nn.Linear(1, 1)
+    dcp.save({"app": {"model": linear}, "top": linear}, checkpoint_id=tmp_path, no_dist=True)
+    (told,) = (record.getMessage() for record in caplog.records if "at the top level" in record.getMessage())
+    assert told.startswith("'app.model': objects with a state_dict()")
+
+
 def test_nested_tensors_are_told_what_to_do(tmp_path: Path) -> None:
     """Instead of what torch says of an internal error."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
