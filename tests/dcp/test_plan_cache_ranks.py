@@ -172,10 +172,17 @@ def test_a_replica_that_differs_is_named_although_the_structure_is_known(tmp_pat
     assert not (tmp_path / "3" / "manifest.msgpack").exists()
 
 
+class Opaque:
+    """Nobody knows when two of these are equal."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
 def save_object_mismatch(rank: int, world_size: int, folder: str) -> list[Any]:
-    """A plain value that differs, then one that cannot be compared."""
+    """Values that differ, the second one no plain data, then one that cannot be compared."""
     writer, seen = FileSystemWriter(folder, sync_files=False), []
-    for lr in (0.1, 0.2, 0.3 + rank, {1.5, rank}):
+    for lr in (0.1, 0.2, 0.3 + rank, {1.5, rank}, Opaque(rank)):
         try:
             dcp.save({"lr": lr, "w": torch.zeros(3)}, storage_writer=writer)
             seen.append("saved")
@@ -185,10 +192,11 @@ def save_object_mismatch(rank: int, world_size: int, folder: str) -> list[Any]:
 
 
 def test_a_value_that_differs_is_named_and_opaque_values_stay_unchecked(tmp_path: Path) -> None:
-    """Plain values are compared through the cache as without it, and what is no plain data is not."""
+    """Values are compared through the cache as without it, and objects of unknown classes are not."""
     for seen in run_ranks(2, save_object_mismatch, str(tmp_path)):
-        assert [seen[0], seen[1], seen[3]] == ["saved"] * 3
+        assert [seen[0], seen[1], seen[4]] == ["saved"] * 3
         assert "object 'lr' differs" in seen[2]
+        assert "object 'lr' differs" in seen[3]
 
 
 def faulty_store(path: Any, *, stores: list[FaultInjectingStore]) -> Store:
