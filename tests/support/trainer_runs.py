@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import dcp
 import dcp.integrations.accelerate
@@ -101,6 +101,18 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return result
 
 
+class Sigterm(TrainerCallback):
+    """What a scheduler sends, within a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """To this process."""
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 @dataclass(frozen=True)
 class HuggingFaceRun:
     """``run(rank, world_size)`` trains in ``folder``; what it logged as (step, loss)."""
@@ -109,6 +121,7 @@ class HuggingFaceRun:
     steps: int = 9
     resume: bool | str | None = None
     die_at: str | None = None
+    sigterm_at: int | None = None
     fsdp: bool = False
     peft: bool = False
     trainer: type[Any] = DcpTrainer
@@ -148,6 +161,8 @@ class HuggingFaceRun:
         """Train."""
         with fsdp_on_cpu(self.fsdp):
             trainer = self.make()
+            if self.sigterm_at is not None and rank == world_size - 1:
+                trainer.add_callback(Sigterm(self.sigterm_at))
             trainer.train(resume_from_checkpoint=self.resume)
         return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 

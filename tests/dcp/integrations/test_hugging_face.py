@@ -143,6 +143,10 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
     Path(root, "path/checkpoint-12").mkdir()
     found["never committed"] = run("path", resume=f"{root}/path/checkpoint-12")
 
+    stopped = HuggingFaceRun(f"{root}/stopped", steps=1000, sigterm_at=5)
+    found["stopped"] = [ran(ending)[-1][0] for ending in run_groups([Group(2, stopped.run)])[0]]
+    found["saved at SIGTERM"] = there("stopped")
+
     run("own", trainer=Trainer)
     shutil.rmtree(f"{root}/own/checkpoint-9")
     found["own"] = run("own", resume=True)
@@ -155,8 +159,8 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
-    """Limits with and without the best, a path, True over a damaged one, the Trainer's own checkpoints,
-    weights alone, nothing at all."""
+    """Limits with and without the best, a path, True over a damaged one, SIGTERM on one rank, the Trainer's
+    own checkpoints, weights alone, nothing at all."""
     found = in_lab(arguments_of_the_trainer, str(tmp_path))
     assert found["best"] == ["checkpoint-3", "checkpoint-9"]
     best, loaded = found["best loss"]
@@ -164,6 +168,9 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
     assert found["last"] == ["checkpoint-6", "checkpoint-9"]
     for how in ("path", "damaged", "never committed", "own"):
         assert found[how] == found["whole"], how
+    assert len({*found["stopped"]}) == 1
+    # the ranks may agree a step later
+    assert found["saved at SIGTERM"][-1] in ("checkpoint-5", "checkpoint-6", "checkpoint-7")
     assert [step for step, _ in found["weights"]] == [2, 4, 6, 8, 10, 12]
     name, message = found["nothing"]
     assert name == "ValueError"
@@ -301,6 +308,34 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
     assert torch.equal(model.state_dict()["weight"].full_tensor(), weight)
     accelerator.end_training()
     return errors
+
+
+def loops_of_accelerate(root: str) -> dict[str, Any]:
+    """In the laboratory: the newest is damaged; there is none; the loader has a state of its own."""
+    from tests.support.trainer_runs import LoopRun
+
+    def run(folder: str, **options: Any) -> Ending:
+        return Child(LoopRun(f"{root}/{folder}", **options).run).wait()
+
+    found = {"whole": ran(run("loop")), "stateful": ran(run("stateful", stateful_loader=True))}
+    (data, *_) = Path(root, "loop/checkpoints/checkpoint_2").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:-1])
+    shutil.rmtree(f"{root}/stateful/checkpoints/checkpoint_2")
+    found["damaged"] = ran(run("loop", resume=True))
+    found["stateful, resumed"] = ran(run("stateful", stateful_loader=True, resume=True))
+    nothing = run("nothing", resume=True)
+    found["nothing"] = None if nothing.raised is None else nothing.raised.type_name
+    return found
+
+
+@pytest.mark.exhaustive
+def test_loops_of_accelerate(tmp_path: Path) -> None:
+    """Over a damaged checkpoint the one before is taken, and saved over; a stateful loader goes on where it
+    was; where there is none it is an error of its own."""
+    found = in_lab(loops_of_accelerate, str(tmp_path))
+    assert found["damaged"] == found["whole"]
+    assert found["stateful, resumed"] == found["stateful"]
+    assert found["nothing"] == "CheckpointNotFoundError"
 
 
 def run_folders_of_accelerate(root: str) -> list[Any]:
