@@ -66,7 +66,9 @@ def losses(folder: Path, rank: int = 0) -> dict[int, str]:
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
-def trainer_of(folder: Path, ranks: int, strategy: str, **options: Any) -> pl.Trainer:
+def trainer_of(
+    folder: Path, ranks: int, strategy: str, weights_only: bool = False, **options: Any
+) -> pl.Trainer:
     """A Trainer that saves every three steps, and each as the last."""
     chosen: dict[str, Any] = {"strategy": "auto", "plugins": [DcpCheckpointIO()]}
     if strategy == "fsdp2":
@@ -78,6 +80,7 @@ def trainer_of(folder: Path, ranks: int, strategy: str, **options: Any) -> pl.Tr
         dirpath=folder / "checkpoints",
         every_n_train_steps=SAVE_EVERY,
         save_last=True,
+        save_weights_only=weights_only,
         save_top_k=2,
         monitor="loss",
     )
@@ -98,13 +101,15 @@ def trainer_of(folder: Path, ranks: int, strategy: str, **options: Any) -> pl.Tr
 def training(rank: int, ranks: int, folder: Path, options: Mapping[str, Any]) -> int:
     """Train 14 steps, from the last checkpoint on if there is one; the number of the last step.
 
-    Options: the ``strategy``; with ``die_at`` rank 0 is killed where its so many-th save is about to commit.
+    Options: the ``strategy``; ``weights_only`` saves no optimizer; with ``die_at`` rank 0 is killed where its
+    so many-th save is about to commit.
     """
     strategy, die_at = options["strategy"], options.get("die_at")
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     module = Net(folder, sharded=strategy == "fsdp2")
-    trainer = trainer_of(folder, ranks, strategy, max_steps=14, max_epochs=-1)
+    weights_only = options.get("weights_only", False)
+    trainer = trainer_of(folder, ranks, strategy, weights_only, max_steps=14, max_epochs=-1)
     torch.manual_seed(100 + rank)
     if die_at is not None and rank == 0:
         die_in_commit(die_at)

@@ -69,6 +69,9 @@ class _Parts:
         self.initial_load_path = config.initial_load_path
         self.save_future = self.staging_future = None
 
+    def _find_load_step(self, folder: str = "") -> int:
+        return -1
+
     def _begin(self: Any, step: int) -> bool:
         """Where nothing is committed in the folder."""
         if step != -1 or self._find_load_step() != -1 or self.initial_load_path is None:

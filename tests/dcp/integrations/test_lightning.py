@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,23 @@ def test_a_trainer_goes_on_with_another_number_of_ranks(
     assert sorted(after) == list(range(STEPS))
     assert [after[step] for step in range(6)] == [before[step] for step in range(6)]
     assert all(float.fromhex(loss) < 1 for loss in after.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("strategy", "error"), [("ddp", "KeyError"), ("fsdp2", "MissingKeyError")])
+def test_training_does_not_go_on_without_its_optimizer(tmp_path: Path, strategy: str, error: str) -> None:
+    """From a checkpoint of weights alone: by an error, never with an optimizer that begins anew."""
+    saved, resumed = in_lab(
+        _trained,
+        [
+            (tmp_path, 2, {"strategy": strategy, "weights_only": True}),
+            (tmp_path, 2, {"strategy": strategy}),
+        ],
+    )
+    assert [ending.value for ending in saved] == [STEPS] * 2, saved
+    for ending in resumed:
+        assert ending.raised is not None
+        assert error in ending.raised.class_names
 
 
 def _checkpoint() -> dict[str, Any]:
@@ -248,6 +266,20 @@ def test_wrong_use_says_what_to_do(tmp_path: Path) -> None:
     )
     with pytest.raises(OptionError, match="DcpModelParallelStrategy"):
         RankStates().setup(bypassed, pl.LightningModule(), "fit")
+
+
+def _without() -> str:
+    sys.modules["lightning"] = None  # type: ignore[assignment]
+    try:
+        import dcp.integrations.lightning  # noqa: F401
+    except ModuleNotFoundError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_package_is_told_with_what_brings_it() -> None:
+    """As for all extras."""
+    assert "pip install 'dcphub[lightning]'" in in_lab(_without)
 
 
 def test_names_of_lightnings_own_are_those_of_the_installed_version() -> None:

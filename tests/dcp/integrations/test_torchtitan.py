@@ -147,6 +147,23 @@ def test_wrong_use_says_what_to_do() -> None:
     assert "use torchtitan's own" in torchft
 
 
+def _lacking(interface: str) -> list[str]:
+    from tests.support.torchtitan_interface import install
+
+    if interface != "installed":
+        install("hooks" if interface == "hooks" else "older")
+    from dcp.integrations.torchtitan import PRIVATE, DcpCheckpointManager
+
+    return [name for name in PRIVATE if not hasattr(DcpCheckpointManager.__mro__[1], name)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_what_is_private_of_torchtitans_is_there(interface: str) -> None:
+    """In each version that it can be tried with."""
+    assert in_lab(_lacking, interface) == []
+
+
 def _without() -> str:
     sys.modules["torchtitan"] = None  # type: ignore[assignment]
     try:
