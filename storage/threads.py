@@ -16,13 +16,23 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
-__all__ = ["CALLER_LEFT", "AnyEvent", "WorkerThreads", "clearing_up", "work_off"]
+__all__ = [
+    "CALLER_LEFT",
+    "AnyEvent",
+    "WorkerThreads",
+    "clearing_up",
+    "or_unwanted",
+    "unwanted_once",
+    "work_off",
+]
 
 T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
 """Of threads that work for another one: set once nobody waits for what they do. To be handed on to further
 threads with the context."""
+
+_UNWANTED: Final[ContextVar[threading.Event | None]] = ContextVar("_UNWANTED", default=None)
 
 _LOOK_SECONDS: Final = 0.25
 _CLEARING_SECONDS: Final = 3.0
@@ -51,12 +61,30 @@ class AnyEvent(threading.Event):
 
 
 @contextmanager
+def unwanted_once(called_off: threading.Event | None) -> Iterator[None]:
+    """Within it the result of requests is not wanted any more once ``called_off`` is set, and they end; those
+    of `clearing_up` do not."""
+    token = _UNWANTED.set(called_off)
+    try:
+        yield
+    finally:
+        _UNWANTED.reset(token)
+
+
+def or_unwanted(called_off: threading.Event) -> threading.Event:
+    """An event that is set as soon as ``called_off`` is, or nobody waits for what this thread does."""
+    others = [event for event in (CALLER_LEFT.get(), _UNWANTED.get()) if event is not None]
+    return AnyEvent(called_off, *others) if others else called_off
+
+
+@contextmanager
 def clearing_up() -> Iterator[None]:
     """Around what only removes what is not needed any more. While Ctrl-C is handled it is called off after a
     few seconds for all of it, because a caller waits; else it takes the time that it takes."""
     interrupt = sys.exception()
     if not isinstance(interrupt, KeyboardInterrupt):
-        yield
+        with unwanted_once(None):
+            yield
         return
     token = CALLER_LEFT.set(vars(interrupt).setdefault("dcp_deadline", _Deadline(_CLEARING_SECONDS)))
     try:

@@ -30,8 +30,9 @@ from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, StorageError
 from dcp.storage.formats.open import open_index
+from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_metadata import LazyMetadata
 from dcp.storage.writer import FileSystemWriter
 
@@ -280,7 +281,12 @@ class ColumnSave(SaveAttempt):
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self._options.progress, "write", total, show=self._ranks.is_coordinator) as on_bytes:
             watched = self._ranks.watching(on_bytes)
-            outcome = self._writer.write_columns(columns, memory, objects, watched)
+            try:
+                with unwanted_once(self._ranks.abort):
+                    outcome = self._writer.write_columns(columns, memory, objects, watched)
+            except StorageError:
+                self._ranks.check_called_off()  # then that is what has ended the request
+                raise
         self.seconds["write"] = time.perf_counter() - begun
         return replace(outcome, seconds=dict(self.seconds), traffic=self._writer.traffic).encode()
 

@@ -72,7 +72,7 @@ class Watch(Iterator[WatchedStep]):
         self._since = since
         self._once = once
         self._stop = threading.Event()
-        self._claimed = False
+        self._claimed = self._told = False
         self._stamps: dict[int, str] = {}
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
@@ -137,6 +137,9 @@ class Watch(Iterator[WatchedStep]):
         """Whether this process is the consumer; where no run is, nothing is made."""
         if not self._claimed and self._folders.root.exists():
             self._claimed = self._cursor.claim(self._stop)
+        elif not self._claimed and not self._told:
+            self._told = True
+            logger.warning("%s is not there yet", self._folders.root.url)
         return self._claimed
 
     def _look(self) -> None:

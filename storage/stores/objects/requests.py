@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from dcp.storage.errors import StorageError, StorageFullError
 from dcp.storage.stores.objects.client import CALLED_OFF, Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.threads import CALLER_LEFT, AnyEvent
+from dcp.storage.threads import or_unwanted
 
 __all__ = ["Requests", "ServiceError"]
 
@@ -87,9 +87,7 @@ class Requests:
         """
         if called_off is None:
             called_off = self._interrupted
-        left = CALLER_LEFT.get()
-        if left is not None:
-            called_off = AnyEvent(called_off, left)
+        called_off = or_unwanted(called_off)
         token = CALLED_OFF.set(called_off)
         try:
             return self._run(op, key, attempt, received_bytes, sent_bytes, called_off)

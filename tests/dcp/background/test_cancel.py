@@ -221,7 +221,7 @@ def _slow(path: Any, delay_seconds: float) -> FaultInjectingStore:
     return FaultInjectingStore(PosixStore(path), Fault("write", onwards=True, delay_seconds=delay_seconds))
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
     """A rank that is ready ends the save while another still writes, soon, and all ranks hold that it was
     cancelled; after a commit all are answered that it was not."""

@@ -110,7 +110,7 @@ WHOLE = [".metadata", "data", "manifest.msgpack"]
 # -- before a deadline ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["thread", "sync"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
 def test_what_fits_is_saved_whole_at_once(tmp_path: Path, mode: Any) -> None:
     """By what the last saves took there is time; where none was before, the weights are committed first, and
     then all over them."""
@@ -133,7 +133,7 @@ def test_what_fits_is_saved_whole_at_once(tmp_path: Path, mode: Any) -> None:
         assert contents(root)["08"] == WHOLE
 
 
-@pytest.mark.parametrize("mode", ["thread", "sync"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
 def test_what_does_not_fit_leaves_the_weights(tmp_path: Path, mode: Any) -> None:
     """The whole save is called off in time, the checkpoint of the weights stands, and says what it is;
     resuming takes the one before, unless it is asked for what there is."""
@@ -188,7 +188,7 @@ def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"01": WHOLE}
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mode: Any) -> None:
     """Training is in a long step when the notice comes and when the time is over."""
     manager = deadline_manager(tmp_path, mode=mode, writer=_Delaying(0.3))
