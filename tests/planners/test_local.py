@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "dequantize"),
     "meta": (lambda: torch.zeros(2, device="meta"), "to_empty"),
     "wrapper": (lambda: Wrapper(torch.zeros(2)), "subclass made of inner tensors"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "memory of its own"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "unbind()"),
 }
 
 
