@@ -20,6 +20,7 @@ import dcp.inspection.verification
 SMALL = (
     "should_save",
     "request_stop",
+    "cancel",
     "checkpoint_id",
     "all_steps",
     "latest",
@@ -37,6 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "load": dcp.load,
     "read": dcp.read,
     "convert": dcp.convert,
+    "watch": dcp.watch,
     "statistics": dcp.inspection.values.statistics.statistics,
     "diff": dcp.inspection.values.difference.diff,
     "verify": dcp.inspection.verification.verify,
