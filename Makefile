@@ -13,8 +13,8 @@ BENCH_STAMP = .venv/.installed-bench
 DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
-# One more than the two cores, because tests wait for a third of their time; each worker costs half a minute of
-# its own. A file stays on one worker, and those that take longest are first (tests/conftest.py).
+# One more than the two cores, because tests wait for a third of their time; each worker takes ten seconds of a
+# core to start. A file stays on one worker, and those that take longest are first (tests/conftest.py).
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 PACKAGES_ARGS ?=
