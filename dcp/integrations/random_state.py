@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcp.planners.per_rank import PerRank
+from dcp.planners.rescale import Rescale
 
 __all__ = ["RandomState"]
 
@@ -16,8 +16,8 @@ __all__ = ["RandomState"]
 class RandomState:
     """The global generators of Python, of numpy, of torch and of CUDA's current device: each rank's own.
 
-    A rank gets its own back; on another number of ranks all go on with what they have, if it is restored with
-    ``per_rank="keep"``. Tensors and plain numbers throughout, for readers that refuse arrays.
+    A rank gets its own back; on another number of ranks all go on with what they have. Tensors
+    and plain numbers throughout, for readers that refuse arrays.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class RandomState:
         }
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
-        return {"generators": PerRank(states)}
+        return {"generators": Rescale(states, "keep")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set all generators."""

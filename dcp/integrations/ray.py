@@ -1,0 +1,123 @@
+"""Ray Train: checkpoints in the run's storage, reported by reference, and saves before a preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from dcp.manager.manager import CheckpointManager
+from dcp.ranks.failures import RankFailedError
+from dcp.state_dict_saver import SaveFuture
+from dcp.storage.errors import CheckpointError, OptionError
+
+try:
+    import ray.train
+    from ray.train import Checkpoint, CheckpointUploadMode
+except ImportError as error:
+    raise ModuleNotFoundError(
+        "dcp.integrations.ray needs Ray Train 2.60: pip install 'dcphub[ray]'", name=error.name
+    ) from error
+
+__all__ = ["RayCheckpointManager"]
+
+
+class RayCheckpointManager(CheckpointManager):
+    """A `CheckpointManager` inside of a training function of Ray Train.
+
+    Steps are in the folder ``dcp`` of the run's folder in Ray's ``storage_path``, which all nodes reach. The
+    parameters are those of `CheckpointManager`, without ``root`` and ``keep``: Ray takes a run whose reported
+    checkpoints are gone for corrupted, so ``CheckpointConfig(num_to_keep=...)`` says what stays. What is
+    committed is reported to Ray with its metrics, by reference, so that nothing is copied: at the next save,
+    and at the end. All workers call `save` for the same steps, because reports wait for all of them.
+
+    Where Ray announces that a node is preempted, the next `save` saves whatever the interval is, waits for
+    the commit and reports it, once for each such event; training goes on, as Ray wants it. Ray is asked at
+    each ``agree_every_steps``-th step, which is an exchange between the workers.
+
+    Raises OptionError for ``root`` and ``keep``, CheckpointError for a file system of Ray's whose URL is not
+    known.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        wrong = [name for name in ("root", "keep") if options.get(name) is not None]
+        if wrong:
+            raise OptionError(
+                f"{' and '.join(wrong)}: Ray finds and deletes what was reported to it: "
+                "RunConfig(storage_path=...) says where, CheckpointConfig(num_to_keep=...) what stays"
+            )
+        super().__init__(_folder_of_the_run(), **options)
+        self._ask_every_steps = int(options.get("agree_every_steps", 1))
+        self._unreported: tuple[int, SaveFuture, dict[str, Any]] | None = None
+        self._preempted: frozenset[str] = frozenset()
+
+    def save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+        **options: Any,
+    ) -> SaveFuture | None:
+        """As `CheckpointManager.save`; what was committed before is reported to Ray."""
+        is_urgent = step % self._ask_every_steps == 0 and self._is_preempted()
+        saves = force or is_urgent or self.should_save(step, last=bool(options.get("last")))
+        if saves:
+            self._report()
+        future = super().save(step, state_dict, metrics=metrics, force=force or is_urgent, **options)
+        if future is not None:
+            told = {name: float(value) for name, value in (metrics or {}).items()}
+            self._unreported = (step, future, told)
+        if is_urgent:
+            self._report()
+        return future
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """As `CheckpointManager.close`, with the last report."""
+        self._report()
+        super().close(timeout_seconds)
+
+    def _report(self) -> None:
+        """Tell Ray of the checkpoint that was saved last; of none that failed, which is so on all ranks."""
+        unreported, self._unreported = self._unreported, None
+        if unreported is None:
+            return
+        step, future, metrics = unreported
+        try:
+            future.result()
+        except (CheckpointError, RankFailedError):  # the manager tells of it
+            return
+        checkpoint = Checkpoint(self.checkpoint_id(step))
+        ray.train.report(
+            {"step": step, **metrics},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def _is_preempted(self) -> bool:
+        """Whether Ray has announced a preemption that was not answered yet: a collective, alike on all."""
+        info = ray.train.get_preemption_info()
+        nodes = frozenset(info.preempted_node_ids) if info is not None else frozenset()
+        is_new = not nodes <= self._preempted
+        self._preempted |= nodes
+        return is_new
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._unreported = None  # other workers may be gone, and a report waits for them
+        super().__exit__(kind, error, trace)
+
+
+def _folder_of_the_run() -> str:
+    storage = ray.train.get_context().get_storage()
+    path, kind = storage.build_checkpoint_path_from_name("dcp"), storage.storage_filesystem.type_name
+    if kind == "local":
+        return str(path)
+    if kind == "s3":
+        return f"s3://{path}"
+    raise CheckpointError(
+        f"Ray's storage_path is on a {kind!r} file system; known here are local ones and S3"
+    )
