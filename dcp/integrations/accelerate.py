@@ -86,8 +86,6 @@ class AcceleratorCheckpoints:
         self._replaceable: set[int] = set()
         self._future: dcp.SaveFuture | None = None
 
-    # -- saving ----------------------------------------------------------------------------------------------
-
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -98,8 +96,6 @@ class AcceleratorCheckpoints:
 
         Args:
             output_dir: A folder or URL; not with ``automatic_checkpoint_naming``.
-            safe_serialization: Without meaning here.
-            **ignored: Of other engines.
 
         Returns:
             The checkpoint's place.
@@ -165,8 +161,6 @@ class AcceleratorCheckpoints:
         for hook in hooks:
             hook(models, [{} for _ in models], place)
 
-    # -- loading ---------------------------------------------------------------------------------------------
-
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
     ) -> None:
@@ -174,7 +168,7 @@ class AcceleratorCheckpoints:
 
         Args:
             input_dir: Of a checkpoint; with ``automatic_checkpoint_naming`` None is the newest that is whole.
-            load_kwargs: For Accelerate's own checkpoints; as ``kwargs``.
+            load_kwargs: For Accelerate's own checkpoints, as are ``kwargs``.
 
         Raises:
             ValueError: There is no such folder, or other objects are registered than were saved.
@@ -210,8 +204,6 @@ class AcceleratorCheckpoints:
         project.iteration = max(project.iteration, restored.step + 1)
         return restored.checkpoint_id, state
 
-    # -- the state -------------------------------------------------------------------------------------------
-
     def _models(self) -> dict[str, nn.Module]:
         unwrap, models = self._accelerator.unwrap_model, self._accelerator._models
         inner = [unwrap(model, keep_torch_compile=False) for model in models]
@@ -234,7 +226,7 @@ class AcceleratorCheckpoints:
         if accelerator._optimizers:
             state["optimizer"] = get_optimizer_state_dict(*self._trained())
         state["random"] = RandomState().state_dict()
-        # Asking a loader for its state begins an epoch where none has begun.
+        # Asking a loader for its state begins an epoch.
         positions = [loader.state_dict() for loader in self._loaders()] if saving else None
         state["dataloaders"] = dcp.PerRank((positions,))
         custom = {str(number): one.state_dict() for number, one in enumerate(accelerator._custom_objects)}
@@ -251,7 +243,7 @@ class AcceleratorCheckpoints:
             "step": accelerator.step,
             "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
             "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-            "epochs": [getattr(loader, "iteration", None) for loader in accelerator._dataloaders],
+            "loaders": [_place_of(loader) for loader in accelerator._dataloaders],
             "custom": custom,
         }
 
@@ -269,26 +261,22 @@ class AcceleratorCheckpoints:
             accelerator.scaler.load_state_dict(values["scaler"])
         for number, one in enumerate(accelerator._custom_objects):
             one.load_state_dict(custom[str(number)])
-        self._apply_to_loaders(values["epochs"], state["dataloaders"].value[0])
+        self._apply_to_loaders(values["loaders"], state["dataloaders"].value[0])
         accelerator.step = values["step"]
         RandomState().load_state_dict(state["random"])
 
-    def _apply_to_loaders(self, epochs: list[int | None], positions: list[Any] | None) -> None:
-        for loader, epoch in zip(self._accelerator._dataloaders, epochs, strict=True):
+    def _apply_to_loaders(self, places: list[Any], positions: list[Any] | None) -> None:
+        for loader, (epoch, generator) in zip(self._accelerator._dataloaders, places, strict=True):
             if epoch is not None:
                 loader.iteration = epoch
+            if generator is not None and (own := _generator_of(loader)) is not None:
+                own.set_state(generator)
         if positions is not None:
             for loader, position in zip(self._loaders(), positions, strict=True):
                 loader.load_state_dict(position)
 
-    # -- the end ---------------------------------------------------------------------------------------------
-
     def wait(self) -> None:
-        """Wait until all that was saved is committed.
-
-        Raises:
-            CheckpointError: What a save raised.
-        """
+        """Wait until all that was saved is committed; raises CheckpointError where a save has failed."""
         future, self._future = self._future, None
         if future is not None:
             future.result()
@@ -320,6 +308,16 @@ def _is_ours(place: str) -> bool:
     )
 
 
+def _generator_of(loader: Any) -> Any:
+    return getattr(loader, "synchronized_generator", None) or getattr(loader, "generator", None)
+
+
+def _place_of(loader: Any) -> tuple[Any, Any]:
+    """Its epoch, and the state of the generator that shuffles the next one."""
+    own = _generator_of(loader)
+    return getattr(loader, "iteration", None), None if own is None else own.get_state()
+
+
 def _has_shards(value: Any) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
@@ -331,7 +329,7 @@ def _has_shards(value: Any) -> bool:
 def _check_alike(accelerator: Accelerator, values: dict[str, Any], custom: dict[str, Any]) -> None:
     counts = {
         "schedulers": (len(values["schedulers"]), len(accelerator._schedulers)),
-        "data loaders": (len(values["epochs"]), len(accelerator._dataloaders)),
+        "data loaders": (len(values["loaders"]), len(accelerator._dataloaders)),
         "registered objects": (len(custom), len(accelerator._custom_objects)),
     }
     for what, (saved, there) in counts.items():

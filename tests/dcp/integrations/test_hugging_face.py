@@ -4,6 +4,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,38 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
     return errors
 
 
+def epochs(root: str, *, until: int) -> list[float]:
+    """A loop that saves between two epochs, and knows from its folders how far it is; sums of losses."""
+    import torch
+    from accelerate import Accelerator
+
+    import dcp.integrations.accelerate
+
+    accelerator = Accelerator(cpu=True)
+    dcp.integrations.accelerate.use(accelerator, mode="sync")
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+    own = torch.Generator().manual_seed(0)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=own)
+    model: Any = torch.nn.Linear(4, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    there = len(list(Path(root).glob("epoch_*")))
+    if there:
+        accelerator.load_state(f"{root}/epoch_{there - 1}")
+    sums = []
+    for epoch in range(there, until):
+        sums.append(0.0)
+        for (inputs,) in loader:
+            loss = model(inputs).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            sums[-1] += loss.item()
+        accelerator.save_state(f"{root}/epoch_{epoch}")
+    return sums
+
+
 def loops_of_accelerate(root: str) -> dict[str, Any]:
     """In the laboratory: the newest is damaged; there is none; the loader has a state of its own."""
     from tests.support.trainer_runs import LoopRun
@@ -323,6 +356,9 @@ def loops_of_accelerate(root: str) -> dict[str, Any]:
     shutil.rmtree(f"{root}/stateful/checkpoints/checkpoint_2")
     found["damaged"] = ran(run("loop", resume=True))
     found["stateful, resumed"] = ran(run("stateful", stateful_loader=True, resume=True))
+    found["epochs"] = ran(Child(partial(epochs, until=4), f"{root}/epochs").wait())
+    first = ran(Child(partial(epochs, until=2), f"{root}/two").wait())
+    found["epochs, resumed"] = first + ran(Child(partial(epochs, until=4), f"{root}/two").wait())
     nothing = run("nothing", resume=True)
     found["nothing"] = None if nothing.raised is None else nothing.raised.type_name
     return found
@@ -331,10 +367,11 @@ def loops_of_accelerate(root: str) -> dict[str, Any]:
 @pytest.mark.exhaustive
 def test_loops_of_accelerate(tmp_path: Path) -> None:
     """Over a damaged checkpoint the one before is taken, and saved over; a stateful loader goes on where it
-    was; where there is none it is an error of its own."""
+    was, any other where its generator was between two epochs; where there is none it is an error."""
     found = in_lab(loops_of_accelerate, str(tmp_path))
     assert found["damaged"] == found["whole"]
     assert found["stateful, resumed"] == found["stateful"]
+    assert found["epochs, resumed"] == found["epochs"]
     assert found["nothing"] == "CheckpointNotFoundError"
 
 
