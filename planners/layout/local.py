@@ -405,6 +405,11 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
         return None
     if tensor.is_meta:
         return f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"{fqn!r}: a {type(tensor).__name__} has no memory of its own and no __tensor_flatten__ with "
+            "its parts; dequantise it, or store its parts under names of their own"
+        )
     return f"{fqn!r}: its memory was freed (resized storage) or never was (a fake tensor); reshard first"
 
 

@@ -40,6 +40,20 @@ class Wrapper(torch.Tensor):
         )
 
 
+class Opaque(torch.Tensor):
+    """One that does not tell what it is made of, as Transformer Engine's were."""
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor) -> Opaque:
+        """A tensor without memory of its own."""
+        made: Opaque = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(func)
+
+
 class Rows(torch.Tensor):
     """A subclass that implements torch's checkpointing protocol: rows 2 and 3 of a tensor of 8 rows."""
 
@@ -178,6 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "dequantize"),
     "meta": (lambda: torch.zeros(2, device="meta"), "to_empty"),
     "wrapper": (lambda: Wrapper(torch.zeros(2)), "subclass made of inner tensors"),
+    "opaque": (lambda: Opaque(torch.zeros(2)), "no __tensor_flatten__"),
     "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "unbind()"),
 }
 
