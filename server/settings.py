@@ -30,7 +30,6 @@ from pydantic_settings import (
 )
 
 from dcp.storage.errors import CheckpointError
-from dcp.storage.stores import open_store
 
 __all__ = ["CONFIG_VARIABLE", "DEFAULT_CONFIG", "RootSettings", "Settings"]
 
@@ -65,6 +64,8 @@ class RootSettings(BaseModel):
     @field_validator("readonly")
     @classmethod
     def _as_its_store(cls, readonly: bool, info: ValidationInfo) -> bool:
+        from dcp.storage.stores import open_store  # imports numpy, which counting and webhooks do without
+
         try:
             store = open_store(info.data["url"], info.data["storage_options"])
         except (CheckpointError, KeyError):  # whoever uses the root is told what is wrong with it

@@ -149,7 +149,8 @@ class PosixStore(Store):
 
     def exists(self) -> bool:
         """Whether it is a folder, perhaps behind a symbolic link."""
-        return self._root.is_dir()
+        with step(None, "stat", self._root):
+            return self._root.is_dir()
 
     def folders(self) -> Sequence[str]:
         """Folders, also behind symbolic links; names that no checkpoint may have are left out."""

@@ -23,6 +23,7 @@ from dcp.storage.errors import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.values import raw
+from tests.support.versions import listing
 
 
 def stored() -> dict[str, Any]:
@@ -196,7 +197,7 @@ def save_differing(rank: int, world_size: int, root: Path) -> Any:
         state = differing_state(rank, kind)
         results[kind] = outcome(partial(dcp.save, state, checkpoint_id=folder))
         dist.barrier()
-        results[kind, "left"] = sorted(path.name for path in folder.iterdir())
+        results[kind, "left"] = listing(folder)
     return results
 
 
@@ -213,7 +214,7 @@ def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_pat
                 assert fqns == [fqn]
                 assert "PerRank" in text
                 assert "rank 1" in text
-            assert results[kind, "left"] == []
+            assert results[kind, "left"] == {}
 
 
 def save_with_a_difference_between_samples(rank: int, world_size: int, root: Path) -> Any:

@@ -234,7 +234,8 @@ class FsspecClient(StreamClient):
 
     def folder_exists(self, key: str) -> bool:
         """Whether it is there, where folders are more than a part of names."""
-        return not self.has_folders or bool(self._fs.isdir(key))
+        with self._attempt():
+            return not self.has_folders or bool(self._fs.isdir(key))
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:

@@ -142,7 +142,8 @@ class FsspecStore(Store):
 
     def exists(self) -> bool:
         """Whether the folder itself is there; where prefixes are all there is, it always is."""
-        return self._client.folder_exists(self._root_key())
+        key = self._root_key()
+        return self._run("head", key, lambda: self._client.folder_exists(key))
 
     # -- small files -----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from dcp.inspection.checkpoints import open_index
 from dcp.inspection.verification import verify
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CorruptCheckpointError, PlanError
-from dcp.storage.formats import dtypes
+from dcp.storage.formats import dtypes, registry
 from dcp.storage.formats.format import Format, Target
 from dcp.storage.formats.registry import register_format
 from dcp.storage.formats.safetensors.writer import EXTRAS_KEY, decode_extras
@@ -246,9 +246,12 @@ def test_a_checkpoint_is_not_converted_onto_itself(flat: Path, tmp_path: Path) -
     assert verify(flat).ok and (tmp_path / "pipe.pt").is_fifo()
 
 
-def test_two_files_of_one_name_are_no_layout(flat: Path, tmp_path: Path) -> None:
+def test_two_files_of_one_name_are_no_layout(
+    flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a format of somebody's that makes its files' names of tensors', and loses what tells them apart; or
     leads out of the target by them."""
+    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
     for name, words in (("one", "would be two files"), ("../out", "path separator")):
 
         def lay_out(job: LayoutJob, name: str = name) -> Planned:
