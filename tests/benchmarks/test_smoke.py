@@ -26,6 +26,7 @@ def command(tmp: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks", "--scale", "0.002", "--rounds", "1", *folders, *options]
 
 
+@pytest.mark.exhaustive
 def test_table_and_json_are_written_and_nothing_is_left_behind(tmp_path: Path) -> None:
     """One tiny round of a workload, of memory and of asynchronous saving gives rows with sane figures."""
     run = subprocess.run(
@@ -61,6 +62,7 @@ def test_table_and_json_are_written_and_nothing_is_left_behind(tmp_path: Path) -
     assert list((tmp_path / "work").iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_removes_its_checkpoints(tmp_path: Path) -> None:
     """Ctrl-C in the middle leaves no file and no process."""
     process = subprocess.Popen(

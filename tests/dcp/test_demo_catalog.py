@@ -12,6 +12,7 @@ from dcp.demo.catalog_service import CatalogService
 from dcp.demo.places import FolderPlace
 
 
+@pytest.mark.exhaustive
 def test_a_port_that_is_taken_meanwhile_is_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,13 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from dcp.storage.torch_compat import TESTED
 from tests.support.torch_matrix import OURS, matrix, table
 
 
+@pytest.mark.exhaustive
 def test_stock_and_ours_read_each_other(tmp_path: Path) -> None:
     """Written by two ranks, read by one and, sharded otherwise, by two."""
     found = matrix([sys.executable], tmp_path)

@@ -171,6 +171,7 @@ def test_a_rank_killed_in_any_phase_of_a_save_is_named_by_the_others(tmp_path: P
         assert after == (NEXT, CLEAN), case
 
 
+@pytest.mark.exhaustive
 def test_a_rank_killed_in_any_phase_of_a_load_is_named_by_the_others(tmp_path: Path) -> None:
     """Both survivors name it, and the checkpoint is as it was."""
     rows = in_lab(run_phases, tmp_path, True, timeout_seconds=800)

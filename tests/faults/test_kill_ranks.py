@@ -97,7 +97,10 @@ def every_loss(root: Path, old: int | str, at_once: int) -> list[Loss]:
     return losses
 
 
-@pytest.fixture(scope="module", params=[ABSENT, OLD], ids=["first", "overwrite"])
+LOST = [pytest.param(ABSENT, id="first", marks=pytest.mark.exhaustive), pytest.param(OLD, id="overwrite")]
+
+
+@pytest.fixture(scope="module", params=LOST)
 def lost(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[int | str, list[Loss]]]:

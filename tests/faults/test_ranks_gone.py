@@ -121,7 +121,7 @@ def rank_0_ends_while_the_group_forms(
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])
 def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str, when: str) -> None:
     """The survivors get an error of ours that names it, and not torch's about sockets."""
     with socket.create_server(("127.0.0.1", 0)) as found:

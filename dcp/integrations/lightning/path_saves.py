@@ -69,8 +69,11 @@ class PathSaves:
         future.add_done_callback(self._ended)  # at once, in this thread, if it has ended
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, once the saves that are under way have ended."""
+        """Delete a checkpoint, once the saves that are under way have ended. It stays where one has failed,
+        also if that is not raised yet."""
         with self._changed:
+            if self._failures:
+                return
             self._to_remove.append(os.fspath(path))
             self._remove_if_committed()
 

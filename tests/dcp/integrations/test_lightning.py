@@ -6,6 +6,7 @@ import datetime
 import os
 import pickle
 import sys
+import time
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,12 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
     plugin.teardown()
 
 
-def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path) -> None:
-    """Deleted at once it would leave nothing, were the process killed; after a save that fails it stays, and
-    the next call says so."""
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.5])
+def test_what_is_replaced_stays_until_the_newer_one_is_committed(
+    tmp_path: Path, pause_seconds: float
+) -> None:
+    """Deleted at once it would leave nothing, were the process killed; after a save that fails it stays, also
+    if that was before, and the next call says so."""
     from dcp.integrations.lightning import DcpCheckpointIO
 
     plugin = DcpCheckpointIO()
@@ -183,6 +187,7 @@ def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path)
     plugin.wait()
     (tmp_path / "taken").write_text("a file where a folder has to be")
     plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "taken" / "new.ckpt")
+    time.sleep(pause_seconds)
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     with pytest.raises(dcp.CheckpointError):
         plugin.wait()
