@@ -19,6 +19,7 @@ from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
     CorruptCheckpointError,
+    SaveAbortedError,
     UnsafeObjectError,
     UnsupportedFormatError,
     error_from_wire,
@@ -98,6 +99,7 @@ def failure_of(
     """
     if own_error is not None and not isinstance(own_error, Exception):
         return own_error
+    failures = {_caller_off(error, failed): error for failed, error in failures.items()}
     described: dict[int, BaseException] = dict(failures)
     if own_error is not None and rank in described:
         described[rank] = own_error
@@ -113,6 +115,12 @@ def failure_of(
     error = cls(message, summaries, **facts)
     error.__cause__ = first
     return error
+
+
+def _caller_off(error: CheckpointError, rank: int) -> int:
+    """The rank that called a save off, where ``rank`` was told of it; else ``rank``."""
+    caller = error.rank if isinstance(error, SaveAbortedError) else None
+    return rank if caller is None else caller
 
 
 def _message(step: str, texts: Mapping[int, str]) -> str:

@@ -17,6 +17,7 @@ from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession
 from dcp.errors import SaveAbortedError
 from dcp.progress import Progress
+from dcp.ranks.failures import RankFailedError, failure_of
 from dcp.saving.options import SaveOptions
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
@@ -228,3 +229,10 @@ def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
     found = run_ranks(2, cancel_by_the_rank_that_is_ready, tmp_path, kind)
     alike = {"error": True, "cancelled": True, "soon": True, "left": False, "late": False}
     assert found == [alike | {"answer": None}, alike | {"answer": True}]
+
+
+def test_who_called_it_off_is_named_and_not_who_was_told() -> None:
+    """Whichever rank notices it first."""
+    error = failure_of("write", {0: SaveAbortedError("the save was called off on rank 1", rank=1)}, 0, None)
+    assert isinstance(error, RankFailedError) and isinstance(error, SaveAbortedError)
+    assert error.ranks == [1]
