@@ -1,4 +1,4 @@
-"""Checkpoints on storage: `stores` move bytes, `formats` say what they mean, reader and writer serve torch.
+"""Checkpoints on storage: `stores` move bytes, `formats` say what they mean, `torch_storage` serves torch.
 
 As a stand-in for ``torch.distributed.checkpoint.storage`` it has torch's interfaces too. They are imported
 when first used, so that `dcp.storage.formats` and `dcp.storage.stores` work without torch.

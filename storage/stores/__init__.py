@@ -12,22 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import (
-    ANY,
-    Buffer,
-    Capabilities,
-    FileInfo,
-    ReadHandle,
-    ReadOnlyStore,
-    Store,
-    StoreType,
-    Version,
-    WriteHandle,
-    check_name,
-    place_text,
-)
+from dcp.storage.stores.base import ANY, Capabilities, FileInfo, ReadOnlyStore, Store, StoreType, Version
+from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
 from dcp.storage.stores.memory import MemoryStore
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.names import check_name, place_text
+from dcp.storage.stores.posix.store import PosixStore
 from dcp.storage.stores.registry import known_schemes, register_store, store_type_of
 
 __all__ = [

@@ -15,7 +15,8 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_obj
 from dcp.storage.errors import StorageError
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores import open_store as open_plainly
-from dcp.storage.stores.base import FileInfo, Store, check_name, is_name
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.names import check_name, is_name
 
 __all__ = ["ParentFolder", "SmallFiles", "open_parent_folder"]
 

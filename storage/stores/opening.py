@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from dcp.storage.errors import OptionError
 from dcp.storage.stores import open_store
-from dcp.storage.stores.base import Store, place_text
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.names import place_text
 
 __all__ = ["OpenWith", "check_storage_options"]
 

@@ -12,9 +12,10 @@ from typing import Final
 
 from dcp.storage.errors import OptionError, StorageError
 from dcp.storage.extensions import loaded_extension
-from dcp.storage.stores import memory, posix
+from dcp.storage.stores import memory
 from dcp.storage.stores.base import StoreType
 from dcp.storage.stores.objects import store_type as objects
+from dcp.storage.stores.posix import store as posix
 
 __all__ = ["GROUP", "known_schemes", "register_store", "store_type_of"]
 

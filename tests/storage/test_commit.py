@@ -7,7 +7,7 @@ import pytest
 from dcp.storage.commit import Names, commit, discard, previous_state
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
-from dcp.storage.formats.open import open_index
+from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from tests.storage.formats.test_open import large_index

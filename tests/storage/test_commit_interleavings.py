@@ -18,9 +18,9 @@ from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest
-from dcp.storage.formats.open import open_index
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
-from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.memory import MemoryStore
 from tests.storage.formats.index_cases import small_index
@@ -325,7 +325,7 @@ def by_draws(draw: Callable[[st.SearchStrategy[int]], int]) -> Callable[[list[in
 
 
 @pytest.mark.parametrize("name", THREE)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
     """As two do."""
@@ -334,7 +334,7 @@ def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["create, create bare", "overwrite, overwrite", "overwrite stock"])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_writer_is_killed_beside_another(name: str, data: st.DataObject) -> None:
     """Readers see whole checkpoints all the time, and the next save commits and clears all away."""

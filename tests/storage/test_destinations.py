@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcp
-from dcp.storage.destinations import classify
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, ReadColumns
 from dcp.storage.errors import PlanError
-from dcp.storage.reader import FileSystemReader
 from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_storage.destinations import classify
+from dcp.storage.torch_storage.reader import FileSystemReader
 
 SHAPES = ((), (6,), (1,), (4, 5), (3, 1), (1, 3, 4), (3, 1, 2), (2, 1, 1, 5), (2, 3, 1, 4))
 STORED = {f"t{n}": torch.arange(max(1, int(np.prod(s)))).view(s) * 1.5 + n for n, s in enumerate(SHAPES)}
@@ -107,7 +107,7 @@ def sorted_runs(runs: ByteRuns) -> list[tuple[int, ...]]:
     return sorted(run for run in zip(*(c.tolist() for c in columns), strict=True) if run[2])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(wanted=st.lists(rows(), max_size=12))
 def test_all_together_and_row_by_row_are_the_same(engine: ReadEngine, wanted: list[Row]) -> None:
     """Runs, regions and staged reads are the same, and each element ends where it belongs, nothing else."""

@@ -19,21 +19,23 @@ from functools import partial
 
 import numpy as np
 
+from dcp.storage.closable import Closable
 from dcp.storage.engine.reading import scatter
-from dcp.storage.engine.reading.joining import NO_CHUNK, Copy, RequestPiece, join
+from dcp.storage.engine.reading.coalescing.joining import NO_CHUNK, Copy, RequestPiece, join
 from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, ReadStats, Region, Verify
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.engine.reading.units import Unit, region_units, run_units
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
-from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import work_off
 
 __all__ = ["ReadEngine"]
 
 
-class ReadEngine(ReadSource):
+class ReadEngine(Closable, ReadSource):
     """Reads from one checkpoint. Use as a context manager: files stay open, as many as the process can
     afford, and are closed at the end."""
 
@@ -46,10 +48,8 @@ class ReadEngine(ReadSource):
         self.on_bytes: Callable[[int], None] | None = None
         self._lock = threading.Lock()
 
-    def __enter__(self) -> ReadEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
     def resolve(self, chunks: Sequence[int] | Int64) -> None:

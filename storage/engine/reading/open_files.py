@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.index import UNKNOWN
-from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.handles import ReadHandle
 
 __all__ = ["OpenFiles"]
 

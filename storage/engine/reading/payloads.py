@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.joining import NO_CHUNK, RequestPiece
+from dcp.storage.engine.reading.coalescing.joining import NO_CHUNK, RequestPiece
 from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
@@ -27,7 +27,7 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
 from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.geometry.strides import c_strides, dense_order
-from dcp.storage.stores.base import ReadHandle
+from dcp.storage.stores.handles import ReadHandle
 
 __all__ = ["Payloads"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import array_at, item_dtype, view
-from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
-from dcp.storage.engine.reading.joining import (
+from dcp.storage.engine.reading.coalescing.clusters import Cluster, PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.coalescing.joining import (
     CHEAP_GAP_BYTES,
     COPIED_BELOW_BYTES,
     NO_CHUNK,

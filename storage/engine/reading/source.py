@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import item_view
+from dcp.storage.engine.reading.coalescing.joining import RequestPiece
 from dcp.storage.engine.reading.fragments import Fragment, Fragments
-from dcp.storage.engine.reading.joining import RequestPiece
 from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.payloads import Payloads
 from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Verify
 from dcp.storage.errors import CorruptCheckpointError, OptionError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.handles import ReadHandle
 
 __all__ = ["ReadSource"]
 

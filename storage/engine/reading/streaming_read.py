@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import view
-from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.coalescing.clusters import Cluster
+from dcp.storage.engine.reading.coalescing.joining import NO_CHUNK, JoinedRequest, RequestPiece
 from dcp.storage.engine.reading.fragments import within_blocks
-from dcp.storage.engine.reading.joining import NO_CHUNK, JoinedRequest, RequestPiece
 from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.engine.reading.worker import ReadWorker
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.stores.base import ReadHandle
+from dcp.storage.stores.handles import ReadHandle
 
 __all__ = ["StreamingRead"]
 

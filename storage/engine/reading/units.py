@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from dcp.storage.engine.reading.clusters import Cluster, PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.coalescing.clusters import Cluster, PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.requests import ByteRuns, Region
 from dcp.storage.engine.reading.source import ReadSource

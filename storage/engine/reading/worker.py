@@ -9,14 +9,14 @@ import math
 import numpy as np
 
 from dcp.storage.engine.memory import ScratchBuffers, array_at, item_dtype, view
-from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.coalescing.clusters import Cluster
 from dcp.storage.engine.reading.fragments import within_blocks
 from dcp.storage.engine.reading.requests import ReadStats, Region
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.payload_parts import box_parts
 from dcp.storage.geometry.strides import extent
-from dcp.storage.stores.base import ReadHandle
+from dcp.storage.stores.handles import ReadHandle
 
 __all__ = ["MAX_CLUSTER_BYTES", "SCRATCH", "ReadWorker"]
 

@@ -1,4 +1,4 @@
-"""Our own format. Whether it or stock's counts in a folder is decided by `dcp.storage.formats.open`."""
+"""Our own format. Whether it or stock's counts in a folder is decided by `formats.opening.folder`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SAFETENSORS: Final = Format(
     ),
     precedence=1,
     read_file="dcp.storage.formats.safetensors.index:index_of_safetensors_file",
-    read_folder="dcp.storage.formats.weights_folder:index_of_safetensors_folder",
+    read_folder="dcp.storage.formats.opening.weights_folder:index_of_safetensors_folder",
     complete="dcp.conversion.contents.extras:with_extras",
     is_loose=True,
     target=Target(

@@ -26,7 +26,7 @@ TORCH_SAVE: Final = Format(
         r"pytorch_model\.bin|.*\.bin\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.bin", re.DOTALL
     ),
     read_file="dcp.storage.formats.torch.file:index_of_torch_file",
-    read_folder="dcp.storage.formats.weights_folder:index_of_bin_folder",
+    read_folder="dcp.storage.formats.opening.weights_folder:index_of_bin_folder",
     target=Target(name="torch", layout="dcp.conversion.targets.torch_save:lay_out", as_file="always"),
 )
 TORCH_DCP: Final = Format(

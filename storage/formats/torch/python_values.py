@@ -197,13 +197,13 @@ def python_value(
     Raises UnsafeObjectError, which names the class, for a value that is not harmless, CheckpointFormatError
     for one that contains itself, is nested too deeply, or has many times the bytes of its pickle.
     """
-    return _Values(pickle_bytes, special or {}).of(decoded, 0)
+    return _PythonValues(pickle_bytes, special or {}).of(decoded, 0)
 
 
 _OPEN: Final = object()
 
 
-class _Values:
+class _PythonValues:
     def __init__(self, pickle_bytes: int, special: Mapping[type, Callable[[Any], Any]]) -> None:
         self._special = special
         self._made: dict[int, Any] = {}

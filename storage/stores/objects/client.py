@@ -1,6 +1,6 @@
 """What is asked of an object service: plain requests, each one attempt, safe from any thread.
 
-Two clients: `dcp.storage.stores.objects.s3.service` (s3fs) and `dcp.storage.stores.objects.generic` (any
+Two clients: that of `dcp.storage.stores.objects.s3` (s3fs), and of `dcp.storage.stores.objects.generic` (any
 fsspec file system). Repeating, counting and naming what failed is `dcp.storage.stores.objects.requests`.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO, Final, TypeAlias
 
-from dcp.storage.stores.base import Buffer, Inflow
+from dcp.storage.stores.handles import Buffer, Inflow
 
 __all__ = [
     "ABSENT",

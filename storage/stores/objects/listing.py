@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from dcp.storage.stores.base import FileInfo, is_name
+from dcp.storage.stores.base import FileInfo
+from dcp.storage.stores.names import is_name
 from dcp.storage.stores.objects.client import ListingPage, ObjectInfo
 
 __all__ = ["deep_files", "file_info", "files_of", "folder_tree", "folders_of", "key_tree", "name_of"]

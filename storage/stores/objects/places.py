@@ -47,6 +47,6 @@ def client_for(
         from dcp.storage.stores.objects.s3.service import S3Client
 
         return S3Client(bucket, storage_options, options)
-    from dcp.storage.stores.objects.generic import FsspecClient, open_filesystem
+    from dcp.storage.stores.objects.generic.service import FsspecClient, open_filesystem
 
     return FsspecClient(open_filesystem(url, storage_options), options)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
-from dcp.storage.stores.base import Inflow, ReadHandle, Views, byte_view
+from dcp.storage.stores.handles import Inflow, ReadHandle, Views, byte_view
 from dcp.storage.stores.objects.client import Failure, ObjectInfo
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.shared import Shared, all_of

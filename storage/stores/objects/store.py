@@ -19,18 +19,9 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp.storage.stores.base import (
-    ANY,
-    Capabilities,
-    Expected,
-    FileInfo,
-    ReadHandle,
-    ReadProfile,
-    Store,
-    Version,
-    WriteHandle,
-    check_name,
-)
+from dcp.storage.stores.base import ANY, Capabilities, Expected, FileInfo, ReadProfile, Store, Version
+from dcp.storage.stores.handles import ReadHandle, WriteHandle
+from dcp.storage.stores.names import check_name
 from dcp.storage.stores.objects import listing
 from dcp.storage.stores.objects.client import (
     ABSENT,
@@ -328,7 +319,7 @@ class FsspecStore(Store):
     def _place(self) -> str:
         if self._bucket is not None:
             return self._bucket
-        from dcp.storage.stores.objects.generic import place_of
+        from dcp.storage.stores.objects.generic.service import place_of
 
         return place_of(self.url)
 
@@ -344,7 +335,7 @@ class FsspecStore(Store):
 
     def _key(self, name: str) -> str:
         if self._prefix is None:
-            from dcp.storage.stores.objects.generic import path_of
+            from dcp.storage.stores.objects.generic.service import path_of
 
             self._prefix = f"{path_of(self.url)}/"
         return f"{self._prefix}{name}"

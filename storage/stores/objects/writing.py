@@ -15,8 +15,8 @@ from typing import IO, Final
 from isal.isal_zlib import crc32
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
-from dcp.storage.stores.base import Buffer, WriteHandle, byte_view
 from dcp.storage.stores.buffers import BounceBuffer, copy_bytes
+from dcp.storage.stores.handles import Buffer, WriteHandle, byte_view
 from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,

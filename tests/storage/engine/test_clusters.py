@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine.reading.clusters import PlacedRuns, split_off_clusters
+from dcp.storage.engine.reading.coalescing.clusters import PlacedRuns, split_off_clusters
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.errors import CorruptCheckpointError
@@ -41,7 +41,7 @@ def placed_runs(draw: st.DrawFn) -> PlacedRuns:
     return PlacedRuns(files, offsets, ByteRuns(numbers, positions, sizes, numbers + 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(placed=placed_runs(), limit_bytes=st.integers(16, 100))
 def test_every_run_is_in_one_cluster_or_alone(placed: PlacedRuns, limit_bytes: int) -> None:
     """Clusters are bounded, of one file, without wide gaps and overlaps; each run is somewhere, once."""

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.storage.engine.reading.coalescing import coalesce, coalesce_columns, span_bytes
+from dcp.storage.engine.reading.coalescing.neighbours import coalesce, coalesce_columns, span_bytes
 
 
 class Range(NamedTuple):
@@ -33,7 +33,7 @@ def ranges(draw: st.DrawFn, gaps: tuple[int, ...]) -> list[Range]:
     return sorted(found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     several=ranges((0, 0, 3, 8, 9, 40, -5)), limit=st.integers(1, 100), below=st.none() | st.integers(1, 30)
 )
@@ -56,7 +56,7 @@ def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: in
         assert not may_follow(group[-1], following[0]) or span_bytes([*group, following[0]]) > limit
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(several=ranges((0, 0, 3, 8, 9, 40)), limit=st.integers(1, 100), below=st.integers(1, 30))
 def test_columns_are_grouped_as_ranges_are(several: list[Range], limit: int, below: int) -> None:
     """Where no two share bytes."""

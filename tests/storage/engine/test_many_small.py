@@ -22,7 +22,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.stores import PosixStore
-from dcp.storage.stores.posix_files import PageCacheFile
+from dcp.storage.stores.posix.files import PageCacheFile
 from dcp.storage.tensors import LocalMemory, byte_pieces
 
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.engine import write
-from dcp.storage.engine.reading import clusters, fragments, joining, scatter, units
+from dcp.storage.engine.reading import fragments, scatter, units
 from dcp.storage.engine.reading import source as read_source
 from dcp.storage.engine.reading import worker as read_worker
+from dcp.storage.engine.reading.coalescing import clusters, joining
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Region, Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -155,7 +156,7 @@ def destinations(
     return runs_of(rows), asked, targets, expected
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(wanted=wanted_parts(), verify=st.sampled_from(["blocks", "full", "none"]), threads=st.integers(1, 2))
 def test_whatever_is_wanted_arrives_as_from_a_disk(wanted: Wanted, verify: Verify, threads: int) -> None:
     """Any runs and boxes of any arrays: the same bytes, figures that add up, and bounded requests."""

@@ -15,11 +15,11 @@ import dcp
 from dcp.inspection.checkpoints import header_of
 from dcp.inspection.entries import object_rows
 from dcp.storage.engine.reading.requests import ReadColumns, Verify
-from dcp.storage.formats.open import open_index
-from dcp.storage.reader import FileSystemReader
+from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import PosixStore
 from dcp.storage.tensors import LocalMemory
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from tests.dcp.cli_support import run
 from tests.support.recording import RecordingStore
 

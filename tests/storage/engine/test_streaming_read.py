@@ -10,7 +10,7 @@ import pytest
 
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.stores.base import Inflow, ReadHandle
+from dcp.storage.stores.handles import Inflow, ReadHandle
 from tests.support.recording import RecordingStore
 from tests.support.stored_arrays import region_of, runs_of, write_arrays
 

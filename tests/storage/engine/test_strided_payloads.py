@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp.storage.engine.memory import ScratchBuffers
-from dcp.storage.engine.reading import fragments, joining, payloads, scatter
+from dcp.storage.engine.reading import fragments, payloads, scatter
 from dcp.storage.engine.reading import source as read_source
 from dcp.storage.engine.reading import worker as read_worker
+from dcp.storage.engine.reading.coalescing import joining
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Region, Verify
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError

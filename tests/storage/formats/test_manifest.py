@@ -39,7 +39,7 @@ def resealed(change: Any) -> bytes:
     return body + struct.pack(">I", crc32(body))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(indexes())
 def test_round_trip(index: CheckpointIndex) -> None:
     """What is encoded is decoded again, every column with its type."""

@@ -32,7 +32,7 @@ from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.safetensors.file import parse_header
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 from dcp.storage.formats.torch.tensor_pickle import decode_tensor_pickle
 from tests.planners.test_codec import example
 from tests.storage.formats.test_manifest import put, resealed

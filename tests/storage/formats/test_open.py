@@ -23,13 +23,13 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.open import has_checkpoint, is_large_metadata_of, open_index
-from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.formats.opening.folder import has_checkpoint, is_large_metadata_of, open_index
+from dcp.storage.formats.opening.merge import merge_rank_indexes
+from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from dcp.storage.stores.faults import FaultInjectingStore
-from dcp.storage.stores.posix import PosixStore
-from dcp.storage.stores.posix_files import PosixReadHandle
+from dcp.storage.stores.posix.files import PosixReadHandle
+from dcp.storage.stores.posix.store import PosixStore
 from tests.storage.formats.index_cases import assert_same_index, int64, small_index
 from tests.support.recording import OBJECT_PROFILE
 

@@ -57,7 +57,7 @@ def bits(value: Any) -> Any:
     return kind, value
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(values)
 def test_round_trip(value: Any) -> None:
     """Values come back with exact types, order of keys, and the very bits of floats."""

@@ -22,7 +22,7 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
 )
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.sources import index_at, index_of_file, index_of_folder, locate, open_source
+from dcp.storage.formats.opening.sources import index_at, index_of_file, index_of_folder, locate, open_source
 from dcp.storage.stores import MemoryStore, PosixStore
 from tests.support.torch_files import as_bytes, tensor_at
 

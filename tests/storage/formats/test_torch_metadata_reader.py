@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as stock
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +26,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -33,8 +40,8 @@ from dcp.storage.errors import (
     CheckpointFormatError,
 )
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
-from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from tests.storage.formats.torch_metadata_cases import (
     GOLDEN,
     assert_same,
@@ -166,6 +173,20 @@ def test_fields_that_older_versions_lack() -> None:
     assert index.provenance == {}
 
 
+def test_plans_that_megatron_keeps() -> None:
+    """Megatron-Core adds the plans of all ranks, which say nothing more of what is stored."""
+    metadata = small_metadata()
+    expected = index_of(metadata)
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([2]))
+    items = [
+        WriteItem(MetadataIndex("t", torch.Size([0])), WriteItemType.SHARD, tensor_data=data),
+        WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(3)),
+    ]
+    metadata.all_local_plans = [SavePlan(items, storage_data=_StoragePrefix("__0_"))]  # type: ignore[attr-defined]
+    assert_same(decode(metadata), expected)
+
+
 def test_sharded_tensor_properties() -> None:
     """Up to torch 2.3 the properties were those of ShardedTensor, from another module."""
     metadata = small_metadata()
@@ -290,7 +311,7 @@ def test_reader_is_free_of_torch() -> None:
     """Reading and writing metadata imports no torch."""
     code = (
         "import sys\n"
-        "import dcp.storage.formats.torch.metadata_reader, dcp.storage.formats.torch.metadata_writer\n"
+        "import dcp.storage.formats.torch.metadata.reader, dcp.storage.formats.torch.metadata.writer\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

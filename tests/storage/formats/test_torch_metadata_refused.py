@@ -29,8 +29,8 @@ from dcp.storage.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
-from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 from tests.storage.formats.torch_metadata_cases import (
     GOLDEN,
     assert_same,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
-from dcp.storage.formats.torch.metadata_writer import MAX_PLAIN_DEPTH, encode_torch_metadata
+from dcp.storage.formats.torch.metadata.writer import MAX_PLAIN_DEPTH, encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
 from tests.storage.formats.torch_metadata_cases import (
     index_of,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
 
 # (shape, [(offsets, sizes), ...], dtype name, requires_grad) of one tensor
 Tensor = tuple[tuple[int, ...], Sequence[tuple[tuple[int, ...], tuple[int, ...]]], str, bool]

@@ -11,7 +11,7 @@ import pytest
 from dcp.storage.errors import StorageError, StorageFullError
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.memory import MemoryStore
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 
 FULL = StorageFullError("injected", path="x", op="write")
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 
-from dcp.storage.stores.base import Views
+from dcp.storage.stores.handles import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.s3.direct import DirectReads, SignedUrl
 from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, Receiver

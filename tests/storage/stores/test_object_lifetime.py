@@ -30,7 +30,7 @@ from tests.support.s3 import raw_s3
 
 _MIB = 1 << 20
 _HANG_SECONDS = 60.0
-_OTHERS = 2 * sharing._KEPT_PLACES
+_OTHERS = sharing._KEPT_PLACES + 1
 
 
 def _store(server: S3Server | FaultProxy, url: str, token: int = 0, **options: object) -> FsspecStore:
@@ -99,6 +99,15 @@ def test_the_steps_of_a_run_share_a_client(s3_server: S3Server, s3_root: str) ->
     gc.collect()
     second = _store(s3_server, f"{s3_root}/step-2")
     assert second._client is client() is not None
+
+
+def test_clients_share_the_descriptions_of_services(s3_server: S3Server, s3_root: str) -> None:
+    """Each would parse megabytes of them for a tenth of a second."""
+    stores = [_store(s3_server, s3_root, token) for token in (301, 302)]
+    assert [store.list() for store in stores] == [[], []]
+    one, other = (store._client._fs.session for store in stores)  # type: ignore[attr-defined]
+    assert one is not other
+    assert one.get_component("data_loader") is other.get_component("data_loader")
 
 
 def test_what_is_used_stays_open(s3_server: S3Server, s3_root: str) -> None:

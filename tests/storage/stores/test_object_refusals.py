@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import dcp
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.objects.client import Failure
-from dcp.storage.stores.objects.refusals import as_request_error
+from dcp.storage.stores.objects.generic.errors import as_request_error
 from dcp.storage.stores.objects.store import FsspecStore
 
 

@@ -15,11 +15,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dcp.demo.s3_server import S3Server
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError, StorageFullError
 from dcp.storage.stores import open_store
-from dcp.storage.stores.base import Buffer
 from dcp.storage.stores.contract import pattern_bytes
+from dcp.storage.stores.handles import Buffer
 from dcp.storage.stores.objects.client import ABSENT, Condition, Failure, ObjectClient, RequestError, Upload
 from dcp.storage.stores.objects.conditions import require_conditional_writes
-from dcp.storage.stores.objects.generic import FsspecClient
+from dcp.storage.stores.objects.generic.service import FsspecClient
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.requests import Requests, ServiceError
 from dcp.storage.stores.objects.s3.errors import request_error

@@ -6,19 +6,24 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, StorageError
-from dcp.storage.stores.base import ANY, TEMPORARY_PREFIX
+from dcp.storage.stores.base import ANY
 from dcp.storage.stores.buffers import BounceBuffer, BufferPool
 from dcp.storage.stores.contract import BOUNDARY_SIZES, pattern_bytes
-from dcp.storage.stores.posix import PosixStore
-from dcp.storage.stores.posix_files import DurableFile, PosixReadHandle, write_all
+from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.posix.files import DurableFile, PosixReadHandle, write_all
+from dcp.storage.stores.posix.store import PosixStore
 from tests.support.processes import open_files
 
 MIB = 1 << 20
@@ -217,6 +222,36 @@ def test_order_of_steps_of_a_publish(tmp_path: Path, durable: bool) -> None:
     store.publish("m", b"2", durable=durable, expected=version)
     assert steps == [*aside, ("lock", ".lock"), ("rename", "m"), *after]
     assert os.listdir(tmp_path) == ["m"]  # noqa: PTH208
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_publish_interrupted_anywhere_leaves_nothing_aside(tmp_path: Path, durable: bool) -> None:
+    """Ctrl-C may come at any call: what is there then is nothing, or the whole file under its name."""
+    store, left = PosixStore(tmp_path), 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if event in ("call", "return") and (left := left - 1) == 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    for call in count(1):
+        left = call
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            store.publish("m", b"1", durable=durable, expected=None)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        assert os.listdir(tmp_path) in ([], ["m"]), call  # noqa: PTH208
+        (tmp_path / "m").unlink(missing_ok=True)
+    assert call > 20
+    assert (tmp_path / "m").read_bytes() == b"1"
 
 
 def test_steps_of_data_files(tmp_path: Path) -> None:

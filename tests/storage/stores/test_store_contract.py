@@ -19,7 +19,7 @@ from dcp.storage.stores.contract import StoreContract
 from dcp.storage.stores.faults import FaultInjectingStore
 from dcp.storage.stores.memory import MemoryStore
 from dcp.storage.stores.objects.store import FsspecStore
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 from tests.support.s3 import RawS3, raw_s3
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
 from dcp.storage.stores.base import ANY, Store, Version
 from dcp.storage.stores.memory import MemoryStore
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 
 NAMES = st.sampled_from(["a", "b", "c.distcp", ".tmp-d"])
 SIZES = st.sampled_from([0, 1, 7, 4096, 5000, 262_144, 300_000, 1 << 20])

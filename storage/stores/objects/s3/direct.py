@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple
 
-from dcp.storage.stores.base import Inflow
+from dcp.storage.stores.handles import Inflow
 from dcp.storage.stores.objects.client import CALLED_OFF, Failure, ObjectInfo, RequestError
 from dcp.storage.stores.objects.s3.errors import answered
 from dcp.storage.stores.objects.s3.http_bodies import BodyTransport, CalledOff, HttpResponse, Receiver

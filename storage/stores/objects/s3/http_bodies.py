@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from dcp.storage.stores.base import Inflow
+from dcp.storage.stores.handles import Inflow
 
 __all__ = ["SLOWEST_BYTES_PER_SECOND", "STEP_BYTES", "BodyTransport", "CalledOff", "HttpResponse", "Receiver"]
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from isal.isal_zlib import crc32
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import Buffer, Inflow, Views
+from dcp.storage.stores.handles import Buffer, Inflow, Views
 from dcp.storage.stores.objects.client import (
     ABSENT,
     CALLED_OFF,
@@ -60,7 +60,7 @@ class S3Client(PartsClient):
         try:
             from s3fs import S3FileSystem
 
-            from dcp.storage.stores.objects.s3.session import OneAttemptSession
+            from dcp.storage.stores.objects.s3.session import OneAttemptSession, session_of
         except ImportError as error:
             raise StorageError(
                 f"s3://{bucket} needs s3fs: pip install 'dcphub[s3]'", path=f"s3://{bucket}", op="open"
@@ -85,6 +85,7 @@ class S3Client(PartsClient):
         self._direct = DirectReads(bucket)
         try:
             self._fs: Any = S3FileSystem(**given, config_kwargs=config, skip_instance_cache=True)
+            self._fs.session = self._fs.session or session_of(**self._fs.kwargs)
         except (TypeError, ValueError, KeyError) as error:
             names = ", ".join(sorted(given))
             raise StorageError(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import math
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.destinations import classify
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ReadColumns, ReadStats, Verify
 from dcp.storage.errors import (
@@ -33,17 +34,18 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.registry import format_of
-from dcp.storage.formats.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work
-from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import NoFileSystem, is_supported
+from dcp.storage.torch_storage.destinations import classify
+from dcp.storage.torch_storage.metadata import LazyMetadata
+from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
 __all__ = ["FileSystemReader", "uses_columns"]
 
@@ -53,6 +55,9 @@ once."""
 
 _OBJECTS_BYTES = 64 << 20
 """Objects that are read at a time."""
+
+_claims = threading.Lock()
+"""Held for a moment where a thread begins to load with a reader."""
 
 T = TypeVar("T")
 
@@ -67,6 +72,9 @@ class FileSystemReader(NoFileSystem, StorageReader):
     ``_extension_registry`` belongs to stock's experimental stream extensions, which this reader refuses to
     guess at.
     """
+
+    _user: int | None = None
+    """The thread that loads now."""
 
     def __init__(
         self,
@@ -106,6 +114,23 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self._index = self._listed = self._asked_verify = None
         self.stats = ReadStats()
         self.load_id = str(uuid.uuid4())
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around a load of this thread's. Raises OptionError where another thread loads with this reader."""
+        own = threading.get_ident()
+        with _claims:
+            before = self._user
+            if before not in (None, own):
+                raise OptionError(
+                    f"{self.path}: another thread loads with this reader, which knows one load at a time; "
+                    "give each thread a reader of its own, or checkpoint_id="
+                )
+            self._user = own
+        try:
+            yield
+        finally:
+            self._user = before
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:

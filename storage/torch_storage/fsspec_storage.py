@@ -15,10 +15,10 @@ from fsspec.utils import get_protocol
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_compat import VERSION
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 

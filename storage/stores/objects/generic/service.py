@@ -20,7 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import Buffer, Inflow, content_version
+from dcp.storage.stores.base import content_version
+from dcp.storage.stores.handles import Buffer, Inflow
 from dcp.storage.stores.objects.client import (
     ABSENT,
     Condition,
@@ -30,8 +31,8 @@ from dcp.storage.stores.objects.client import (
     RequestError,
     StreamClient,
 )
+from dcp.storage.stores.objects.generic.errors import as_request_error
 from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.objects.refusals import as_request_error
 
 __all__ = ["FsspecClient", "open_filesystem", "path_of", "place_of"]
 

@@ -20,10 +20,10 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.merge import merge_rank_indexes
 from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
-from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
+from dcp.storage.formats.opening.merge import merge_rank_indexes
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import WorkerThreads
 

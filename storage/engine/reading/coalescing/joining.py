@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dcp.storage.engine.reading.clusters import Cluster
+from dcp.storage.engine.reading.coalescing.clusters import Cluster
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.stores.base import ReadProfile
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
-from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.opening.folder import has_checkpoint
 from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.folders import ParentFolder, open_parent_folder
-from dcp.storage.stores.posix_files import broken_link
+from dcp.storage.stores.posix.files import broken_link
 
 __all__ = ["near_places_told"]
 

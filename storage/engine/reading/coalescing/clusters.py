@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
-from dcp.storage.engine.reading.coalescing import coalesce_columns
+from dcp.storage.engine.reading.coalescing.neighbours import coalesce_columns
 from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
 from dcp.storage.formats.index import Int64

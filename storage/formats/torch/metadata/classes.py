@@ -29,7 +29,9 @@ HF_INFO = "_HFStorageInfo"
 META = "StorageMeta"
 
 FIELDS = {
-    METADATA: frozenset(("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")),
+    METADATA: frozenset(
+        ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "all_local_plans")
+    ),
     TENSOR: frozenset(("properties", "size", "chunks")),
     BYTES: frozenset[str](),
     CHUNK: frozenset(("offsets", "sizes")),
@@ -37,7 +39,9 @@ FIELDS = {
     INFO: frozenset(("relative_path", "offset", "length", "transform_descriptors")),
     HF_INFO: frozenset(("relative_path", "shape", "dtype", "offset", "length")),
 }
-"""What the classes have up to torch 2.15; those of `StorageMeta` say nothing of what is stored."""
+"""What the classes have up to torch 2.15; those of `StorageMeta` say nothing of what is stored.
+
+``all_local_plans`` is Megatron-Core's: how the ranks planned, for its next save."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -100,6 +104,13 @@ def _path(args: tuple[Any, ...]) -> str:
     return "/".join(args) or "."
 
 
+def _item_type(args: tuple[Any, ...]) -> int:
+    """A `WriteItemType`, in plans."""
+    if len(args) != 1 or type(args[0]) is not int:
+        raise CheckpointFormatError("a pickled WriteItemType has no number")
+    return args[0]
+
+
 _MEMORY_FORMAT_CLASSES = (
     Constructor("_MEM_FORMAT_ENCODING", reduce=_memory_format),
     Constructor("MEM_FORMAT_ENCODING", reduce=_memory_format),
@@ -117,6 +128,12 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_SHARDED, "MEM_FORMAT_ENCODING"): _MEMORY_FORMAT_CLASSES[1],
     (_SHARDED, "TensorProperties"): instances(PROPERTIES),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): instances(INFO),
+    (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"): instances("_StoragePrefix"),
+    **{
+        (f"{_CHECKPOINT}.planner", name): instances(name)
+        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+    },
+    (f"{_CHECKPOINT}.planner", "WriteItemType"): Constructor("WriteItemType", reduce=_item_type),
     (f"{_CHECKPOINT}._hf_utils", "_HFStorageInfo"): instances(HF_INFO),
     (f"{_CHECKPOINT}._hf_storage", "_HFStorageInfo"): instances(HF_INFO),
     ("torch", "Size"): Constructor("torch.Size", reduce=_size),

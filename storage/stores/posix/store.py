@@ -25,22 +25,18 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import (
     ANY,
-    LOCK_NAME,
-    TEMPORARY_PREFIX,
     Capabilities,
     Expected,
     FileInfo,
     Store,
     StoreType,
     Version,
-    check_name,
     content_version,
-    is_name,
-    place_text,
     version_of_published,
 )
 from dcp.storage.stores.buffers import POOL
-from dcp.storage.stores.posix_files import (
+from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX, check_name, is_name, place_text
+from dcp.storage.stores.posix.files import (
     DurableFile,
     Observe,
     PageCacheFile,
@@ -249,12 +245,12 @@ class PosixStore(Store):
         """Written aside, then linked (create-only) or renamed under the lock, then the folder is synced."""
         self._path(name)
         temporary = self._path(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-        with self.create(temporary.name, durable=durable) as handle:
-            handle.write(data)
         try:
+            with self.create(temporary.name, durable=durable) as handle:
+                handle.write(data)
             self._commit(temporary, name, expected)
         except BaseException:
-            # After a rename that did happen there is nothing under this name any more.
+            # Ctrl-C may come in any step; after a rename that did happen nothing has this name any more.
             with suppress(OSError):
                 temporary.unlink()
             raise

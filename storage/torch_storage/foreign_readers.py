@@ -11,11 +11,11 @@ import os
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening.sources import SourcePlace
 from dcp.storage.formats.safetensors.format import SAFETENSORS
-from dcp.storage.formats.sources import SourcePlace
 from dcp.storage.formats.torch.format import TORCH_SAVE
-from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores import OpenStore, open_store
+from dcp.storage.torch_storage.reader import FileSystemReader
 
 __all__ = ["BroadcastingTorchSaveReader", "HuggingFaceStorageReader"]
 

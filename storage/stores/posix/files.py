@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, StorageError, StorageFullError
-from dcp.storage.stores.base import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.buffers import ALIGNMENT_BYTES, POOL, BounceBuffer, BufferPool, copy_bytes
+from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
 
 __all__ = [
     "DurableFile",

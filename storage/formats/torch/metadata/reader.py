@@ -17,8 +17,8 @@ from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, Un
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.pickle.decoder import Instance, Limits, decode_pickle
-from dcp.storage.formats.torch import metadata_classes as classes
 from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.formats.torch.metadata import classes
 from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS, TensorPickle, decode_tensor_pickle
 
 __all__ = ["TensorPickle", "decode_tensor_pickle", "decode_torch_metadata"]

@@ -1,7 +1,7 @@
 """Which neighbours in a file are read together. Pure: no I/O, no memory is touched.
 
 One rule in two forms: for ranges that come one by one, and for columns of very many. Where a request is dear
-there is more to gain by more rules: `dcp.storage.engine.reading.joining`.
+there is more to gain by more rules: `dcp.storage.engine.reading.coalescing.joining`.
 """
 
 from __future__ import annotations

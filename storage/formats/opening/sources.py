@@ -24,12 +24,13 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.format import BEGIN_BYTES, Format, found
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.open import open_index
-from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening.places_near import near_places_told
 from dcp.storage.formats.registry import by_precedence, file_suffixes, format_of, formats
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store, place_text
-from dcp.storage.stores.posix_files import broken_link, storage_error
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.names import place_text
+from dcp.storage.stores.posix.files import broken_link, storage_error
 
 __all__ = [
     "Source",
@@ -101,7 +102,7 @@ def _is_file(path: Path) -> bool:
 
 def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
     """The index of what is at ``place``; ``rank`` and ``own_rank`` as in
-    `dcp.storage.formats.open.open_index`.
+    `dcp.storage.formats.opening.folder.open_index`.
 
     Raises CheckpointNotFoundError where there is neither a commit nor a file of weights, and the formats'
     errors.

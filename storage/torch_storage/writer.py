@@ -24,19 +24,20 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp.storage import commit, torch_metadata
+from dcp.storage import commit
 from dcp.storage.engine.write import DataFile, data_file_name, file_bytes
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
-from dcp.storage.file_partitions import EncodedObjects, FilePartition, PartitionWriter
 from dcp.storage.formats.index import CheckpointIndex, Int64
-from dcp.storage.item_writer import write_items
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.traffic import traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.threads import WorkerThreads
 from dcp.storage.torch_compat import StorageInfo
+from dcp.storage.torch_storage import metadata as torch_metadata
+from dcp.storage.torch_storage.file_partitions import EncodedObjects, FilePartition, PartitionWriter
+from dcp.storage.torch_storage.item_writer import write_items
 
 __all__ = ["FileSystemWriter", "uses_columns"]
 
