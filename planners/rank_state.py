@@ -15,10 +15,10 @@ from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.encoded_objects import EncodedObject, encoded_object
 from dcp.planners.value_digests import digest_value
-from dcp.storage.file_partitions import EncodedObjects
 from dcp.storage.formats.index import Int64
 from dcp.storage.geometry.ragged import row_products
 from dcp.storage.tensors import LocalMemory, narrow
+from dcp.storage.torch_storage.file_partitions import EncodedObjects
 
 __all__ = ["RankState"]
 

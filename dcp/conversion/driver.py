@@ -17,8 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 
@@ -40,10 +39,11 @@ from dcp.conversion.publishing.publisher import Publisher
 from dcp.conversion.report import ConversionReport, report_of
 from dcp.conversion.targets.places import TargetPlace
 from dcp.conversion.wire import decode_layout, encode_layout
+from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.sources import Source, complete_index
+from dcp.storage.formats.opening.sources import Source, complete_index
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["BATCH_BYTES", "Conversion", "Prepared", "SourceChangedError", "discard_attempt"]
@@ -80,7 +80,7 @@ class Prepared:
         return cls(**{**data, **sequences, "layout": decode_layout(data["layout"])})
 
 
-class Conversion:
+class Conversion(Closable):
     """A conversion of ``source`` to ``target``.
 
     ``attempt`` is 16 hexadecimal digits, new for each preparation and the same in all stages after it; such a
@@ -110,14 +110,10 @@ class Conversion:
         self._checks: ResultChecks | None = None
         self.has_progress = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the ledger and the source's files."""
         self.publisher.ledger.close()
-        self._engine.__exit__(kind, error, trace)
+        self._engine.close()
 
     # -- the stages ------------------------------------------------------------------------------------------
 

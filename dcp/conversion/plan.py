@@ -24,9 +24,9 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening.sources import Source
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
-from dcp.storage.formats.sources import Source
 from dcp.storage.stores.base import Store
 from dcp.version import __version__
 

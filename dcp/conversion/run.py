@@ -25,7 +25,7 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CorruptCheckpointError
-from dcp.storage.formats.sources import open_source
+from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["convert"]

@@ -17,7 +17,7 @@ from dcp.storage.errors import PlanError
 
 __all__ = [
     "CheckpointableTensor",
-    "Claim",
+    "ShardClaim",
     "any_has_claim",
     "claim_of",
     "claimed_boxes",
@@ -41,7 +41,7 @@ class CheckpointableTensor(Protocol):
     local_sizes: tuple[tuple[int, ...], ...]
 
 
-class Claim(NamedTuple):
+class ShardClaim(NamedTuple):
     """The four attributes."""
 
     global_shape: tuple[int, ...]
@@ -50,12 +50,12 @@ class Claim(NamedTuple):
     local_sizes: tuple[tuple[int, ...], ...]
 
 
-_attributes = attrgetter(*Claim._fields)
+_attributes = attrgetter(*ShardClaim._fields)
 
 
 def has_claim(tensor: object) -> bool:
     """Whether the tensor is a `CheckpointableTensor`."""
-    return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in Claim._fields)
+    return hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in ShardClaim._fields)
 
 
 def any_has_claim(tensors: Iterable[object]) -> bool:
@@ -63,12 +63,12 @@ def any_has_claim(tensors: Iterable[object]) -> bool:
     return any(map(hasattr, tensors, repeat("global_shape")))
 
 
-def claim_of(tensor: torch.Tensor) -> Claim | None:
+def claim_of(tensor: torch.Tensor) -> ShardClaim | None:
     """The attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
-    return Claim(*_attributes(tensor)) if has_claim(tensor) else None
+    return ShardClaim(*_attributes(tensor)) if has_claim(tensor) else None
 
 
-def with_claim(tensor: torch.Tensor, claim: Claim | None) -> torch.Tensor:
+def with_claim(tensor: torch.Tensor, claim: ShardClaim | None) -> torch.Tensor:
     """``tensor``, which is given these attributes."""
     for name, value in claim._asdict().items() if claim is not None else ():
         setattr(tensor, name, value)

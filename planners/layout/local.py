@@ -35,7 +35,7 @@ from dcp.planners.layout.placements import LocalBox
 from dcp.planners.rank_state import RankState
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Int64, starts
+from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import local_part, spec_of
@@ -56,6 +56,7 @@ class _Codes(dict[torch.dtype, int]):
 
 
 _CODES = _Codes(DTYPE_CODES)
+_nbytes = torch.UntypedStorage.nbytes
 _dtype, _is_cpu, _requires_grad = map(attrgetter, ("dtype", "is_cpu", "requires_grad"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
@@ -139,6 +140,8 @@ class _SourceFacts:
     is_contiguous: npt.NDArray[np.bool_]
     is_lazy: npt.NDArray[np.bool_]
     is_cpu: npt.NDArray[np.bool_]
+    is_cut: npt.NDArray[np.bool_]
+    """Whether memory that the tensor has was given back: the storage was resized."""
 
     @classmethod
     def ask(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
@@ -150,7 +153,13 @@ class _SourceFacts:
         pointers = np.fromiter(map(tensor.data_ptr, sources), np.int64, count)
         is_contiguous = np.fromiter(map(tensor.is_contiguous, sources), np.bool_, count)
         is_cpu = np.fromiter(map(_is_cpu, sources), np.bool_, count)
-        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu)
+        items = np.fromiter(map(tensor.numel, sources), np.int64, count)
+        for number in np.flatnonzero(~is_contiguous).tolist():
+            items[number] = _extent(sources[number])
+        ends = items + np.fromiter(map(tensor.storage_offset, sources), np.int64, count)
+        there = np.fromiter(map(_nbytes, map(tensor.untyped_storage, sources)), np.int64, count)
+        is_cut = (ends * itemsizes(codes) > there) & (items > 0)
+        return cls(codes, pointers, is_contiguous, is_lazy, is_cpu, is_cut)
 
 
 @dataclass(eq=False)
@@ -357,7 +366,8 @@ class _Builder:
             for number in np.flatnonzero(facts.is_lazy).tolist():
                 self.sources[number] = self.sources[number].detach().resolve_conj().resolve_neg()
             facts = _SourceFacts.ask(self.sources)
-        if facts is None or not facts.codes.all() or not self._have_memory(facts.pointers):
+        is_bad = facts is None or facts.is_cut.any() or not facts.codes.all()
+        if facts is None or is_bad or not self._have_memory(facts.pointers):
             self._raise_problems(rows)
         return facts
 
@@ -387,6 +397,13 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if is_other and tensor.permute(order).is_contiguous() else None
 
 
+def _extent(tensor: torch.Tensor) -> int:
+    """Items of memory from a tensor's first to its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
     """Why a plain local tensor cannot be stored, and what to do about it."""
     try:
@@ -401,6 +418,8 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
                 "q_zero_point(), or dequantize it first"
             )
         return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; convert it to a supported dtype first"
+    if facts.pointers[0] and facts.is_cut[0]:
+        return f"{fqn!r}: its memory was freed in part (resized storage); reshard first, or clone it before"
     if facts.pointers[0] or not tensor.numel():
         return None
     if tensor.is_meta:

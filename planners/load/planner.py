@@ -24,13 +24,21 @@ from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_shard
 from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.layout.materialise import has_meta_tensor, materialise
 from dcp.planners.layout.tensor_parts import FACTS, check_facts
-from dcp.planners.load.load_selection import LoadSelection, choose
 from dcp.planners.load.objects import load_object
 from dcp.planners.load.optimizer_dicts import prefixes_without_state
 from dcp.planners.load.options import LoadAttempt, LoadOptions, PerRankLoad
 from dcp.planners.load.plan import LoadFindings, plan_load
 from dcp.planners.load.rescaling import StatesOfRanks, states_to_rescale
-from dcp.planners.load.selection import Matches, Patterns, Rename, Selection, check_matches, renamer
+from dcp.planners.load.selection import (
+    LoadSelection,
+    Matches,
+    Patterns,
+    Rename,
+    Selection,
+    check_matches,
+    choose,
+    renamer,
+)
 from dcp.planners.load.unexpected import Unexpected, names_within, unexpected_keys
 from dcp.planners.per_rank import PerRank, current_rank, rank_holder, rank_number
 from dcp.planners.rescale import Rescale

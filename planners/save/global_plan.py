@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dcp.planners.columns import RankSets, SaveColumns
-from dcp.planners.save.boxes import Items, distinct_boxes, gather_items
+from dcp.planners.save.boxes import Boxes, Items, distinct_boxes, gather_items
 from dcp.planners.save.dealing import Dealt, deal_boxes, deal_objects
 from dcp.planners.save.merge import MergedObjects, MergedTensors, merge_objects, merge_tensors
 from dcp.planners.save.replica_sets import replica_sets
@@ -201,27 +201,18 @@ def plan_save(
     objects = merge_objects(all_columns, check_replicas=check_replicas)
     items = gather_items(all_columns, tensors)
     notes, mixed_keys = merge_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
+    # here already: what follows compares boxes of one tensor, which must be one
     problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]
     if problems:
-        # what follows compares boxes of one tensor, which must be one
         raise_problems(problems, objects.mismatches)
-    inside, out_of_bounds = check_bounds(items, tensors)
-    volumes = row_products(tensors.shape_values, tensors.shape_start)
-    boxes = distinct_boxes(
-        items, np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0))), tensors
-    )
     complete = world_size > 1 if check_coverage is None else check_coverage
-    problems += out_of_bounds
-    problems += check_boxes(items, boxes.first, tensors, volumes, complete=complete and not out_of_bounds)
-    mismatches = list(objects.mismatches)
-    if check_replicas:
-        mismatches += check_replica_digests(items, boxes, tensors)
-    raise_problems(problems, mismatches)
+    boxes, problems = _compared_boxes(items, tensors, complete=complete)
+    replicas = check_replica_digests(items, boxes, tensors) if check_replicas else []
+    raise_problems(problems, [*objects.mismatches, *replicas])
     nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
-    dealt = deal_boxes(
-        items, boxes, nbytes, world_size, lowest_rank=dedup_to_lowest_rank, split_bytes=split_bytes
-    )
-    owners = deal_objects(objects, dealt.loads, lowest_rank=dedup_to_lowest_rank)
+    lowest = dedup_to_lowest_rank
+    dealt = deal_boxes(items, boxes, nbytes, world_size, lowest_rank=lowest, split_bytes=split_bytes)
+    owners = deal_objects(objects, dealt.loads, lowest_rank=lowest)
     chunk_items, offsets, sizes, local_offsets = _chunks(items, dealt)
     index = replace(
         _index(tensors, objects, items.tensors[chunk_items], offsets, sizes),
@@ -233,6 +224,16 @@ def plan_save(
         writes=_writes(items, index, chunk_items, local_offsets, objects, owners, world_size),
         sets=replica_sets(items, boxes, objects, all_columns) if with_sets else None,
     )
+
+
+def _compared_boxes(items: Items, tensors: MergedTensors, *, complete: bool) -> tuple[Boxes, list[str]]:
+    """The boxes that differ, and what is wrong with them; if ``complete``, gaps too."""
+    inside, problems = check_bounds(items, tensors)
+    volumes = row_products(tensors.shape_values, tensors.shape_start)
+    held = np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0)))
+    boxes = distinct_boxes(items, held, tensors)
+    complete = complete and not problems
+    return boxes, [*problems, *check_boxes(items, boxes.first, tensors, volumes, complete=complete)]
 
 
 def _empty_columns() -> SaveColumns:

@@ -24,8 +24,7 @@ from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
-from dcp.planners.save.replica_fingerprints import folds_of
-from dcp.planners.save.replica_sets import differing
+from dcp.planners.save.replica_sets import differing, folds_of
 from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError

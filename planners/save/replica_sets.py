@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import RankSets, SaveColumns
+from dcp.planners.digest import ReplicaCheck, digest_tensors
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.boxes import Boxes, Items
 from dcp.planners.save.merge import MergedObjects
 from dcp.storage.formats.index import Int64
 
-__all__ = ["differing", "replica_sets"]
+__all__ = ["differing", "folds_of", "replica_sets"]
+
+_FOLD_BYTES = 8
 
 
 def _no_int64() -> Int64:
@@ -101,6 +107,20 @@ def _scattered(ranks: Int64) -> npt.NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+def folds_of(
+    sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
+) -> npt.NDArray[np.uint64]:
+    """The fold of each set, in the order of their numbers, for the values that ``part`` has now."""
+    items = digest_tensors(part.views(sets.item_rows), check)
+    objects = object_digests[sets.object_rows]
+    bounds = zip(pairwise(sets.item_start.tolist()), pairwise(sets.object_start.tolist()), strict=True)
+    folds = [
+        blake2b(items[first:last].tobytes() + objects[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
+        for (first, last), (begin, end) in bounds
+    ]
+    return np.frombuffer(b"".join(folds), np.uint64)
 
 
 def differing(numbers: Sequence[Int64], folds: Sequence[npt.NDArray[np.uint64]]) -> bool:

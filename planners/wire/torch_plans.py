@@ -34,7 +34,7 @@ from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.torch_compat import tensor_properties
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.torch_storage.metadata import LazyMetadata
 
 __all__ = [
     "ComparedItem",

@@ -16,7 +16,7 @@ from dcp.conversion.plan import refuse_changed
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import StorageError
-from dcp.storage.formats.sources import complete_index, open_source
+from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 
@@ -111,7 +111,7 @@ class _ProcessRunner(BatchRunner):
     def close(self) -> None:
         super().close()
         if "_engine" in vars(self):
-            self._engine.__exit__()
+            self._engine.close()
 
 
 _idle: dict[str, list[_ProcessRunner]] = {}

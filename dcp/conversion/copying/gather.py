@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dcp.conversion.layouts.pieces import SourceBox, Transfer, transfer_of
 from dcp.storage.engine.memory import item_dtype
-from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
+from dcp.storage.engine.reading.coalescing.neighbours import coalesce, span_bytes
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.engine.reading.open_files import OpenFiles
 from dcp.storage.engine.reading.worker import SCRATCH

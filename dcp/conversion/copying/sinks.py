@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from dcp.storage.errors import CheckpointConflictError
-from dcp.storage.stores.base import Buffer, ReadHandle, Store, WriteHandle
-from dcp.storage.stores.posix_files import DurableFile, step
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
+from dcp.storage.stores.posix.files import DurableFile, step
 
 __all__ = ["ComparedFile", "Output", "ReservedRange", "announce", "observers"]
 

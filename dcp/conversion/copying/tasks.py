@@ -28,7 +28,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.geometry.strides import c_strides
-from dcp.storage.stores.base import WriteHandle
+from dcp.storage.stores.handles import WriteHandle
 
 __all__ = [
     "TASK_BYTES",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dcp.conversion.copying.gather import RangeReader
 from dcp.conversion.copying.tasks import Assembler, Task, TaskResult
+from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.fragments import Fragment
 from dcp.storage.stores.base import Store
 
 __all__ = ["WindowReader"]
 
 
-class WindowReader:
+class WindowReader(Closable):
     """The bytes of ``task`` from its ``begin`` on. Use as a context manager; for one thread at a time."""
 
     def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
@@ -22,10 +23,8 @@ class WindowReader:
         self._result = TaskResult(task.number)
         self._assembler = Assembler(task, self._reader, self._result)
 
-    def __enter__(self) -> WindowReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
+        """Close the source's files."""
         self._reader.close()
 
     def fill(self, buffer: memoryview) -> None:

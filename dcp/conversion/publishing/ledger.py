@@ -28,8 +28,8 @@ from dcp.storage.commit_names import DATA_SUFFIX
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.stores.base import Store, Version
-from dcp.storage.stores.posix import NO_LOCKS
-from dcp.storage.stores.posix_files import step
+from dcp.storage.stores.posix.files import step
+from dcp.storage.stores.posix.store import NO_LOCKS
 
 __all__ = ["LEDGER_NAME", "ConversionLedger", "LocalLedger", "StoredLedger"]
 
@@ -149,7 +149,18 @@ class LocalLedger(ConversionLedger):
                 return False
             os.ftruncate(self._descriptor, end)
             os.lseek(self._descriptor, end, os.SEEK_SET)
+            self._follow_output(fingerprint)
         return True
+
+    def _follow_output(self, fingerprint: str) -> None:
+        """In a copy of the folder, such as a restored one, what is built has another inode, and the old one
+        may be that of something else, which would be taken for it."""
+        if self.output.is_dir() and (inode := self.output.stat().st_ino) != self.inode:
+            self.forget()
+            self.inode = inode
+            self._write(self._header(fingerprint))
+            for entry in self.done:
+                self._write(_framed(entry))
 
     def begin(self, fingerprint: str, save_id: str) -> None:
         """Its lock is held."""

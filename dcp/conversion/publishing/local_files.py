@@ -17,9 +17,9 @@ from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.registry import formats
-from dcp.storage.stores.base import LOCK_NAME
-from dcp.storage.stores.posix import PosixStore
-from dcp.storage.stores.posix_files import step
+from dcp.storage.stores.names import LOCK_NAME
+from dcp.storage.stores.posix.files import step
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["exchange", "fill_holes", "have_sizes", "keep_others", "rename", "reserve"]
 

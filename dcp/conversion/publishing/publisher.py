@@ -42,12 +42,13 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES, has_checkpoint, open_index
+from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, has_checkpoint, open_index
 from dcp.storage.formats.registry import targets
-from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
-from dcp.storage.stores.base import ANY, TEMPORARY_PREFIX, Store
-from dcp.storage.stores.posix import PosixStore
-from dcp.storage.stores.posix_files import storage_error
+from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
+from dcp.storage.stores.base import ANY, Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.posix.files import storage_error
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["Publisher"]
 

@@ -168,7 +168,7 @@ def _box_sizes(entries: Entries, number: int, boxes: Sequence[Box]) -> list[int]
     return [box.volume * itemsize for box in boxes]
 
 
-class _Place(NamedTuple):
+class _ChunkPlace(NamedTuple):
     copy: int
     file: int
     record_offset: int
@@ -194,16 +194,16 @@ class _RecordLayout:
                 self._put(0, encoded.blob)
         return [known[encoded.blob] for encoded in values]
 
-    def add_chunks(self, entries: Entries, chunks: Sequence[_Chunk]) -> list[_Place]:
+    def add_chunks(self, entries: Entries, chunks: Sequence[_Chunk]) -> list[_ChunkPlace]:
         """Where each chunk is; those of tied entries are where the first one's are."""
-        places: dict[tuple[int, Box], _Place] = {}
+        places: dict[tuple[int, Box], _ChunkPlace] = {}
         for chunk in chunks:
             entry = entries.tensors[chunk.entry]
             if entry.tied_to == chunk.entry:
                 places[chunk.entry, chunk.box] = self._add(entry.tensor, entry.dtype_code, chunk)
         return [places[entries.tensors[chunk.entry].tied_to, chunk.box] for chunk in chunks]
 
-    def _add(self, tensor: int, code: int, chunk: _Chunk) -> _Place:
+    def _add(self, tensor: int, code: int, chunk: _Chunk) -> _ChunkPlace:
         begin = self.sizes[chunk.file]
         record = begin_record(code, chunk.box[1], chunk.size_bytes, begin)
         self._put(chunk.file, record.prefix)
@@ -213,7 +213,7 @@ class _RecordLayout:
         end = self.sizes[chunk.file]
         self._put(chunk.file, record.suffix(0))
         self.holes += [Hole(copy, chunk.file, end + at) for at in record.crc_positions]
-        return _Place(copy, chunk.file, begin, record.record_bytes, payload)
+        return _ChunkPlace(copy, chunk.file, begin, record.record_bytes, payload)
 
     def _put(self, file: int, data: bytes) -> None:
         self.literals.append(Bytes(file, self.sizes[file], data))
@@ -223,7 +223,7 @@ class _RecordLayout:
 def _index(
     entries: Entries,
     chunks: Sequence[_Chunk],
-    places: Sequence[_Place],
+    places: Sequence[_ChunkPlace],
     values: Sequence[EncodedValue],
     blobs: Sequence[tuple[int, int]],
     names: Sequence[str],

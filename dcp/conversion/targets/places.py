@@ -12,10 +12,11 @@ from typing import Final
 from dcp.storage import commit
 from dcp.storage.errors import CheckpointConflictError, OptionError, PlanError
 from dcp.storage.formats.registry import file_names, target_named
-from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
-from dcp.storage.stores.posix import PosixStore
-from dcp.storage.stores.posix_files import storage_error
+from dcp.storage.stores.posix.files import storage_error
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["TargetPlace", "is_written_under", "place_of"]
 

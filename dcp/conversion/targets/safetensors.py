@@ -22,6 +22,7 @@ from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import starts
+from dcp.storage.formats.opening.weights_folder import MAX_WEIGHT_MAP_BYTES
 from dcp.storage.formats.safetensors.format import WEIGHT_MAP_NAME
 from dcp.storage.formats.safetensors.writer import (
     EXTRAS_KEY,
@@ -30,7 +31,6 @@ from dcp.storage.formats.safetensors.writer import (
     header_order,
     safetensors_header,
 )
-from dcp.storage.formats.weights_folder import MAX_WEIGHT_MAP_BYTES
 
 __all__ = ["DEFAULT_SHARD_BYTES", "lay_out", "safetensors_layout"]
 
