@@ -10,8 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from dcp.torch_names import MODULES as _MODULES_OF_TORCH
-from dcp.torch_names import find_modules as _find_modules
+from dcp.calls.torch_names import MODULES as _MODULES_OF_TORCH
+from dcp.calls.torch_names import find_modules as _find_modules
 
 if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecReader as FsspecReader

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from dcp.storage.fsspec_storage import FsspecReader, FsspecWriter
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
+from dcp.storage.torch_storage.fsspec_storage import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = ["CheckpointException"]
 

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 
+from dcp.calls.torch_names import names_of
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.torch_names import names_of
 
 __all__ = [
     "DefaultLoadPlanner",

@@ -18,11 +18,11 @@ from dcp.planners.save.options import PlanOptions
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.columns import ColumnSaveEngine
 from dcp.saving.engine import SaveEngine
-from dcp.storage import reader as reading
-from dcp.storage import writer as writing
 from dcp.storage.errors import CheckpointError
-from dcp.storage.reader import FileSystemReader
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage import reader as reading
+from dcp.storage.torch_storage import writer as writing
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from dcp.torch_protocol.load import ProtocolLoad
 from dcp.torch_protocol.save import ProtocolSaveEngine
 

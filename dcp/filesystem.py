@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, SerializationFormat
 
-from dcp.storage.reader import FileSystemReader
-from dcp.storage.writer import FileSystemWriter
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 

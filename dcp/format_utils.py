@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dcp.calls.torch_names import names_of
 from dcp.conversion.run import convert
 from dcp.planners.load.torch_planners import DynamicMetaLoadPlanner
 from dcp.planners.load.torch_planners import EmptyStateLoadPlanner as _EmptyStateDictLoadPlanner
-from dcp.storage.foreign_readers import BroadcastingTorchSaveReader
-from dcp.torch_names import names_of
+from dcp.storage.torch_storage.foreign_readers import BroadcastingTorchSaveReader
 
 __all__ = [
     "BroadcastingTorchSaveReader",

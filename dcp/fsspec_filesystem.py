@@ -1,5 +1,5 @@
 """What ``torch.distributed.checkpoint.fsspec_filesystem`` has, from torch 2.15 on; here in any version."""
 
-from dcp.storage.fsspec_storage import FsspecReader, FsspecWriter
+from dcp.storage.torch_storage.fsspec_storage import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]

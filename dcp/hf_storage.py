@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from dcp.storage.foreign_readers import HuggingFaceStorageReader
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
+from dcp.storage.torch_storage.foreign_readers import HuggingFaceStorageReader
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.logger import (
     _msg_dict_from_dcp_method_args,
 )
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = [
     "_dcp_logger",

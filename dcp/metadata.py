@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = [
     "STATE_DICT_TYPE",

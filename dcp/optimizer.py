@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = ["load_sharded_optimizer_state_dict"]
 

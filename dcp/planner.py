@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = [
     "BytesIOWriteData",

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = ["QuantizedHuggingFaceStorageReader"]
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = [
     "FQNS_T",

@@ -14,6 +14,7 @@ from typing_extensions import deprecated
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import takes_storage_second
 from dcp.calls.storage_selection import choose_reader
+from dcp.calls.torch_names import names_of
 from dcp.engines import load_engine
 from dcp.loading.report import LoadReport
 from dcp.loading.targets import GivenState, LoadTargets
@@ -29,7 +30,6 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
-from dcp.torch_names import names_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -26,6 +26,7 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.calls.positional_storage import refuse_a_place, takes_storage_second
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import choose_writer, with_own_id
+from dcp.calls.torch_names import names_of
 from dcp.engines import save_engine
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
@@ -38,8 +39,7 @@ from dcp.saving.columns import cache_of
 from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOutcome, carry_out
-from dcp.storage.writer import FileSystemWriter
-from dcp.torch_names import names_of
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -227,19 +227,21 @@ def async_save(
         Errors in the background, a tensor that changed while it was copied among them (StagingError), are
         errors of the future, on all ranks alike.
     """
-    refuse_a_place("async_save", state_dict)
     from dcp.background.session import default_session  # only here: sessions drain at exit
 
     if async_stager is None and _stages_itself(storage_writer):
         async_stager = storage_writer  # as torch does for storages from before there were stagers
     session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
-    if storage_writer is not None:
-        given, storage_writer = storage_writer, with_own_id(storage_writer)
-        if storage_writer is given:
-            session.wait()  # it cannot be pointed at another id while a save uses it
+    with session.told_to_all():
+        refuse_a_place("async_save", state_dict)
+        if storage_writer is not None:
+            given, storage_writer = storage_writer, with_own_id(storage_writer)
+            if storage_writer is given:
+                session.wait()  # it cannot be pointed at another id while a save uses it
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
     return session.save(
         state_dict,
-        storage_writer=choose_writer(storage_writer, checkpoint_id, storage_options),
+        storage_writer=writer,
         planner=planner,
         options=SaveOptions(
             use_collectives=use_collectives, user_metadata=_copied(user_metadata), progress=progress

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.stateful import Stateful, StatefulT
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 __all__ = ["Stateful", "StatefulT"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from command_line import parser
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,21 +95,9 @@ def note(accelerator: Accelerator, path: Path, *, step: int, loss: torch.Tensor)
             log.write(json.dumps({"step": step, "loss": mean}) + "\n")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--checkpoints", type=Path, required=True)
-    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line a step")
-    options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--every", type=int, default=100, help="save every so many steps")
-    return options
-
-
 def main() -> None:
     """Run alone, or as a rank of torchrun."""
-    train(parser().parse_args())
+    train(parser(__doc__).parse_args())
 
 
 if __name__ == "__main__":

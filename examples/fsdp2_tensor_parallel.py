@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -128,8 +129,8 @@ class Noise:
         self.generator.manual_seed(seed + self.stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """A rank's own."""
-        return {"generator": dcp.PerRank(self.generator.get_state())}
+        """A rank's own; on another number of ranks it stays as it is."""
+        return {"generator": dcp.Rescale(self.generator.get_state(), "keep")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on there."""
@@ -146,7 +147,7 @@ def train(arguments: argparse.Namespace) -> None:
     with dcp.CheckpointManager(
         arguments.checkpoints, mode=arguments.mode, every_steps=arguments.every, keep=dcp.Retention(last=3)
     ) as manager:
-        restored = manager.restore(state, per_rank="keep")
+        restored = manager.restore(state)
         if restored and state["mesh"] != shape:
             # rank 1 may have shared rank 0's stream, and now have one of its own, or the other way round
             noise.begin(1000 * restored.step)
@@ -170,13 +171,7 @@ def note(path: Path, **line: float) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--checkpoints", type=Path, required=True)
-    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line a step")
-    options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--every", type=int, default=100, help="save every so many steps")
+    options = command_line.parser(__doc__)
     options.add_argument("--tp", type=int, default=2, help="ranks that share a layer")
     options.add_argument("--mode", choices=("process", "thread", "sync"), default="process")
     return options

@@ -8,12 +8,10 @@ Stop it in any way (SIGTERM, kill -9), start it again. docs/trainers.md says wha
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-from pathlib import Path
 
 import torch
+from command_line import parser
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -32,23 +30,11 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--checkpoints", type=Path, required=True)
-    options.add_argument(
-        "--losses", type=Path, default=Path(os.devnull), help="write what the Trainer logged"
-    )
-    options.add_argument("--steps", type=int, default=200)
-    options.add_argument("--every", type=int, default=50, help="save every so many steps")
-    return options
-
-
 def main() -> None:
     """Train a tiny Llama, alone or as a rank of torchrun."""
-    arguments = parser().parse_args()
+    options = parser(__doc__)
+    options.set_defaults(steps=200, every=50)
+    arguments = options.parse_args()
     settings = TrainingArguments(
         output_dir=str(arguments.checkpoints),
         save_steps=arguments.every,

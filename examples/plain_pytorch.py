@@ -14,13 +14,13 @@ import json
 import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from command_line import parser
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -52,34 +52,42 @@ class Curves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Position(Sampler[int]):
     """Which samples this rank takes, and how far it is; a `Stateful`.
 
-    An epoch's order follows from its number, so ``epoch`` and ``taken`` say everything. ``taken`` counts what
-    the loop has trained on, not what the loader has asked for: workers of a loader run ahead.
+    An epoch's order follows from its number, so three numbers say everything: ``taken`` counts what the loop
+    has trained on, not what the loader has asked for, since workers of a loader run ahead; ``begin`` what
+    another number of ranks had taken of the epoch before.
     """
 
     def __init__(self, size: int, rank: int, world_size: int) -> None:
         self.size, self.rank, self.world_size = size, rank, world_size
-        self.epoch = self.taken = 0
+        self.epoch = self.begin = self.taken = 0
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        return iter(order[self.rank :: self.world_size][self.taken : self.size // self.world_size])
+        own = order[self.begin + self.rank :: self.world_size]
+        return iter(own[self.taken : self.taken + len(self)])
 
     def __len__(self) -> int:
-        return self.size // self.world_size - self.taken
+        return (self.size - self.begin) // self.world_size - self.taken
 
     def state_dict(self) -> dict[str, Any]:
         """A rank's own: with data of its own, each rank would be somewhere else."""
-        return {"position": dcp.PerRank({"epoch": self.epoch, "taken": self.taken})}
+        position = {"epoch": self.epoch, "begin": self.begin, "taken": self.taken}
+        return {"position": dcp.Rescale(position, what_is_left)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on there."""
         position = state_dict["position"].value
-        self.epoch, self.taken = position["epoch"], position["taken"]
+        self.epoch, self.begin, self.taken = position["epoch"], position["begin"], position["taken"]
 
-    def go_to(self, samples: int) -> None:
-        """Where this number of ranks is once all together have taken ``samples``, from the first epoch on."""
-        self.epoch, taken = divmod(samples, self.size)
-        self.taken = taken // self.world_size
+    def next_epoch(self) -> None:
+        """All samples, in another order."""
+        self.epoch, self.begin, self.taken = self.epoch + 1, 0, 0
+
+
+def what_is_left(positions: list[dict[str, int]], rank: int, world_size: int) -> dict[str, int]:
+    """The position on another number of ranks: they share what those that saved had left of the epoch."""
+    taken = sum(position["taken"] for position in positions)
+    return positions[0] | {"begin": positions[0]["begin"] + taken, "taken": 0}
 
 
 class Training:
@@ -128,7 +136,7 @@ def batches(loader: DataLoader[Any], position: Position) -> Iterator[list[torch.
         for batch in loader:
             position.taken += BATCH_SIZE
             yield batch
-        position.epoch, position.taken = position.epoch + 1, 0
+        position.next_epoch()
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -148,9 +156,7 @@ def train(arguments: argparse.Namespace) -> None:
     with dcp.CheckpointManager(
         arguments.checkpoints, every_steps=arguments.every, keep=dcp.Retention(last=3)
     ) as manager:
-        restored = manager.restore(state, per_rank="keep")
-        if restored and restored.world_size and restored.world_size != world_size:
-            position.go_to(restored.step * BATCH_SIZE * restored.world_size)
+        restored = manager.restore(state)
         first = restored.step + 1 if restored else 1
         print(f"rank {rank} begins with step {first}", flush=True)
         for step, batch in zip(range(first, arguments.steps + 1), batches(loader, position), strict=False):
@@ -163,21 +169,9 @@ def train(arguments: argparse.Namespace) -> None:
                 break
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--checkpoints", type=Path, required=True)
-    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line a step")
-    options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--every", type=int, default=100, help="save every so many steps")
-    return options
-
-
 def main() -> None:
     """Run alone, or as a rank of torchrun."""
-    arguments = parser().parse_args()
+    arguments = parser(__doc__).parse_args()
     if "RANK" in os.environ:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

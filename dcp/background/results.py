@@ -11,8 +11,8 @@ from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.saving.engine import SaveOrder
 from dcp.storage.errors import CheckpointConflictError, WriterProcessError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.open import open_index
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.torch_storage.metadata import LazyMetadata
 
 __all__ = ["end_future"]
 

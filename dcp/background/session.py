@@ -13,9 +13,9 @@ import time
 import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,11 @@ from dcp.background.future import SaveFuture
 from dcp.background.interrupts import interrupts_later
 from dcp.background.process.rendezvous import own_client
 from dcp.background.thread_writer import ThreadWriter
-from dcp.background.worker import BackgroundWriter, FailedStaging, Payload, StagedDict
+from dcp.background.worker import BackgroundWriter, FailedStaging, Payload, RefusedWriter, StagedDict
 from dcp.calls.plain_errors import shorten
 from dcp.calls.stateful_values import stateful_to_plain
 from dcp.calls.storage_selection import with_own_id
-from dcp.engines import save_engine
+from dcp.engines import save_engine, save_engine_again
 from dcp.progress import harmless
 from dcp.ranks.alone import works_alone
 from dcp.ranks.channel import Channel
@@ -124,7 +124,8 @@ class AsyncSession:
                 "this session is closed, or of the process that forked this one; open another"
             )
         options = self._options_of(options if options is not None else SaveOptions())
-        engine = save_engine(with_own_id(storage_writer), planner, options)
+        with self.told_to_all():
+            engine = save_engine(with_own_id(storage_writer), planner, options)
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         future = SaveFuture(getattr(engine.writer, "checkpoint_id", None) or "")
@@ -144,6 +145,25 @@ class AsyncSession:
         if interrupt is not None:
             raise interrupt
         return future
+
+    @contextmanager
+    def told_to_all(self) -> Iterator[None]:
+        """Around what a rank does before `save`: what it raises fails the save that the other ranks begin,
+        with that error."""
+        try:
+            yield
+        except Exception as error:
+            if self.world_size > 1 and not self._closed:
+                self._refuse(error)
+            raise
+
+    def _refuse(self, error: Exception) -> None:
+        self._wait_until_left(self._in_flight - 1)
+        self._serial += 1
+        engine = save_engine_again(RefusedWriter(error), on_columns=True)
+        order = SaveOrder(engine, self._options_of(SaveOptions()), self._serial)
+        with interrupts_later():
+            self._hand_over(order, FailedStaging.because(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
         """``options`` in the background, where a callback that raises must not fail the save."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from dcp.background.future import SaveFuture
     from dcp.planners.rank_state import RankState
     from dcp.saving.engine import SaveOrder
 
-__all__ = ["BackgroundWriter", "Payload", "StagedDict", "payload_of"]
+__all__ = ["BackgroundWriter", "FailedStaging", "Payload", "RefusedWriter", "StagedDict", "payload_of"]
 
 
 class Payload(Protocol):
@@ -56,6 +60,21 @@ class FailedStaging:
 
     def release(self) -> None:
         """Nothing was taken."""
+
+
+class RefusedWriter(FileSystemWriter):
+    """Stands for what a rank cannot save with: its save takes part in the first step that the other ranks
+    make, and fails there with ``error`` on all of them."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(os.curdir, open_store=partial(_fail, error))
+
+    def discard(self) -> None:
+        """Nothing was written."""
+
+
+def _fail(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
+    raise error
 
 
 def payload_of(payload: Payload, order: SaveOrder) -> RankState | dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What saves and loads share at the door: arguments, the choice of a storage, errors as the caller sees them.
+"""What the doors share: arguments, the choice of a storage, errors as callers see them, torch's other names.
 
 Nothing here plans, reads or writes.
 """

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dcp.storage.errors import CheckpointError
-from dcp.storage.reader import FileSystemReader
 from dcp.storage.stores import open_store
 from dcp.storage.stores.opening import OpenWith, check_storage_options
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter

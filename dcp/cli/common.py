@@ -103,7 +103,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
     try:
         with whole_tracebacks() if debug else contextlib.nullcontext():
             yield
-    except typer.Exit:
+    except (typer.Exit, typer.BadParameter):
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():

@@ -137,7 +137,7 @@ class CatalogAct:
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
-    """As `dcp.demo.digests` makes them, read with nothing but the specification of the format."""
+    """As `dcp.demo.training.digests` makes them, read with nothing but the specification of the format."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8 : 8 + size])

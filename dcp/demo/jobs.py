@@ -82,19 +82,6 @@ class Workplace:
         """
         results = self.root / "results" / name
         results.mkdir(parents=True)
-        arguments = {
-            "--corpus": self.corpus,
-            "--checkpoints": self.place.root(checkpoints),
-            "--results": results,
-            "--steps": self.steps,
-            "--save-every": self.save_every,
-            "--writer": writer,
-        }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        # its default would stay behind in the folder for temporary files
-        command += [f"--log-dir={self.root / 'logs' / name}"]
-        command += [f"--nproc-per-node={ranks}", "-m", "dcp.demo.train"]
-        command += [str(part) for pair in arguments.items() for part in pair]
         tag = uuid.uuid4().hex
         extra = {**self.place.environment, JOB_VARIABLE: tag} | (
             {"DCP_DEMO_KILL_AT": kill_at} if kill_at else {}
@@ -104,7 +91,7 @@ class Workplace:
         begun = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command,
+                self._torchrun(name, ranks, results, checkpoints, writer),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -119,6 +106,21 @@ class Workplace:
         if exit_code != 0 and not kill_at:
             raise DemoError(f"the job {name!r} failed with exit code {exit_code}:\n{_tail(log)}")
         return outcome
+
+    def _torchrun(self, name: str, ranks: int, results: Path, checkpoints: str, writer: str) -> list[str]:
+        arguments = {
+            "--corpus": self.corpus,
+            "--checkpoints": self.place.root(checkpoints),
+            "--results": results,
+            "--steps": self.steps,
+            "--save-every": self.save_every,
+            "--writer": writer,
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        # its default would stay behind in the folder for temporary files
+        command += [f"--log-dir={self.root / 'logs' / name}"]
+        command += [f"--nproc-per-node={ranks}", "-m", "dcp.demo.training.train"]
+        return command + [str(part) for pair in arguments.items() for part in pair]
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run ``python -m ARGUMENTS`` where relative checkpoints are; DemoError after two minutes."""

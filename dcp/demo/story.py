@@ -225,7 +225,7 @@ class Story:
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
         folders = [self.place.checkpoint(where, last) for where in ("damaged", *places.values())]
         folders.append(self.place.checkpoint("handed-over", self.last_step))
-        done = self.work.command("dcp.demo.stock", *folders)
+        done = self.work.command("dcp.demo.training.stock", *folders)
         if done.returncode != 0:
             raise DemoError(f"the process that loads with stock torch failed:\n{done.stderr[-4000:]}")
         result = json.loads(done.stdout)

@@ -21,10 +21,10 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
 )
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.open import open_index as _open_index
-from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.opening.folder import open_index as _open_index
+from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.sources import index_of_file, index_of_folder, locate, open_source
 from dcp.storage.formats.registry import file_suffixes, is_of_files
-from dcp.storage.formats.sources import index_of_file, index_of_folder, locate, open_source
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
@@ -33,6 +33,7 @@ from dcp.storage.threads import WorkerThreads
 __all__ = [
     "CheckpointHeader",
     "CheckpointSummary",
+    "figures_by_rank",
     "header_of",
     "list_checkpoints",
     "name_and_step",
@@ -104,7 +105,7 @@ def open_index(
     """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
     It may be a folder with a commit, or a file or folder of any other format (see
-    `dcp.storage.formats.sources`).
+    `dcp.storage.formats.opening.sources`).
 
     Args:
         checkpoint_id: The path or URL.
@@ -316,8 +317,8 @@ def header_of(
         bytes=index.tensor_bytes,
         file_bytes=sum(listing[name].size_bytes for name in index.files if name in listing),
         user=index.user,
-        rank_seconds=_by_rank(provenance.get("rank_seconds")),
-        rank_traffic=_by_rank(provenance.get("rank_traffic")),
+        rank_seconds=figures_by_rank(provenance.get("rank_seconds")),
+        rank_traffic=figures_by_rank(provenance.get("rank_traffic")),
     )
 
 
@@ -329,7 +330,7 @@ def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) 
     return max((listing[name].modified_seconds for name in names if name in listing), default=None)
 
 
-def _by_rank(noted: object) -> tuple[dict[str, float], ...]:
+def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
     """What of ``noted`` is figures by rank: a manifest may come from anybody."""
     if not isinstance(noted, list):
         return ()

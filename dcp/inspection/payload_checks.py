@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
+from dcp.storage.engine.reading.coalescing.neighbours import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -36,7 +36,8 @@ from dcp.storage.formats.torch.zip_reader import (
     entry_start,
     read_directory,
 )
-from dcp.storage.stores.base import FileInfo, ReadHandle, Store
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import work_off
 from dcp.version import __version__
 

@@ -14,7 +14,7 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.checkpoints import CheckpointSummary, list_checkpoints, name_and_step
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.sources import locate
+from dcp.storage.formats.opening.sources import locate
 from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 

@@ -18,12 +18,13 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
-from dcp.storage.formats.places_near import near_places_told
+from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.registry import is_of_files
-from dcp.storage.formats.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.torch.format import TORCH_DCP
-from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["Finding", "ReportBytes", "VerifyReport", "verify", "verify_place", "verify_store"]

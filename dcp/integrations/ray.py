@@ -46,7 +46,9 @@ class RayCheckpointManager(CheckpointManager):
                 f"{' and '.join(wrong)}: Ray finds and deletes what was reported to it: "
                 "RunConfig(storage_path=...) says where, CheckpointConfig(num_to_keep=...) what stays"
             )
-        super().__init__(_folder_of_the_run(), **options)
+        storage = ray.train.get_context().get_storage()
+        super().__init__(_folder_of_the_run(storage), **options)
+        self._filesystem = storage.storage_filesystem
         self._ask_every_steps = int(options.get("agree_every_steps", 1))
         self._unreported: tuple[int, SaveFuture, dict[str, Any]] | None = None
         self._preempted: frozenset[str] = frozenset()
@@ -88,10 +90,10 @@ class RayCheckpointManager(CheckpointManager):
             future.result()
         except (CheckpointError, RankFailedError):  # the manager tells of it
             return
-        checkpoint = Checkpoint(self.checkpoint_id(step))
+        path = str(self.checkpoint_id(step)).removeprefix("s3://")
         ray.train.report(
             {"step": step, **metrics},
-            checkpoint=checkpoint,
+            checkpoint=Checkpoint(path, filesystem=self._filesystem),
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
@@ -111,8 +113,7 @@ class RayCheckpointManager(CheckpointManager):
         super().__exit__(kind, error, trace)
 
 
-def _folder_of_the_run() -> str:
-    storage = ray.train.get_context().get_storage()
+def _folder_of_the_run(storage: Any) -> str:
     path, kind = storage.build_checkpoint_path_from_name("dcp"), storage.storage_filesystem.type_name
     if kind == "local":
         return str(path)

@@ -35,6 +35,8 @@ else:
                 raise
             from torchtitan.components.checkpoint import CheckpointManager as _Base
     except ModuleNotFoundError as missing:
+        if not str(missing.name).startswith("torchtitan"):
+            raise  # what torchtitan itself lacks, such as triton beside a torch for CPUs, no extra brings
         raise ModuleNotFoundError(
             f"dcp.integrations.torchtitan needs {missing.name}: pip install 'dcphub[torchtitan]'",
             name=missing.name,

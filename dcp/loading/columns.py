@@ -28,13 +28,13 @@ from dcp.ranks.options import of_load
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.open import saved_by_rank
-from dcp.storage.formats.places_near import near_places_told
-from dcp.storage.formats.sources import index_at
+from dcp.storage.formats.opening.folder import saved_by_rank
+from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.sources import index_at
 from dcp.storage.geometry.ragged import row_products
-from dcp.storage.reader import FileSystemReader
 from dcp.storage.tensors import LocalMemory
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.torch_storage.metadata import LazyMetadata
+from dcp.storage.torch_storage.reader import FileSystemReader
 
 __all__ = ["ColumnLoad"]
 

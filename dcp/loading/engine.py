@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,14 @@ from dcp.loading.report import LoadReport
 from dcp.loading.targets import GivenState
 from dcp.planners.load.options import LoadAttempt, LoadOptions
 from dcp.ranks.failures import causes_of, is_damage
+from dcp.ranks.handshake import told_to_all
 from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed
 
 if TYPE_CHECKING:
     from dcp.planners.load.planner import DefaultLoadPlanner
     from dcp.ranks.collectives import Ranks
-    from dcp.storage.reader import FileSystemReader
+    from dcp.storage.torch_storage.reader import FileSystemReader
 
 __all__ = ["LoadEngine"]
 
@@ -69,14 +71,18 @@ class LoadEngine(ABC):
         fills are added if it fails.
         """
         filled = filled if filled is not None else set()
-        try:
-            report = self._load_committed(targets, filled)
-        except BaseException:
-            targets.take_back()
-            raise
-        if targets.gives_back and not self._has_given_back:
-            self._give_back_together(targets, filled)
-        return report
+        with ExitStack() as stack:
+            if self._storage is not None:
+                with told_to_all(self.ranks):
+                    stack.enter_context(self._storage.in_use())
+            try:
+                report = self._load_committed(targets, filled)
+            except BaseException:
+                targets.take_back()
+                raise
+            if targets.gives_back and not self._has_given_back:
+                self._give_back_together(targets, filled)
+            return report
 
     def _load_committed(self, targets: GivenState, filled: set[str]) -> LoadReport:
         """Once more where the checkpoint was replaced after its index was read, so that files of it are

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dcp.planners.columns import LoadColumns
     from dcp.planners.load.planner import DefaultLoadPlanner
     from dcp.storage.engine.reading.engine import ReadEngine
-    from dcp.storage.reader import FileSystemReader
+    from dcp.storage.torch_storage.reader import FileSystemReader
 
 __all__ = ["load_objects"]
 

@@ -14,13 +14,13 @@ from dcp.loading.whole import WholePlanner
 from dcp.planners.per_rank import rank_key
 from dcp.planners.rescale import rescaled_value
 from dcp.storage.formats.index import Path
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.torch_storage.metadata import LazyMetadata
 
 if TYPE_CHECKING:
     from dcp.planners.load.planner import DefaultLoadPlanner
     from dcp.planners.load.rescaling import StatesOfRanks
     from dcp.storage.engine.reading.engine import ReadEngine
-    from dcp.storage.reader import FileSystemReader
+    from dcp.storage.torch_storage.reader import FileSystemReader
 
 __all__ = ["rescale"]
 

@@ -17,7 +17,7 @@ from dcp.storage.formats.container_notes import notes_by_path
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.tensors import torch_dtype
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.torch_storage.metadata import LazyMetadata
 
 __all__ = ["ReadDtype", "WholePlanner"]
 

@@ -30,10 +30,13 @@ EventKind = Literal[
     "delete_failed",
     "restored",
     "skipped_damaged",
+    "skipped_partial",
     "stop_requested",
 ]
 
-_NOT_WITHIN_WORK = frozenset({"save_skipped", "restored", "skipped_damaged", "stop_requested"})
+_NOT_WITHIN_WORK = frozenset(
+    {"save_skipped", "restored", "skipped_damaged", "skipped_partial", "stop_requested"}
+)
 """Told by the training thread while nothing waits for it."""
 
 _TROUBLE = frozenset(
@@ -44,6 +47,7 @@ _TROUBLE = frozenset(
         "verify_failed",
         "delete_failed",
         "skipped_damaged",
+        "skipped_partial",
     }
 )
 
@@ -55,9 +59,9 @@ class Event:
     On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's),
     ``save_failed``, ``save_cancelled`` (it was called off, by `CheckpointManager.cancel` or for want of
     time), ``save_retried`` (it worked, after ``data["attempts"]``), ``save_skipped`` (the one before was not
-    finished), ``restored``, ``skipped_damaged`` (`restore` took an older one instead), and
-    ``stop_requested``. On the coordinator only: ``verified``, ``verify_failed``, ``deleted``,
-    ``delete_failed``.
+    finished), ``restored``, ``skipped_damaged`` and ``skipped_partial`` (`restore` took an older one instead,
+    because it cannot be read, or is not the whole state), and ``stop_requested``. On the coordinator only:
+    ``verified``, ``verify_failed``, ``deleted``, ``delete_failed``.
 
     ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the
     epoch.
@@ -92,7 +96,7 @@ class Events:
         *,
         also: Sequence[EventCallback] = (),
     ) -> None:
-        self._root = root
+        self.root = root
         self._rank = rank
         self._callbacks = (*also, *((callbacks,) if callable(callbacks) else callbacks or ()))
         self._telling = threading.local()
@@ -138,11 +142,11 @@ class Events:
         details += [f"{name} {value}" for name, value in event.data.items()]
         if event.error is not None:
             details.append(event.error)
-        where = self._root if event.step is None else f"{self._root} step {event.step}"
+        where = self.root if event.step is None else f"{self.root} step {event.step}"
         text = event.kind.replace("_", " ") + (": " if details else "") + ", ".join(details)
         extra = {
             "dcp_event": event.kind,
-            "dcp_root": self._root,
+            "dcp_root": self.root,
             "dcp_step": event.step,
             "dcp_rank": event.rank,
             "dcp_seconds": dict(event.seconds),

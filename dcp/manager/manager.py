@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -21,21 +20,21 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.calls.stateful_values import check_top_level
 from dcp.calls.storage_selection import with_options
 from dcp.manager import exit_hooks
-from dcp.manager.catalog.registration import CatalogRegistration, registrar_of
+from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.post_commit import Check, PostCommitWorker
 from dcp.manager.cleanup.retention import Retention
 from dcp.manager.coordination.notices import Grace
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.kept_steps import KeptSteps
-from dcp.manager.last_save import LastSave
-from dcp.manager.ledger import SaveLedger
 from dcp.manager.options import ManagerOptions
-from dcp.manager.parts import check_weights
 from dcp.manager.restore import Restored, restore
-from dcp.manager.save_executor import Mode, SaveExecutor, check_group, save_executor
-from dcp.manager.step_saver import StepSaver, WhenBusy
+from dcp.manager.saving.executor import Mode, SaveExecutor, check_group, save_executor
+from dcp.manager.saving.last_save import LastSave
+from dcp.manager.saving.ledger import SaveLedger
+from dcp.manager.saving.parts import check_weights
+from dcp.manager.saving.step_saver import StepSaver, WhenBusy
+from dcp.manager.saving.user_metadata import Metrics, user_metadata_of
 from dcp.manager.steps import StepFolders, whole_step
-from dcp.manager.user_metadata import Metrics, user_metadata_of
 from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
@@ -44,7 +43,7 @@ from dcp.ranks.handshake import told_to_all
 from dcp.state_dict_loader import LoadKeywords
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.stores.opening import OpenWith
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager
 
 __all__ = ["CheckpointManager"]
-
-logger = logging.getLogger(__name__)
 
 _AFTER_ERROR_SECONDS = 60.0
 """How long a save under way may take when training has ended with an exception: other ranks may be dead."""
@@ -182,11 +179,14 @@ class CheckpointManager(KeptSteps):
             options = self._options = ManagerOptions(**given)
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
+            registration = registration_of(catalog)
         self._ledger = SaveLedger(keep_failures=on_failure == "raise")
         self._closed = False
         channel = None if self._no_dist else own_channel(ranks, options=options.alike())
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
-        self._registrar = registrar_of(catalog, self._folders, self.rank)
+        self._registrar = None
+        if registration is not None and self.rank == 0:
+            self._registrar = Registrar(registration, self._folders.root.url, self._folders.name)
         told = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
         self._coordinator = options.coordinator(channel)
@@ -237,7 +237,7 @@ class CheckpointManager(KeptSteps):
         """
         self._check_open()
         step = whole_step(step)
-        self._saver.begin_step(step, last=last)
+        self._saver.exchange(step, last=last)
         return self._coordinator.reason(step, last=last) is not None
 
     @plain_errors
@@ -284,21 +284,11 @@ class CheckpointManager(KeptSteps):
         step = whole_step(step)
         check_top_level(state_dict)  # here: in the background each save would fail, and only be told
         check_weights(state_dict, self._options.saved_first)
-        self._saver.begin_step(step, last=last, force=force)
-        reason = self._coordinator.reason(step, last=last)
-        if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
-            reason = "force"
+        saver = self._saver
+        reason = saver.begin_step(step, last=last, force=force)
         if reason is None:
-            if self._coordinator.is_repeated(step) and not last:
-                logger.warning(
-                    "%s: save() was called again for step %d, which is saved or was restored already: "
-                    "nothing is done. Pass force=True to save it anew",
-                    self._folders.root.url,
-                    step,
-                )
             return None
         described = user_metadata_of(step, metrics, self._options.run, user_metadata)
-        saver = self._saver
         if not saver.may_begin(step, reason):
             return None
         if reason == "stop":
@@ -409,14 +399,17 @@ class CheckpointManager(KeptSteps):
             storage_options=self._opener.storage_options,
             **options,
         )
-        if restored is None:
-            return None
-        self._coordinator.restored(restored.step)
+        if restored is not None:
+            self._coordinator.restored(restored.step)
+            self._tell_restored(restored)
+        return restored
+
+    def _tell_restored(self, restored: Restored) -> None:
         for skipped, reason in restored.skipped:
-            self._events.emit("skipped_damaged", skipped, error=reason)
+            is_partial = skipped in restored.skipped_partial
+            self._events.emit("skipped_partial" if is_partial else "skipped_damaged", skipped, error=reason)
         report = restored.report
         self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=report.bytes_needed)
-        return restored
 
     def _meet_to_restore(self) -> None:
         """Raise PlanError where other ranks save, on them too: they would wait in the background, elsewhere

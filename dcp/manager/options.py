@@ -15,13 +15,13 @@ from dcp.manager.coordination.notices import Grace, Notices, grace_of
 from dcp.manager.coordination.schedule import Schedule
 from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventCallback
-from dcp.manager.save_executor import Mode, SaveSettings
-from dcp.manager.step_saver import WhenBusy
+from dcp.manager.saving.executor import Mode, SaveSettings
+from dcp.manager.saving.step_saver import WhenBusy
 from dcp.progress import ProgressCallback
 from dcp.ranks.channel import Channel
 from dcp.saving.options import SaveOptions
 from dcp.storage.errors import OptionError
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgpack
@@ -37,13 +38,12 @@ from dcp.storage.errors import (
     MissingKeyError,
     StorageError,
 )
-from dcp.storage.formats.open import has_checkpoint, open_index
+from dcp.storage.formats.opening.folder import has_checkpoint, open_index
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.opening import OpenWith
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.planner import LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = ["Restored", "is_unusable", "restore"]
@@ -59,9 +59,9 @@ _MAX_REASON_CHARACTERS = 500
 class Restored:
     """What was restored: the checkpoint of ``step``.
 
-    ``report`` is this rank's. ``skipped``: newer steps that could not be used, newest first, and why.
-    ``metrics`` and ``user_metadata`` (all of it) were given to the save; ``world_size`` is the number of
-    ranks that saved, where the checkpoint tells.
+    ``report`` is this rank's. ``skipped``: newer steps that could not be used, newest first, and why; of
+    these ``skipped_partial`` are sound, but not the whole state. ``metrics`` and ``user_metadata`` (all of
+    it) were given to the save; ``world_size`` is the number of ranks that saved, where the checkpoint tells.
     """
 
     step: int
@@ -71,6 +71,7 @@ class Restored:
     user_metadata: dict[str, Any]
     world_size: int | None
     checkpoint_id: str
+    skipped_partial: tuple[int, ...] = ()
 
 
 def restore(
@@ -81,7 +82,6 @@ def restore(
     step: int | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
-    planner: LoadPlanner | None = None,
     reader: Callable[[str], StorageReader] | None = None,
     on_damage: Callable[[int, CheckpointError], None] | None = None,
     retries: int = 3,
@@ -109,21 +109,21 @@ def restore(
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
     begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
-    asked, filled = LoadOptions(**options), set[str]()
+    asked = LoadOptions(**options)
+    load = partial(
+        load_with,
+        state_dict,
+        asked,
+        process_group=process_group,
+        no_dist=alone,
+        timeout_seconds=timeout_seconds,
+        filled=set[str](),  # what a load has filled must not stay where the next leaves something as it is
+    )
 
     def load_once(name: str) -> LoadReport:
-        return load_with(
-            state_dict,
-            asked,
-            checkpoint_id=None if reader is not None else name,
-            storage_reader=reader(name) if reader is not None else None,
-            planner=planner,
-            process_group=process_group,
-            no_dist=alone,
-            timeout_seconds=timeout_seconds,
-            storage_options=None if reader is not None else storage_options,
-            filled=filled,  # what a load has filled must not stay where the next leaves something as it is
-        )
+        if reader is not None:
+            return load(storage_reader=reader(name))
+        return load(checkpoint_id=name, storage_options=storage_options)
 
     restoring = _Restoring(
         ranks,
@@ -152,6 +152,7 @@ class _Restoring:
 
     def newest(self, list_steps: Callable[[], Iterable[int]]) -> Restored | None:
         skipped: dict[int, str] = {}
+        partial: list[int] = []
         while True:
             # Anew each time: a writer that outlived the job before may commit and clean up meanwhile.
             step = self._first(list_steps, skipped)
@@ -159,9 +160,10 @@ class _Restoring:
                 break
             if self.takes_partial and (reason := self._partial(step)):
                 skipped[step] = reason
+                partial.append(step)
                 continue
             try:
-                return self._restored(step, self._load(step), tuple(sorted(skipped.items(), reverse=True)))
+                return self._restored(step, self._load(step), skipped, partial)
             except CheckpointError as error:
                 if is_unusable(error):
                     skipped[step] = self._skip(step, error)
@@ -169,13 +171,14 @@ class _Restoring:
                     raise
                 else:
                     skipped[step] = reason
+                    partial.append(step)
         if not skipped:
             return None
         raise _none_usable(skipped)
 
     def only(self, step: int) -> Restored:
         try:
-            return self._restored(step, self._load(step), ())
+            return self._restored(step, self._load(step), {}, ())
         except CheckpointError as error:
             if is_unusable(error):
                 self._skip(step, error)
@@ -212,17 +215,20 @@ class _Restoring:
                 )
             raise
 
-    def _restored(self, step: int, report: LoadReport, skipped: tuple[tuple[int, str], ...]) -> Restored:
+    def _restored(
+        self, step: int, report: LoadReport, skipped: Mapping[int, str], partial: Collection[int]
+    ) -> Restored:
         stored = report.user_metadata.get("metrics")
         metrics = stored if isinstance(stored, dict) else {}
         return Restored(
             step=step,
             report=report,
-            skipped=skipped,
+            skipped=tuple(sorted(skipped.items(), reverse=True)),
             metrics={name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
             user_metadata=report.user_metadata,
             world_size=report.world_size,
             checkpoint_id=self.checkpoint_id(step),
+            skipped_partial=tuple(partial),
         )
 
     def _skip(self, step: int, error: CheckpointError) -> str:

@@ -23,10 +23,11 @@ from dcp.manager.notes import Notes, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.open import open_index
+from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store, Version, check_name
+from dcp.storage.stores.base import Store, Version
 from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
+from dcp.storage.stores.names import check_name
 from dcp.storage.threads import WorkerThreads
 
 __all__ = [

@@ -15,7 +15,8 @@ import msgpack
 
 from dcp.ranks.failures import RankFailedError, failure_of
 from dcp.storage.errors import PlanError
-from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks

@@ -17,8 +17,8 @@ from dcp.planners.flatten import LIST, MAPPING, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.planner import DefaultLoadPlanner
 from dcp.planners.save.options import PlanOptions
-from dcp.storage.reader import FileSystemReader
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["kinds_of", "of_load", "of_save"]
 

@@ -31,10 +31,10 @@ from dcp.saving.provenance import provenance_of
 from dcp.storage.engine.assemble import assemble_index
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointError, StorageError
-from dcp.storage.formats.open import open_index
+from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.threads import unwanted_once
-from dcp.storage.torch_metadata import LazyMetadata
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.metadata import LazyMetadata
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["ColumnSave", "ColumnSaveEngine", "cache_of"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dcp.planners.save.plan_cache import PlanCache
     from dcp.ranks.collectives import Ranks
-    from dcp.storage.writer import FileSystemWriter
+    from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["PartOf", "RankPart", "SaveAttempt", "SaveEngine", "SaveOrder"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dcp.torch_names import names_of
+from dcp.calls.torch_names import names_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager as AsyncStager

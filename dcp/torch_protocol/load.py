@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from dcp.planners.load.planner import DefaultLoadPlanner
     from dcp.ranks.collectives import Ranks
-    from dcp.storage.reader import FileSystemReader
+    from dcp.storage.torch_storage.reader import FileSystemReader
 
 __all__ = ["ProtocolLoad"]
 

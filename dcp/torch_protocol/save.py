@@ -18,8 +18,8 @@ from dcp.saving.engine import PartOf, SaveAttempt, SaveEngine, SaveOrder
 from dcp.saving.foreign_values import warn_of_foreign, warn_of_keys
 from dcp.saving.provenance import provenance_of
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.open import open_index
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.torch_protocol import plan_transport
 from dcp.torch_protocol.calls import call_with_optional
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dcp.planners.save.plan_cache import PlanCache
     from dcp.planners.save.planner import DefaultSavePlanner
     from dcp.ranks.collectives import Ranks
-    from dcp.storage.writer import FileSystemWriter
+    from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["ProtocolSave", "ProtocolSaveEngine"]
 

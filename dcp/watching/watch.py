@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.manager.steps import StepFacts, StepFolders, whole_step
+from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError
 from dcp.storage.stores import type_of_place
-from dcp.storage.stores.base import place_text
 from dcp.storage.stores.folders import SmallFiles
+from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.watching.cursor import Acknowledged, Cursor
 
@@ -60,7 +60,7 @@ class WatchedStep:
         self._acknowledge()
 
 
-class Watch(Iterator[WatchedStep]):
+class Watch(Closable, Iterator[WatchedStep]):
     """What `watch` returns: an iterator, and a context manager that lets go of the consumer's name."""
 
     def __init__(
@@ -107,14 +107,6 @@ class Watch(Iterator[WatchedStep]):
         """Whether this very checkpoint is still there: neither deleted nor saved anew."""
         facts = self._facts(step.step)
         return facts is not None and facts.save_id == step.save_id
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- what there is ---------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from dcp.inspection.checkpoints import list_checkpoints
 from dcp.inspection.entries import module_tree, tensor_rows
 from dcp.storage.stores import open_store
 from tests.dcp.cli_support import data_file, run, save_ours, save_stock
+from tests.support.programs import Program
 
 
 @pytest.fixture(scope="module")
@@ -275,18 +276,23 @@ def test_a_scheme_without_a_store_fails_clearly() -> None:
 def test_the_command_starts_without_torch(ours: Path) -> None:
     """``python -m dcp`` lists, shows and verifies in an interpreter in which torch cannot be imported."""
     program = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['dcp', *sys.argv[1:]]\n"
-        "import runpy; runpy.run_module('dcp', run_name='__main__')"
+        "import runpy, sys; sys.modules['torch'] = None; folder = sys.argv[1]\n"
+        "for command in (['ls'], ['show', '--objects'], ['verify']):\n"
+        "    sys.argv = ['dcp', *command, folder]\n"
+        "    try:\n"
+        "        runpy.run_module('dcp', run_name='__main__')\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, command\n"
+        "    print('END')\n"
     )
-    for command in (["ls"], ["show", "--objects"], ["verify"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *command, str(ours)],
-            cwd=Path(dcp.__file__).parents[1],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert ours.name in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(ours)],
+        cwd=Path(dcp.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [ours.name in printed for printed in done.stdout.split("END\n")] == [True] * 3 + [False]
 
 
 def test_installed_command_and_module_are_the_same() -> None:
@@ -303,13 +309,7 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     many = {f"layer{number}.w": torch.ones(1) for number in range(3000)}
     folder = save_ours(tmp_path / "x", many)
     read, write = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-m", "dcp", "show", str(folder)],
-        cwd=Path(dcp.__file__).parents[1],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with Program("-m", "dcp", "show", folder, stdout=write, stderr=subprocess.PIPE) as process:
         os.close(write)
         os.close(read)
         _, errors = process.communicate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 import dcp
 from tests.dcp.cli_support import run, save_ours
+from tests.support.programs import Program, run_program
 
 LAYER = "transformer.encoder.layers.{}.self_attention.query_key_value.weight"
 
@@ -139,13 +139,7 @@ def test_files_without_checksums_are_not_said_to_be_ok(runs: Path) -> None:
 @pytest.mark.parametrize("columns", [60, 100, 200])
 def test_the_help_uses_the_width_and_has_groups(columns: int) -> None:
     """No sentence of the list of commands is cut."""
-    done = subprocess.run(
-        [sys.executable, "-m", "dcp", "--help"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": str(columns)},
-        cwd=Path(dcp.__file__).parents[1],
-    )
+    done = run_program("-m", "dcp", "--help", env=os.environ | {"COLUMNS": str(columns)})
     assert done.returncode == 0
     longest = max(map(len, done.stdout.splitlines()))
     assert min(columns, 120) - 20 < longest <= columns
@@ -158,15 +152,10 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
     """``dcp show | head``: status 0 and nothing on standard error, from a pipe that is full."""
     folder = save_ours(tmp_path / "x", {f"layer{number}.w": torch.ones(1) for number in range(3000)})
     for command in ("show", "stats"):
-        done = subprocess.run(
-            [
-                "bash",
-                "-c",
-                f"'{sys.executable}' -m dcp {command} '{folder}' | head -n 1; exit ${{PIPESTATUS[0]}}",
-            ],
-            capture_output=True,
-            text=True,
-            cwd=Path(dcp.__file__).parents[1],
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.count("\n") == 1
+        pipe = subprocess.PIPE
+        with Program("-m", "dcp", command, folder, stdout=pipe, stderr=pipe) as process:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr.read() == ""
+        assert process.returncode == 0

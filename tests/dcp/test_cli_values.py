@@ -15,6 +15,7 @@ import torch
 import dcp
 from dcp.cli.pictures import bar, sparkline
 from tests.dcp.cli_support import data_file, flip, run, save_ours, save_stock
+from tests.support.programs import Program, run_program
 
 ROOT = Path(dcp.__file__).parents[1]
 
@@ -86,11 +87,11 @@ def test_no_damaged_number_is_shown(tmp_path: Path) -> None:
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path) -> None:
     """Rate and time left are for people who watch: nothing of it is in a script's output."""
     folder = save_ours(tmp_path / "x", {"w": torch.zeros(5_000_000)})
-    command = [sys.executable, "-m", "dcp", "stats", str(folder)]
-    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = ["-m", "dcp", "stats", str(folder)]
+    piped = run_program(*command)
     assert (piped.returncode, piped.stderr) == (0, "")
     controller, terminal = os.openpty()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+    with Program(*command, stdout=subprocess.PIPE, stderr=terminal) as process:
         os.close(terminal)
         drawn = b""
         try:
@@ -168,10 +169,15 @@ def test_cat_writes_npy_files(ours: Path, tmp_path: Path, name: str, index: str 
     assert (done.status, done.out, done.err) == (0, "", "")
     assert np.array_equal(np.load(target), expected, equal_nan=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-    piped = subprocess.run(
-        [sys.executable, "-m", "dcp", *arguments, "--npy", "-"], cwd=ROOT, capture_output=True, check=True
-    )
-    assert np.array_equal(np.load(io.BytesIO(piped.stdout)), expected, equal_nan=True)
+    read, write = os.pipe()
+    with (
+        Program("-m", "dcp", *arguments, "--npy", "-", stdout=write) as process,
+        os.fdopen(read, "rb") as file,
+    ):
+        os.close(write)
+        piped = file.read()
+    assert process.returncode == 0
+    assert np.array_equal(np.load(io.BytesIO(piped)), expected, equal_nan=True)
     assert run(*arguments, "--npy", "-", "--json").status == 2
 
 

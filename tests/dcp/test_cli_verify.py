@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import dcp
 from dcp.inspection.verification import VerifyReport, verify
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from tests.dcp.cli_support import data_file, flip, run, save_ours, save_stock, state
+from tests.support.programs import Program, run_program
 
 
 def only_finding(report: VerifyReport) -> Any:
@@ -234,12 +234,11 @@ def test_progress_counts_up_to_all_bytes(tmp_path: Path) -> None:
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path) -> None:
     """Rate and time left are for people who watch: nothing of it is in a log or a script's output."""
     folder = save_ours(tmp_path / "x", {"w": torch.zeros(BLOCK_BYTES)})
-    command = [sys.executable, "-m", "dcp", "verify", str(folder)]
-    root = Path(dcp.__file__).parents[1]
-    piped = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    command = ["-m", "dcp", "verify", str(folder)]
+    piped = run_program(*command)
     assert (piped.returncode, piped.stderr) == (0, "")
     controller, terminal = os.openpty()
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+    with Program(*command, stdout=subprocess.PIPE, stderr=terminal) as process:
         os.close(terminal)
         drawn = b""
         try:

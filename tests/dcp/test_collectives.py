@@ -3,7 +3,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from dcp.ranks.channel import HEAD_BYTES, Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError
 from dcp.storage.errors import CollectiveTimeoutError, CorruptCheckpointError
+from tests.support.programs import Program
 from tests.support.ranks import RankDied, RankRaised, run_ranks
 
 STEPS = ("reduce_scatter", "reduce_broadcast", "reduce_alike", "all_gather", "broadcast")
@@ -376,11 +376,8 @@ except CollectiveTimeoutError:
 def test_a_process_that_gave_a_step_up_ends_at_once(tmp_path: Path) -> None:
     """Nor does the end of the interpreter wait for the collective; the other rank lives on meanwhile."""
 
-    def start(rank: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _LEAVING, str(rank), str(tmp_path / "store")]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    ranks = [start(rank) for rank in range(2)]
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "finalizes": True}
+    ranks = [Program("-c", _LEAVING, str(rank), tmp_path / "store", **options) for rank in range(2)]
     try:
         output, _ = ranks[0].communicate(timeout=120)
         told = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 greets

@@ -14,7 +14,7 @@ import pytest
 
 from dcp.demo.checks import compare_digests, largest_difference, sparkline
 from dcp.demo.places import newest_checkpoint
-from dcp.storage.formats.open import has_checkpoint
+from dcp.storage.formats.opening.folder import has_checkpoint
 from dcp.storage.stores import open_store
 
 ROOT = Path(__file__).parents[2]

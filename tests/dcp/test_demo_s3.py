@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import dcp
-from dcp.demo.crash import CrashPoint
 from dcp.demo.places import BucketPlace, FolderPlace, Place
 from dcp.demo.s3_server import S3Server
-from dcp.demo.stock import load_damaged, load_with_stock_torch
+from dcp.demo.training.crash import CrashPoint
+from dcp.demo.training.stock import load_damaged, load_with_stock_torch
 from dcp.storage.errors import CorruptCheckpointError
 from tests.support.crashes import Child, in_lab
 

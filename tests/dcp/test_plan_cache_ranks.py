@@ -28,7 +28,7 @@ from dcp.storage.errors import ReplicaMismatchError, StorageError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from tests.support.ranks import run_ranks
 
 TENSORS = 300

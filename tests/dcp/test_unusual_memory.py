@@ -18,9 +18,9 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     PlanError,
 )
-from dcp.storage.reader import FileSystemReader
 from dcp.storage.tensors import LocalMemory
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 
 def parameters(kind: str) -> torch.Tensor:

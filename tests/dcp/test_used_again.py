@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,9 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.storage.errors import (
-    PlanError,
-)
-from dcp.storage.reader import FileSystemReader
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.torch_storage.reader import FileSystemReader
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from tests.support.loaded import Unpicklable, values
 
 
@@ -38,6 +37,34 @@ def test_a_reader_that_loads_again_sees_what_was_saved_since(tmp_path: Path) -> 
         assert wanted["w"].tolist() == [value] * 4
         assert report.bytes_needed == 16
         assert reader.read_metadata().state_dict_metadata.keys() == {"w"}
+
+
+def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
+    """It would mix up two loads; so the second one says so, and the first one goes on."""
+    dcp.save({"w": torch.ones(4), "own": {"x": 1}}, checkpoint_id=tmp_path)
+    reader, asked, go_on = FileSystemReader(tmp_path), threading.Event(), threading.Event()
+
+    class Held:
+        loaded: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            asked.set()
+            go_on.wait(60)
+            return {"x": 0}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state
+
+    held, wanted = Held(), torch.zeros(4)
+    thread = threading.Thread(target=lambda: dcp.load({"w": wanted, "own": held}, storage_reader=reader))
+    thread.start()
+    assert asked.wait(60)
+    with pytest.raises(OptionError, match="another thread"):
+        dcp.read(storage_reader=reader)
+    go_on.set()
+    thread.join(60)
+    assert (held.loaded, wanted.tolist()) == ({"x": 1}, [1.0] * 4)
+    assert dcp.read(storage_reader=reader)["own"] == {"x": 1}
 
 
 def test_options_of_one_load_do_not_stay(tmp_path: Path) -> None:

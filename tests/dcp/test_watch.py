@@ -24,6 +24,7 @@ from dcp.storage.stores import PosixStore
 from dcp.watching.cursor import Acknowledged, Cursor
 from tests.dcp.cli_support import run
 from tests.support.processes import lives
+from tests.support.programs import Program
 from tests.support.versions import save_version
 
 NEVER = threading.Event()
@@ -254,8 +255,8 @@ def begun() -> Iterator[list[subprocess.Popen[str]]]:
 
 def begin(processes: list[subprocess.Popen[str]], *arguments: str | Path) -> subprocess.Popen[str]:
     """``dcp watch`` in a process of its own."""
-    command = [sys.executable, "-m", "dcp", "watch", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = Program("-m", "dcp", "watch", *arguments, stdout=pipe, stderr=pipe)
     processes.append(process)
     return process
 
@@ -319,8 +320,10 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
     assert log.read_text().split() == ["1", "1", "1", "2"]
     missing = run("watch", tmp_path / "run", "--once", "--exec", "/no/such", "--consumer", "b")
     assert (missing.status, "/no/such" in missing.err) == (3, True)
-    for wrong in ("'", ""):
-        assert run("watch", tmp_path / "run", "--exec", wrong).status == 2
+    wrong_ones = (("--exec", "'"), ("--exec", ""), ("--consumer", "../b"), ("--folders", "step"))
+    for option, wrong in wrong_ones:
+        refused = run("watch", tmp_path / "run", option, wrong)
+        assert (refused.status, "Invalid value" in refused.err) == (2, True)
 
 
 def test_a_step_that_goes_under_its_command_is_no_failure(tmp_path: Path) -> None:
@@ -371,7 +374,7 @@ def test_a_signal_ends_it(tmp_path: Path, begun: list[subprocess.Popen[str]], nu
         _, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number
         assert "Traceback" not in err
-    assert all(json.loads(path.read_bytes())["holder"] is None for path in (root / ".watch").iterdir())
+    assert all(json.loads(path.read_bytes())["holder"] is None for path in (root / ".watch").glob("*.cursor"))
     assert given(root) == [1]
 
 

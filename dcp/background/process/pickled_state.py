@@ -22,11 +22,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dcp.planners.layout.checkpointable import Claim, claim_of, with_claim
+from dcp.planners.layout.checkpointable import ShardClaim, claim_of, with_claim
 from dcp.storage import torch_compat
 from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.tensors import byte_pieces
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = [
     "PickledState",
@@ -225,7 +225,7 @@ def tensor_view(
 
 
 def _tensor(
-    offset: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, claim: Claim | None
+    offset: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, claim: ShardClaim | None
 ) -> torch.Tensor:
     tensor = tensor_view(_memory.get(), offset, shape, dtype).requires_grad_(requires_grad)
     return with_claim(tensor, claim)

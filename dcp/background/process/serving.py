@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from dcp.background.error_codec import error_to_data
 from dcp.background.process import pickled_state
 from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
+from dcp.background.worker import FailedStaging, RefusedWriter
 from dcp.engines import save_engine_again
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
@@ -37,7 +38,6 @@ from dcp.saving.options import SaveOptions
 from dcp.saving.order import agreeing_seconds, carry_out
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
 from dcp.storage.tensors import LocalMemory, torch_dtype
-from dcp.storage.writer import FileSystemWriter
 from dcp.version import __version__
 
 __all__ = ["WriterLoop"]
@@ -152,8 +152,7 @@ class WriterLoop:
             os.chdir(body["cwd"])
             order: SaveOrder = pickled_state.unpack(body["order"])
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
-            refusal = _Refusal(error)
-            order, payload = refusal.order(body), refusal.payload
+            order, payload = _refused(error, body), FailedStaging.because(error).done.result
         order = replace(order, options=replace(order.options, progress=self._progress(save)))
         ranks = self._meeting.ranks(order.options.timeout_seconds, save.abort)
         metadata, outcome = carry_out(order, payload, ranks, cache=self._cache)
@@ -189,27 +188,12 @@ def _require_version(version: str) -> None:
         os._exit(1)
 
 
-class _Refusal(FileSystemWriter):
-    """Stands for a storage that this process was not given: a save with it takes part in the first step that
-    the other ranks make, and fails there with ``error`` on all of them."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(os.curdir, open_store=self._fail)
-        self._error = error
-
-    def _fail(self, path: str | os.PathLike[str]) -> NoReturn:
-        raise self._error
-
-    def discard(self) -> None:
-        pass  # nothing was written
-
-    def order(self, body: dict[str, Any]) -> SaveOrder:
-        """In the place of the order of ``body``, on the road that the others take."""
-        options = SaveOptions(use_collectives=body["together"], timeout_seconds=body["timeout_seconds"])
-        return SaveOrder(save_engine_again(self, on_columns=body["on_columns"]), options, body["serial"])
-
-    def payload(self) -> dict[str, Any]:
-        raise self._error
+def _refused(error: Exception, body: dict[str, Any]) -> SaveOrder:
+    """In the place of the order of ``body``, on the road that the others take."""
+    options = SaveOptions(use_collectives=body["together"], timeout_seconds=body["timeout_seconds"])
+    return SaveOrder(
+        save_engine_again(RefusedWriter(error), on_columns=body["on_columns"]), options, body["serial"]
+    )
 
 
 class _Meeting:

@@ -59,7 +59,7 @@ def command(
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
         from dcp import inspection
-        from dcp.storage.formats.sources import open_source
+        from dcp.storage.formats.opening.sources import open_source
         from dcp.storage.stores.opening import OpenWith
 
         source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))

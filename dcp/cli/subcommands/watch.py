@@ -80,18 +80,22 @@ def command(
     try:
         with errors_as_lines(debug=debug), unwinding_on_sigterm():
             # here, because a usage message must not wait for numpy
+            from dcp.storage.errors import OptionError
             from dcp.watching.watch import watch
 
-            steps = watch(
-                run,
-                consumer=consumer,
-                since=since,
-                once=once,
-                interval_seconds=interval,
-                cursor=cursor,
-                name=folders,
-                storage_options=storage_options(run, options),
-            )
+            try:
+                steps = watch(
+                    run,
+                    consumer=consumer,
+                    since=since,
+                    once=once,
+                    interval_seconds=interval,
+                    cursor=cursor,
+                    name=folders,
+                    storage_options=storage_options(run, options),
+                )
+            except OptionError as error:
+                raise typer.BadParameter(str(error)) from error
             with steps:
                 for step in steps:
                     status = 0 if words is None else _run(words, steps, step, tries, interval, json=json)

@@ -30,6 +30,7 @@ __all__ = [
     "TensorStatistics",
     "statistics",
     "statistics_of",
+    "statistics_of_row",
 ]
 
 
@@ -116,6 +117,13 @@ def statistics_of(
         for row, first in zip(rows, firsts, strict=True)
     )
     return CheckpointStatistics(reader.name, tensors, total.result(bins), reader.bytes_read)
+
+
+def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> ElementStatistics | None:
+    """Of one tensor of an open checkpoint, by its row in the index; None for bits without a meaning."""
+    if is_opaque(reader.index.dtype(row)):
+        return None
+    return next(summary for _, summary in _summaries(reader, [row], None)).result(bins)
 
 
 def _selected(reader: TensorReader, only: Patterns | None, exclude: Patterns | None) -> list[int]:

@@ -23,7 +23,7 @@ from dcp.inspection.values.tensor_source import TensorSource
 from dcp.inspection.values.tiles import BoxReads, Tile, TileBatches, TileRead
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CorruptCheckpointError
-from dcp.storage.formats.sources import open_source
+from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 from dcp.storage.geometry.joins import disjoint
 from dcp.storage.geometry.strides import dense_order
@@ -47,7 +47,7 @@ def open_tensors(
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = "blocks",
 ) -> TensorReader:
-    """A `TensorReader` of a checkpoint of any format, as `dcp.storage.formats.sources.open_source` finds it.
+    """A `TensorReader` of a checkpoint of any format, which `dcp.storage.formats.opening.sources` finds.
 
     Args:
         checkpoint_id: A path or URL.

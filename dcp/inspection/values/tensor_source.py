@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final
 
+from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Region, Verify
 from dcp.storage.errors import CorruptCheckpointError
@@ -21,7 +22,7 @@ _OPENED_BYTES: Final = 1 << 20
 """Where requests are dear, payloads below this are as soon read as a record is opened for its checksum."""
 
 
-class TensorSource:
+class TensorSource(Closable):
     """One checkpoint and the engine that reads it. Use as a context manager; thread-safe.
 
     ``name`` is what the checkpoint is called in messages, if not by its store.
@@ -44,11 +45,9 @@ class TensorSource:
         self._running = threading.Lock()
         self._other_bytes = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._engine.__exit__(*exc)
+    def close(self) -> None:
+        """Close the files."""
+        self._engine.close()
 
     @property
     def stats(self) -> ReadStats:

@@ -14,7 +14,8 @@ from dcp.errors import OptionError
 from dcp.integrations.lightning.exact_values import opened, sealed
 from dcp.integrations.lightning.loading import is_of_lightning, newest_good
 from dcp.integrations.lightning.names import BEFORE_REQUEUE
-from dcp.integrations.lightning.path_saves import Mode, PathSaves
+from dcp.integrations.path_saves import Mode, PathSaves
+from dcp.manager.catalog.registration import CatalogRegistration
 from dcp.state_dict_loader import read
 
 __all__ = ["BYPASSED", "DcpCheckpointIO"]
@@ -43,13 +44,21 @@ class DcpCheckpointIO(CheckpointIO):
         mode: "thread" and "process" copy the state and write the copy in a thread, or in a process of its
             own; "sync" writes before training goes on.
         storage_options: For paths such as ``s3://bucket/run``, as for `dcp.save`.
+        catalog: As for `dcp.CheckpointManager`; a run is a folder of checkpoints.
 
     Raises:
-        OptionError: ``mode`` is none of these.
+        OptionError: ``mode`` is none of these, or ``catalog`` no URL.
+        ModuleNotFoundError: ``catalog`` needs httpx, which is not there.
     """
 
-    def __init__(self, *, mode: Mode = "thread", storage_options: Mapping[str, Any] | None = None) -> None:
-        self._saves = PathSaves(mode, storage_options, no_dist=True)
+    def __init__(
+        self,
+        *,
+        mode: Mode = "thread",
+        storage_options: Mapping[str, Any] | None = None,
+        catalog: str | CatalogRegistration | None = None,
+    ) -> None:
+        self._saves = PathSaves(mode, storage_options, catalog, no_dist=True)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None
@@ -119,4 +128,4 @@ class DcpCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """`wait`, at the end of the Trainer's work."""
-        self.wait()
+        self._saves.close()

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from dcp.integrations.trainer_state import has_shards
 from dcp.planners.per_rank import PerRank
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 
@@ -50,15 +50,7 @@ def opened(state: dict[str, Any]) -> dict[str, Any]:
 
 def entry_with_shards(checkpoint: Mapping[str, Any]) -> str | None:
     """The name of an entry that has a DTensor in it, however deep; None if none has."""
-    return next((str(key) for key, value in checkpoint.items() if _has_shards(value)), None)
-
-
-def _has_shards(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_has_shards, value))
-    return isinstance(value, DTensor)
+    return next((str(key) for key, value in checkpoint.items() if has_shards(value)), None)
 
 
 def _seal(value: Any, keys: _Keys, form: dict[str, list[Any]]) -> Any:

@@ -6,19 +6,17 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from dcp.errors import OptionError
 from dcp.integrations.lightning.exact_values import entry_with_shards, opened, sealed
 from dcp.integrations.lightning.loading import is_of_lightning, newest_good
 from dcp.integrations.lightning.names import BEFORE_REQUEUE
-from dcp.integrations.lightning.path_saves import Mode, PathSaves
+from dcp.integrations.path_saves import Mode, PathSaves
+from dcp.integrations.trainer_state import OptimizerState, own_part
+from dcp.manager.catalog.registration import CatalogRegistration
+from dcp.state_dict import get_model_state_dict, set_model_state_dict
 from dcp.state_dict_loader import LoadKeywords, load, read
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ class DcpStrategyMixin:
     Args:
         mode: As for `DcpCheckpointIO`.
         storage_options: As for `DcpCheckpointIO`.
+        catalog: As for `DcpCheckpointIO`.
 
     The others are the strategy's.
 
@@ -54,6 +53,7 @@ class DcpStrategyMixin:
         *args: Any,
         mode: Mode = "thread",
         storage_options: Mapping[str, Any] | None = None,
+        catalog: str | CatalogRegistration | None = None,
         **kwargs: Any,
     ) -> None:
         if not kwargs.get("save_distributed_checkpoint", True):
@@ -62,7 +62,7 @@ class DcpStrategyMixin:
                 "`dcp convert` makes one file of a checkpoint"
             )
         super().__init__(*args, **kwargs)
-        self._saves = PathSaves(mode, storage_options, no_dist=False)
+        self._saves = PathSaves(mode, storage_options, catalog, no_dist=False)
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
         """The model's state, sharded, and where it is: the save copies it."""
@@ -70,7 +70,8 @@ class DcpStrategyMixin:
 
     def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state by the names of parameters, likewise."""
-        return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return OptimizerState(self.model, [own]).state_dict()
 
     def save_checkpoint(
         self: Any, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any | None = None
@@ -84,7 +85,7 @@ class DcpStrategyMixin:
         if storage_options is not None:
             raise OptionError(f"give storage_options to {type(self).__name__}, which needs them to load too")
         rest = dict(checkpoint)
-        state = {"state_dict": rest.pop("state_dict")}
+        state = {"state_dict": own_part(self.model, rest.pop("state_dict"))}
         for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
             state[f"optimizer_{number}"] = optimizer_state
         if (name := entry_with_shards(rest)) is not None:
@@ -126,15 +127,13 @@ class DcpStrategyMixin:
         lenient: LoadKeywords = {} if strict else {"allow_partial_load": True, "unexpected": "ignore"}
         model = {"state_dict": get_model_state_dict(self.model)}
         optimizers = {
-            f"optimizer_{number}": get_optimizer_state_dict(self.model, optimizer)
+            f"optimizer_{number}": OptimizerState(self.model, [optimizer])
             for number, optimizer in enumerate(self.optimizers)
         }
         load(model, **options, **lenient)
-        if optimizers:
-            load(optimizers, **options)
         set_model_state_dict(self.model, model["state_dict"])
-        for optimizer, state in zip(self.optimizers, optimizers.values(), strict=True):
-            set_optimizer_state_dict(self.model, optimizer, state)
+        if optimizers:
+            load({**optimizers}, **options)
 
     def remove_checkpoint(self: Any, filepath: _Path) -> None:
         """As `DcpCheckpointIO.remove_checkpoint`."""
@@ -148,7 +147,7 @@ class DcpStrategyMixin:
 
     def teardown(self: Any) -> None:
         """Wait for the saves under way."""
-        self._saves.wait()
+        self._saves.close()
         super().teardown()  # type: ignore[misc]
 
 

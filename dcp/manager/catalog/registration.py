@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     import httpx
 
     from dcp.manager.events import Event
-    from dcp.manager.steps import StepFolders
 
-__all__ = ["KEY_VARIABLE", "CatalogRegistration", "Registrar", "registrar_of"]
+__all__ = ["KEY_VARIABLE", "CatalogRegistration", "Registrar", "registration_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,9 @@ class Registrar:
     """Registers the checkpoints of one run; made on one rank. Nothing that it does raises or waits, but for
     `close`, which is bounded."""
 
-    def __init__(self, options: CatalogRegistration, run_url: str, name_of: Callable[[int], str]) -> None:
+    def __init__(
+        self, options: CatalogRegistration, run_url: str, name_of: Callable[[int], str] = str
+    ) -> None:
         self._options = options
         self._run_url = run_url
         self._name_of = name_of
@@ -124,9 +125,14 @@ class Registrar:
         elif event.kind == "deleted" and event.data.get("what") != "abandoned":
             self._put(event.step, {"deleted": True})
 
-    def _put(self, step: int, more: Mapping[str, Any]) -> None:
+    def tell(self, name: str, step: int | None, *, deleted: bool) -> None:
+        """The checkpoint ``name`` of the run was committed or deleted."""
+        self._put(step, {"deleted": True} if deleted else {}, name)
+
+    def _put(self, step: int | None, more: Mapping[str, Any], name: str | None = None) -> None:
+        key = name if name is not None else self._name_of(step or 0)
         options = self._options
-        body: dict[str, Any] = {"key": self._name_of(step), "step": step, **more}
+        body: dict[str, Any] = {"key": key, "step": step, **more}
         if options.root is None:
             body["root_url"] = self._run_url
         else:
@@ -293,19 +299,14 @@ class Registrar:
             self._changed.notify_all()
 
 
-def registrar_of(
-    catalog: str | CatalogRegistration | None, folders: StepFolders, rank: int
-) -> Registrar | None:
-    """The registrar of a manager: on the coordinator, if there is a ``catalog``.
-
-    Raises OptionError for what is no URL, and ModuleNotFoundError without httpx, on all ranks.
-    """
+def registration_of(catalog: str | CatalogRegistration | None) -> CatalogRegistration | None:
+    """What ``catalog`` asks for. Raises OptionError for what is no URL, and ModuleNotFoundError without
+    httpx."""
     if catalog is None:
         return None
     if find_spec("httpx") is None:
         raise ModuleNotFoundError("registering checkpoints needs httpx: pip install 'dcphub[catalog]'")
-    options = CatalogRegistration(catalog) if isinstance(catalog, str) else catalog
-    return Registrar(options, folders.root.url, folders.name) if rank == 0 else None
+    return CatalogRegistration(catalog) if isinstance(catalog, str) else catalog
 
 
 def _spool_folder(options: CatalogRegistration, run_url: str) -> Path:

@@ -33,10 +33,11 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from dcp.storage.formats.open import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.torch.format import TORCH_DCP
-from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
-from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 __all__ = [
     "Removed",

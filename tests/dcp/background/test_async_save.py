@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -28,6 +26,7 @@ from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import AsyncSaveResponse
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.values import leaves, raw
 from tests.support.versions import seen_by_dcp, seen_by_stock, version_state
@@ -278,7 +277,7 @@ def test_a_script_that_ends_has_saved(tmp_path: Path) -> None:
         raise SystemExit(3)
         """
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x")], timeout=280, check=False)
+    ended = run_program("-c", script, tmp_path / "x", finalizes=True)
     assert ended.returncode == 3
     state = {"w": torch.zeros(1 << 22, dtype=torch.int64)}
     dcp.load(state, checkpoint_id=tmp_path / "x", no_dist=True)

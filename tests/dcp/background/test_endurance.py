@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp
 from dcp.background.future import SaveFuture
 from dcp.background.process.writer import ProcessWriter
-from dcp.manager.save_executor import _BackgroundExecutor
+from dcp.manager.saving.executor import _BackgroundExecutor
 from tests.support.processes import open_files
 from tests.support.ranks import run_ranks
 from tests.support.values import local_parts

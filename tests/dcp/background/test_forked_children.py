@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import run_program
 
 _SCRIPT = """
 import os, sys, time
@@ -57,13 +56,5 @@ _SLOW = [pytest.param(how, marks=pytest.mark.exhaustive) for how in ("save", "th
 @pytest.mark.parametrize("how", ["manager", *_SLOW])
 def test_a_forked_child_ends(how: str, tmp_path: Path) -> None:
     """By sys.exit and at the end of the program, with process groups that its parent had threads for."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, how, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
+    done = run_program("-c", _SCRIPT, how, tmp_path, finalizes=True)
     assert done.returncode == 0, done.stderr

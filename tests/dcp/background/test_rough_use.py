@@ -6,8 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 import weakref
@@ -32,6 +30,7 @@ from dcp.storage.stores import PosixStore
 from dcp.storage.stores.faults import Fault, FaultInjectingStore
 from tests.support.crashes import in_lab
 from tests.support.gates import FileGate, open_gated
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 
 BOTH = [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
@@ -121,8 +120,7 @@ def test_a_script_interrupted_while_staging_ends(tmp_path: Path, kind: str) -> N
             raise SystemExit("was not interrupted")
         """
     )
-    command = [sys.executable, "-c", script, str(tmp_path), kind]
-    ended = subprocess.run(command, timeout=280, check=False, stderr=subprocess.PIPE, text=True)
+    ended = run_program("-c", script, tmp_path, kind, finalizes=True)
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1", "2"]
 

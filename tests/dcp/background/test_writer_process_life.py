@@ -6,8 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +27,7 @@ from dcp.storage.errors import WriterProcessError
 from dcp.storage.stores import PosixStore
 from tests.support.gates import FileGate, open_gated
 from tests.support.processes import mapped_files
+from tests.support.programs import Program
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
 from tests.support.writer_process import TIMEOUT_SECONDS, pid_of
 
@@ -81,9 +80,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_save_still_in_the_socket_outlives_sigterm_and_its_trainer(tmp_path: Path) -> None:
     """A launcher ends all processes while the writer has not yet read what it was given last."""
     # no pipes: the stopped writer would hold them open
-    dying = subprocess.run([sys.executable, "-c", _DYING, str(tmp_path)], timeout=240, check=False)
+    dying = Program("-c", _DYING, tmp_path)
+    assert dying.wait(240) == -signal.SIGKILL
     pid = int((tmp_path / "pid").read_text())
-    assert dying.returncode == -signal.SIGKILL
     os.kill(pid, signal.SIGCONT)
     assert becomes_true(lambda: not Path(f"/proc/{pid}").exists())
     got = {"w": torch.zeros(3)}

@@ -113,7 +113,10 @@ def check(saving: int, loading: int, case: list[Tensor]) -> None:
         assert run_ranks(loading, load_case, root, case) == [[]] * loading
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 4), (2, 3), (3, 2), (4, 1), (4, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(1, 4), (2, 3), (3, 2), (4, 1), (2, 2), pytest.param(4, 4, marks=pytest.mark.exhaustive)],
+)
 def test_any_placement_loads_into_any_other(saving: int, loading: int) -> None:
     """Tensors of random shapes, dtypes, meshes and placements, forty at a time."""
 

@@ -6,8 +6,6 @@ import base64
 import json
 import os
 import signal
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +31,10 @@ from dcp.conversion.wire import decode_batch, decode_layout, decode_result, enco
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify_store
 from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, CorruptCheckpointError
-from dcp.storage.formats.sources import open_source
+from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.stores.opening import OpenWith
 from tests.support.conversion import training_state
+from tests.support.programs import run_program
 from tests.support.s3 import raw_s3
 
 _TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
@@ -287,7 +286,7 @@ from dcp.conversion.wire import decode_batch, decode_result, encode_batch, encod
 from dcp.conversion.plan import ConversionOptions, LayoutOptions
 from dcp.conversion.copying.sinks import observers
 from dcp.conversion.targets.places import place_of
-from dcp.storage.formats.sources import open_source
+from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.stores.opening import OpenWith
 source, target, to, kill_at, stage, attempt, options = sys.argv[1:8]
 given = json.load(sys.stdin)
@@ -311,7 +310,6 @@ with Conversion(open_source(source), place, ConversionOptions(layout), attempt=a
         else:
             batch = decode_batch(given["batches"][int(stage)])
             answer = encode_result(it.run(batch, given["prepared"]["source_mark"]))
-assert "torch" not in sys.modules
 print(json.dumps([answer, len(steps)]))
 """
 
@@ -327,10 +325,8 @@ class _Deaths:
     def run(self, stage: str, given: object) -> Any:
         for kill_at in range(1, 1000, self.stride):
             attempt = f"{self.deaths:016x}" if stage == "prepare" else self.attempt
-            command = [sys.executable, "-c", _PROGRAM, *self.arguments, str(kill_at), stage, attempt]
-            done = subprocess.run(
-                [*command, self.options], input=json.dumps(given), capture_output=True, text=True, timeout=300
-            )
+            command = ["-c", _PROGRAM, *self.arguments, str(kill_at), stage, attempt, self.options]
+            done = run_program(*command, stdin=json.dumps(given))
             if done.returncode == 0:
                 self.attempt = attempt
                 return json.loads(done.stdout)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,25 @@ def test_a_target_is_the_old_one_or_the_new_one(to: str, tmp_path: Path) -> None
         _convert(b, target, to)
         assert _values(target) == {2}, what
         assert to != "safetensors" or (target / "config.json").read_text() == "{}", what
+
+
+def test_another_folder_with_the_inode_of_a_copied_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A killed conversion is restored from a copy, where inodes are others, and the old target has the one
+    that is noted, by chance: it is replaced all the same, and by what was done."""
+    a, b = _save(tmp_path / "a", 1), _save(tmp_path / "b", 2)
+    work = tmp_path / "work"
+    target = work / "folder"
+    _convert(a, target, "safetensors")
+    old = (target / "model.safetensors").read_bytes()
+    _kill_before(b, target, "safetensors", "holes")
+    (output,) = work.glob("*/output-*")
+    shutil.copytree(output, tmp_path / "copy")
+    shutil.rmtree(target)
+    output.rename(target)
+    (target / "model.safetensors").write_bytes(old)
+    (tmp_path / "copy").rename(output)
+    report = convert(b, target, to="safetensors", executor="inline", overwrite=True)
+    assert (_values(target), report.tasks_resumed > 0) == ({2}, True)
 
 
 @pytest.mark.parametrize("to", list(_TARGETS))

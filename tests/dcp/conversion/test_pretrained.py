@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModel
 
 import dcp
 from dcp.conversion.run import convert
@@ -62,6 +61,8 @@ def test_transformers_loads_the_shards(
     pretrained: Path, original: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """A sharded copy beside the configuration is a model for `from_pretrained`, and computes alike."""
+    from transformers import AutoModel  # half a second of each process that collects tests
+
     (tmp_path / "config.json").write_bytes((pretrained / "config.json").read_bytes())
     convert(
         pretrained / "model.safetensors",

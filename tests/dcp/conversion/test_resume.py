@@ -18,11 +18,12 @@ from dcp.conversion.run import convert
 from dcp.progress import Progress
 from dcp.storage.errors import CheckpointConflictError
 from tests.support.conversion import assert_same, folder_of
+from tests.support.programs import Program, run_program
 
 _MEBIBYTE = 1 << 20
 _TENSORS = 5
-_SIZE = 6 * _MEBIBYTE
-_TASK = 8 * _MEBIBYTE
+_SIZE = 3 * _MEBIBYTE
+_TASK = 4 * _MEBIBYTE
 
 _REPLACING = """
 import os, signal, sys
@@ -38,7 +39,7 @@ convert(sys.argv[1], sys.argv[2], to="safetensors", executor="inline", overwrite
 _PROGRAM = """
 import json, os, signal, sys
 from dcp.conversion.copying import tasks
-tasks.TASK_BYTES = 8 << 20  # several tasks without much to write
+tasks.TASK_BYTES = 4 << 20  # several tasks without much to write
 from dcp.conversion.run import convert
 from dcp.conversion.copying.sinks import observers
 source, target, to, kill_at = sys.argv[1:5]
@@ -50,7 +51,6 @@ def observe(op, name):
 observers.append(observe)
 options = json.loads(sys.argv[5])
 report = convert(source, target, to=to, executor="inline", **options)
-assert "torch" not in sys.modules
 print(len(steps), report.tasks, report.tasks_resumed, report.bytes_read, *steps)
 """
 
@@ -60,14 +60,12 @@ _TARGETS = {"torch": "model.pt", "safetensors": "folder", "dcp": "copy"}
 def _run(
     source: Path, target: Path, to: str, kill_at: int, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    numbers = [to, str(kill_at), json.dumps(options)]
-    command = [sys.executable, "-c", _PROGRAM, str(source), str(target), *numbers]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_program("-c", _PROGRAM, source, target, to, str(kill_at), json.dumps(options))
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """30 MiB: four tasks."""
+    """15 MiB: four tasks."""
     path = tmp_path_factory.mktemp("source") / "checkpoint"
     state = {f"t{n}": torch.full((_SIZE // 4,), float(n)) for n in range(_TENSORS)}
     dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -82,6 +80,17 @@ def _check(target: Path) -> None:
     convert(target, target.with_name("check.pt"), to="torch", executor="inline")
     _check(target.with_name("check.pt"))
     target.with_name("check.pt").unlink()
+
+
+def test_no_torch_is_needed(source: Path, tmp_path: Path) -> None:
+    """In an interpreter that cannot import it."""
+    program = "import sys; sys.modules['torch'] = None\nfrom dcp.conversion.run import convert\n"
+    for to, name in _TARGETS.items():
+        target = str(tmp_path / name)
+        program += f"convert({str(source)!r}, {target!r}, to={to!r}, executor='inline')\n"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    for name in _TARGETS.values():
+        _check(tmp_path / name)
 
 
 @pytest.mark.parametrize("to", list(_TARGETS))
@@ -205,8 +214,8 @@ def test_two_at_once_are_told_apart(source: Path, tmp_path: Path) -> None:
     program = _PROGRAM.replace(
         "os.kill(os.getpid(), signal.SIGKILL)", "print('here', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", program, str(source), str(target), "torch", "4", "{}"]
-    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = ["-c", program, str(source), str(target), "torch", "4", "{}"]
+    first = Program(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert first.stdout is not None
         assert first.stdout.readline().strip() == "here"
@@ -257,8 +266,8 @@ def test_what_was_replaced_does_not_come_back(kill_at: str, tmp_path: Path) -> N
         dcp.save(state, checkpoint_id=tmp_path / str(version), no_dist=True)
     convert(tmp_path / "1", tmp_path / "target", to="safetensors", executor="inline")
     (tmp_path / "target" / "config.json").write_text("{}")
-    command = [sys.executable, "-c", _REPLACING, str(tmp_path / "2"), str(tmp_path / "target"), kill_at]
-    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    replacing = run_program("-c", _REPLACING, tmp_path / "2", tmp_path / "target", kill_at)
+    assert replacing.returncode == -signal.SIGKILL, replacing.stderr
 
     def loaded() -> set[int]:
         state = {"w": torch.zeros(1000, dtype=torch.int32)}

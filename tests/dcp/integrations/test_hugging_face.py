@@ -4,11 +4,13 @@ import inspect
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dcp
 from tests.support.crashes import Child, Ending, Group, in_lab, run_groups
@@ -34,7 +36,7 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
         first += [Group(2, make(whole, **options).run)]
         first += [Group(2, make(other, die_at=second_save, **options).run)]
         second += [Group(2, make(other, resume=True, **options).run)]
-        second += [Group(1, make(alone, resume=True, **options).run)]
+        second += [Group(1, make(alone, resume=True, **options | {"fsdp": False}).run)]
     begun = run_groups(first)
     for dying in begun[1::2]:  # of two ranks one may get to know that the other is gone
         assert any(ending.killed for ending in dying)
@@ -58,8 +60,10 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
     ],
 )
 def test_killed_in_a_save_and_resumed(tmp_path: Path, options: dict[str, Any]) -> None:
-    """On as many ranks each loss is bit for bit the uninterrupted run's; on one rank training goes on."""
-    trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options), ("loop", options))
+    """On as many ranks each loss is bit for bit the uninterrupted run's; on one rank, where nothing is
+    sharded, training goes on."""
+    tied = {"tied": "fsdp" not in options}
+    trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options | tied), ("loop", options))
     assert [step for step, _ in trainer["whole"]] == [2, 4, 6, 8]
     assert trainer["two"] == trainer["whole"]
     assert trainer["one"][0] == trainer["whole"][0]
@@ -178,18 +182,163 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
     assert "No valid checkpoint found in output directory" in message
 
 
+def folders_of_the_trainer(root: str) -> dict[str, Any]:
+    """In the laboratory, alone: what else lies in ``output_dir``, and who decides what is saved."""
+    import torch
+    from transformers import Trainer
+
+    from tests.support.trainer_runs import HuggingFaceRun
+
+    def run(folder: str, **options: Any) -> Ending:
+        return Child(HuggingFaceRun(f"{root}/{folder}", **options).run).wait()
+
+    def there(folder: str) -> list[str]:
+        return sorted(path.parent.name for path in Path(root, folder).glob("*/manifest.msgpack"))
+
+    found: dict[str, Any] = {"whole": ran(run("whole"))}
+    dcp.save(
+        {"model": {"w": torch.ones(2)}},
+        checkpoint_id=f"{root}/whole/checkpoint-12",
+        user_metadata={"partial": ["model"]},
+    )
+    found["weights alone"] = ran(run("whole", resume=True))
+
+    limit: dict[str, Any] = {"arguments": {"save_total_limit": 2}}
+    shutil.copytree(f"{root}/whole/checkpoint-9", f"{root}/anew/checkpoint-30")
+    assert run("anew", die_at="checkpoint-3", **limit).killed
+    found["killed in the first save"] = there("anew")
+    ran(run("anew", **limit))
+    found["anew"] = there("anew")
+
+    ran(run("theirs", trainer=Trainer))
+    shutil.copytree(f"{root}/whole/checkpoint-3", f"{root}/theirs/checkpoint-3", dirs_exist_ok=True)
+    ran(run("theirs", steps=12, resume=True))
+    found["theirs"] = there("theirs")
+
+    best = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+    stopped = run("best", steps=1000, sigterm_at=4, arguments=best | {"metric_for_best_model": "loss"})
+    found["stopped"] = (ran(stopped)[-1][0], there("best")[-1])
+    return found
+
+
+@pytest.mark.exhaustive
+def test_folders_of_the_trainer(tmp_path: Path) -> None:
+    """Weights alone are passed over; later checkpoints of another run go once this one has saved; newer ones
+    of the Trainer's are gone on from; SIGTERM saves also what is not the best."""
+    found = in_lab(folders_of_the_trainer, str(tmp_path))
+    assert found["weights alone"][: len(found["whole"])] == found["whole"]
+    assert found["killed in the first save"] == ["checkpoint-30"]
+    assert found["anew"] == ["checkpoint-6", "checkpoint-9"]
+    assert found["theirs"] == ["checkpoint-12", "checkpoint-3"]
+    step, last = found["stopped"]
+    assert last in (f"checkpoint-{step}", f"checkpoint-{step + 1}")
+
+
+def damaged(root: str, strategy: str) -> list[Any]:
+    """In the laboratory, on two ranks with FSDP2: runs to the end, whose newest checkpoint is then damaged,
+    and which are trained again from the one before."""
+    from tests.support.trainer_runs import HuggingFaceRun, LoopRun
+
+    make: Any = HuggingFaceRun if strategy == "trainer" else LoopRun
+    (whole,) = run_groups([Group(2, make(root, fsdp=True).run)])
+    newest = "checkpoint-9" if strategy == "trainer" else "checkpoints/checkpoint_2"
+    data = max(Path(root, newest).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (again,) = run_groups([Group(2, make(root, fsdp=True, resume=True).run)])
+    return [ran(ending) for ending in (*whole, *again)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("framework", ["trainer", "loop"])
+def test_a_damaged_newest_one_is_passed_over_under_fsdp(tmp_path: Path, framework: str) -> None:
+    """By all ranks alike, though one alone may read what is damaged; each loss is that of the first run."""
+    whole, other, *again = in_lab(damaged, str(tmp_path), framework)
+    assert again == [whole, other]
+
+
+class Unused(torch.nn.Module):
+    """With batch norms, a layer that nothing goes through, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = torch.nn.Sequential(
+            torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        self.unused = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        """A loss."""
+        return {"loss": (self.used(input_ids.float() / 64) - 1).square().mean()}
+
+
+@dataclass(frozen=True)
+class UnusedRun:
+    """``run(rank, world_size)`` trains it by the Trainer, with another optimizer."""
+
+    folder: str
+    optim: str
+    resume: bool = False
+
+    def run(self, rank: int = 0, world_size: int = 1) -> Any:
+        """All losses."""
+        from transformers import TrainingArguments
+
+        from dcp.integrations.huggingface import DcpTrainer
+        from tests.support.trainer_runs import Sentences, fsdp_on_cpu
+
+        with fsdp_on_cpu(False):
+            arguments = TrainingArguments(
+                self.folder,
+                save_steps=2,
+                max_steps=4,
+                optim=self.optim,
+                logging_steps=1,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=2,
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+                ddp_find_unused_parameters=True,
+                lr_scheduler_type="constant_with_warmup",
+            )
+            trainer = DcpTrainer(Unused(), arguments, train_dataset=Sentences())
+            trainer.train(resume_from_checkpoint=self.resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def run_unused(root: str, optim: str) -> list[Any]:
+    """In the laboratory: two ranks to the end, and again from the second step on."""
+    (whole,) = run_groups([Group(2, UnusedRun(root, optim).run)])
+    shutil.rmtree(f"{root}/checkpoint-4")
+    (again,) = run_groups([Group(2, UnusedRun(root, optim, resume=True).run)])
+    return [ran(ending) for ending in (*whole, *again)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd", "adagrad"])
+def test_models_of_all_kinds_go_on(tmp_path: Path, optim: str) -> None:
+    """With parameters that are never used and batch norms whose means differ by rank, with optimizers with
+    and without state, with accumulation: each loss is that of the first run."""
+    whole, other, *again = in_lab(run_unused, str(tmp_path), optim)
+    assert again == [whole, other]
+
+
 def refusals(root: str) -> dict[str, str]:
     """In the laboratory: what wrong use raises."""
     import accelerate
     from accelerate import Accelerator
 
     import dcp.integrations.accelerate
-    from tests.support.trainer_runs import HuggingFaceRun, fsdp_on_cpu
+    from tests.support.trainer_runs import HuggingFaceRun
 
     messages = {}
 
     def refused(what: str, call: Any) -> None:
-        with pytest.raises(ValueError, match=r"\w") as caught:
+        with pytest.raises((ValueError, dcp.errors.OptionError), match=r"\w") as caught:
             call()
         messages[what] = str(caught.value)
 
@@ -205,15 +354,17 @@ def refusals(root: str) -> dict[str, str]:
     refused("trainer with DeepSpeed", lambda: huggingface._refuse_what_cannot_be(trainer))
 
     accelerator = Accelerator(cpu=True)
+    refused("mode", lambda: dcp.integrations.accelerate.use(accelerator, mode="proces"))
+    project = accelerate.utils.ProjectConfiguration(root, automatic_checkpoint_naming=True)
+    naming = Accelerator(cpu=True, project_config=project)
+    refused("early", lambda: dcp.integrations.accelerate.use(naming, verify_saved="all"))
     refused("options", lambda: dcp.integrations.accelerate.use(accelerator, catalog="http://127.0.0.1:1"))
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         accelerator.state.distributed_type = accelerate.DistributedType[kind]
         refused(kind, lambda: dcp.integrations.accelerate.use(accelerator))
-    with fsdp_on_cpu():
-        accelerate.state.AcceleratorState._reset_state(True)
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
-        old = Accelerator(cpu=True, fsdp_plugin=plugin)
-        refused("FSDP1", lambda: dcp.integrations.accelerate.use(old))
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=1)
+    refused("FSDP1", lambda: dcp.integrations.accelerate.use(accelerator))
     return messages
 
 
@@ -226,6 +377,8 @@ def test_wrong_use_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         "jit": "leave enable_jit_checkpoint off",
         "hub": "set hub_strategy='end'",
         "trainer with DeepSpeed": "or FSDP2",
+        "mode": "'thread', 'process' or 'sync'",
+        "early": "verify_saved must be one of",
         "options": "automatic_checkpoint_naming=True",
         "DEEPSPEED": "use DDP or FSDP2",
         "MEGATRON_LM": "use DDP or FSDP2",
@@ -311,14 +464,16 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> list[str]:
     return errors
 
 
-def epochs(root: str, *, until: int) -> list[float]:
+def epochs(root: str, *, until: int, stateful: bool = False) -> list[float]:
     """A loop that saves between two epochs, and knows from its folders how far it is; sums of losses."""
     import torch
     from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
 
     import dcp.integrations.accelerate
 
-    accelerator = Accelerator(cpu=True)
+    loading = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
     dcp.integrations.accelerate.use(accelerator, mode="sync")
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(16, 4))
@@ -359,6 +514,14 @@ def loops_of_accelerate(root: str) -> dict[str, Any]:
     found["epochs"] = ran(Child(partial(epochs, until=4), f"{root}/epochs").wait())
     first = ran(Child(partial(epochs, until=2), f"{root}/two").wait())
     found["epochs, resumed"] = first + ran(Child(partial(epochs, until=4), f"{root}/two").wait())
+    found["stateful epochs"] = ran(Child(partial(epochs, until=4, stateful=True), f"{root}/own").wait())
+    first = ran(Child(partial(epochs, until=2, stateful=True), f"{root}/own two").wait())
+    rest = ran(Child(partial(epochs, until=4, stateful=True), f"{root}/own two").wait())
+    found["stateful epochs, resumed"] = first + rest
+    found["last batch"] = ran(run("batch", stateful_loader=True, every=5, steps=18))
+    for number in (2, 3):
+        shutil.rmtree(f"{root}/batch/checkpoints/checkpoint_{number}", ignore_errors=True)
+    found["last batch, resumed"] = ran(run("batch", stateful_loader=True, every=5, steps=18, resume=True))
     nothing = run("nothing", resume=True)
     found["nothing"] = None if nothing.raised is None else nothing.raised.type_name
     return found
@@ -367,11 +530,14 @@ def loops_of_accelerate(root: str) -> dict[str, Any]:
 @pytest.mark.exhaustive
 def test_loops_of_accelerate(tmp_path: Path) -> None:
     """Over a damaged checkpoint the one before is taken, and saved over; a stateful loader goes on where it
-    was, any other where its generator was between two epochs; where there is none it is an error."""
+    was, within an epoch, at its last batch and after it; any other where its generator was between two
+    epochs; where there is none it is an error."""
     found = in_lab(loops_of_accelerate, str(tmp_path))
     assert found["damaged"] == found["whole"]
     assert found["stateful, resumed"] == found["stateful"]
     assert found["epochs, resumed"] == found["epochs"]
+    assert found["stateful epochs, resumed"] == found["stateful epochs"]
+    assert found["last batch, resumed"] == found["last batch"]
     assert found["nothing"] == "CheckpointNotFoundError"
 
 

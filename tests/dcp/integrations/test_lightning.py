@@ -17,6 +17,7 @@ import torch
 import dcp
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
 from tests.support.crashes import Ending, Group, in_lab, run_groups
+from tests.support.scripted_service import scripted_service
 
 STEPS = 14
 LAST = "last.ckpt"
@@ -198,6 +199,70 @@ def test_what_is_replaced_stays_until_the_newer_one_is_committed(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["new.ckpt"]
 
 
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    """ModelCheckpoint may have made "last" a link to another checkpoint, which is to stay what it is."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    plugin = DcpCheckpointIO()
+    plugin.save_checkpoint({"a": torch.ones(2)}, tmp_path / "best.ckpt")
+    plugin.wait()
+    (tmp_path / LAST).symlink_to("best.ckpt")
+    plugin.save_checkpoint({"a": torch.zeros(2)}, tmp_path / LAST)
+    plugin.teardown()
+    assert plugin.load_checkpoint(tmp_path / "best.ckpt")["a"].tolist() == [1, 1]
+    assert plugin.load_checkpoint(tmp_path / LAST)["a"].tolist() == [0, 0]
+
+
+def test_after_an_exception_the_next_training_waits_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short patience with other ranks ends with the training that they may have left."""
+    from dcp.integrations import path_saves
+
+    monkeypatch.setattr(path_saves, "_AFTER_ERROR_SECONDS", 0.0)
+    saves = path_saves.PathSaves(no_dist=True)
+    saves.hurry()
+    saves.begin({"a": torch.ones(2)}, tmp_path / "one")
+    saves.wait()
+    assert torch.equal(dcp.read(tmp_path / "one")["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", ["thread", "sync"])
+def test_a_catalog_is_told(tmp_path: Path, mode: Any) -> None:
+    """Of each checkpoint that was saved or deleted, by its name in its folder."""
+    from dcp.integrations.lightning import DcpCheckpointIO
+
+    with scripted_service() as service:
+        plugin = DcpCheckpointIO(mode=mode, catalog=service.url)
+        for step in (3, 6):
+            name = f"step={step}.ckpt"
+            plugin.save_checkpoint({"global_step": step, "a": torch.ones(2)}, tmp_path / name)
+        plugin.remove_checkpoint(tmp_path / "step=3.ckpt")
+        plugin.teardown()
+        told = [(body["key"], body["step"], body.get("deleted", False)) for body in service.bodies()]
+        roots = {body["root_url"] for body in service.bodies()}
+    assert ("step=6.ckpt", 6, False) in told
+    assert told[-1] == ("step=3.ckpt", None, True)
+    assert roots == {str(tmp_path)}
+
+
+@pytest.mark.exhaustive
+def test_a_damaged_last_one_is_passed_over_under_fsdp2(tmp_path: Path) -> None:
+    """By all ranks alike, though one alone may read what is damaged; each loss is that of the first run."""
+    job: list[tuple[Path, int, dict[str, Any]]] = [(tmp_path, 2, {"strategy": "fsdp2"})]
+    in_lab(_trained, job)
+    whole = [_losses(tmp_path, rank) for rank in range(2)]
+    for rank in range(2):
+        (tmp_path / f"losses-{rank}.jsonl").unlink()
+    _flip(tmp_path / "checkpoints" / LAST)
+    (again,) = in_lab(_trained, job)
+    assert [ending.value for ending in again] == [STEPS] * 2, again
+    for rank in range(2):
+        found = _losses(tmp_path, rank)
+        assert 3 <= min(found) <= 12 and max(found) == STEPS - 1
+        assert found.items() <= whole[rank].items()
+
+
 def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
     """For the newest good one beside it, with a warning; what was named otherwise is an error."""
     from dcp.integrations.lightning import DcpCheckpointIO
@@ -217,7 +282,7 @@ def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
 
 
 def _flip(checkpoint: Path) -> None:
-    (data,) = checkpoint.glob("*.distcp")
+    data = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)

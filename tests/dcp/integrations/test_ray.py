@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import dcp
+from dcp.demo.s3_server import S3Server
 from dcp.errors import CheckpointError
 
 
@@ -32,7 +33,7 @@ class Ray:
             storage_filesystem=SimpleNamespace(type_name=kind),
         )
         train: Any = ModuleType("ray.train")
-        train.Checkpoint = lambda path: path
+        train.Checkpoint = lambda path, filesystem: path
         train.CheckpointUploadMode = SimpleNamespace(NO_UPLOAD="no upload")
         train.get_context = lambda: SimpleNamespace(get_storage=lambda: storage)
         train.get_preemption_info = lambda: (
@@ -119,28 +120,42 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         importlib.import_module("dcp.integrations.ray")
 
 
-def fitted(storage: Path, *arguments: str) -> Any:
+def fitted(folder: Path, *arguments: str, **variables: str) -> Any:
     """What `tests.support.ray_loop` tells."""
-    environment = os.environ | {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"} | variables
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-    command = [sys.executable, "-m", "tests.support.ray_loop", str(storage), *arguments]
+    environment["RAY_raylet_start_wait_time_s"] = "300"  # of a busy machine
+    command = [sys.executable, "-m", "tests.support.ray_loop", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     found = re.search(r"RESULT (\{.*\})", done.stdout)
     assert found is not None, (done.stdout + done.stderr)[-4000:]
     return json.loads(found[1])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is an extra of its own: pip install 'dcphub[ray]'")
-def test_real_workers_crash_and_go_on_with_more(tmp_path: Path) -> None:
-    """2 workers, one dies after step 4 was saved; Ray starts them again, the result is as if it had not. Then
-    3 go on with the run, and a preemption saves a step that was not due."""
-    result = fitted(tmp_path, "2", "7", "crash")
-    assert [told["w"] for told in result["told"]] == [[28.0] * 4] * 2
-    assert [told["seen"] for told in result["told"]] == [7, 7]
-    assert result["metrics"]["step"] == 6 and result["reported"][-1] == "step-00000006"
-    result = fitted(tmp_path, "3", "11", "preempt")
-    assert [told["from"] for told in result["told"]] == [6] * 3
-    assert [told["w"] for told in result["told"]] == [[66.0] * 4] * 3
-    assert [told["seen"] for told in result["told"]] == [4 + 5] * 3  # 12 of 6 steps of 2, dealt out to 3
-    assert {"step-00000008", "step-00000009", "step-00000010"} <= set(result["reported"])
+if (
+    find_spec("ray") is not None
+):  # it is large, and has an environment of its own: make test-trainer TRAINER=ray
+
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize("place", ["folder", "s3"])
+    def test_real_workers_crash_and_go_on_with_more(
+        tmp_path: Path, place: str, request: pytest.FixtureRequest
+    ) -> None:
+        """2 workers, one dies after step 4 was saved; Ray starts them again, the result is as if it had not.
+        Then 3 go on with the run, and a preemption saves a step that was not due. Ray finds what was reported
+        on a disk and on S3."""
+        server: S3Server | None = request.getfixturevalue("s3_server") if place == "s3" else None
+        url = request.getfixturevalue("s3_root") if server is not None else ""
+        variables = server.environment if server is not None else {}
+        result = fitted(tmp_path, "2", "7", "crash", url, **variables)
+        assert [told["w"] for told in result["told"]] == [[28.0] * 4] * 2
+        assert [told["seen"] for told in result["told"]] == [7, 7]
+        assert result["metrics"]["step"] == 6 and result["reported"][-1] == "step-00000006"
+        result = fitted(tmp_path, "3", "11", "preempt", url, **variables)
+        assert [told["from"] for told in result["told"]] == [6] * 3
+        assert [told["w"] for told in result["told"]] == [[66.0] * 4] * 3
+        assert [told["seen"] for told in result["told"]] == [4 + 5] * 3  # 12 of 6 steps of 2, dealt out to 3
+        assert {"step-00000008", "step-00000009", "step-00000010"} <= set(result["reported"])
+        root, options = (url, server.storage_options) if server is not None else (str(tmp_path), None)
+        stored = dcp.read(f"{root}/run/dcp/step-00000010", no_dist=True, storage_options=options)
+        assert stored["w"].tolist() == [55.0] * 4

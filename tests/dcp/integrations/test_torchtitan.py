@@ -3,6 +3,7 @@ the real package where it is installed (docs/trainers.md says why it is not besi
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -176,3 +177,16 @@ def _without() -> str:
 def test_a_missing_package_is_told_with_what_brings_it() -> None:
     """As for all extras."""
     assert "pip install" in in_lab(_without)
+
+
+def test_what_torchtitan_itself_lacks_is_no_matter_of_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as triton, which torch's builds for CPUs do not bring: the message is Python's."""
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan/__init__.py").write_text("import triton_of_nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if "torchtitan" in name.split(".")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'triton_of_nowhere'"):
+        importlib.import_module("dcp.integrations.torchtitan")

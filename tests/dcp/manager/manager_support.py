@@ -15,7 +15,7 @@ from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 
 Writer = Callable[[str], dcp.FileSystemWriter]
 

@@ -150,13 +150,16 @@ def test_what_does_not_fit_leaves_the_weights(tmp_path: Path, mode: Any) -> None
     assert kinds == [("saved", 1), ("saved", 2), ("save_cancelled", 2)]
     assert contents(tmp_path) == {"01": WHOLE, "02": WHOLE}
     state = state_of(0)
-    with manager_of(tmp_path) as other:
+    found = Recorder()
+    with manager_of(tmp_path, on_event=found) as other:
         assert other.all_steps() == [1, 2]
         restored = other.restore(state)
         assert restored is not None
         assert (restored.step, state["app"].version) == (1, 1.0)
         ((step, why),) = restored.skipped
         assert (step, "has only app.net.model" in why) == (2, True)
+        assert restored.skipped_partial == (2,)
+        assert found.kinds("skipped_damaged", "skipped_partial") == [("skipped_partial", 2)]
         assert other.restore(state_of(0), allow_partial_load=True).step == 1  # type: ignore[union-attr]
         weights = {"app": {"net": {"model": {"w": torch.zeros(2048)}}}}
         newest = other.restore(weights, only="app.net.model")

@@ -10,7 +10,7 @@ import torch
 
 import dcp
 from dcp.manager.notes import read_notes
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 from tests.dcp.manager.manager_support import (
     MODES,
     Failing,

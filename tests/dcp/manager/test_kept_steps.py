@@ -13,7 +13,7 @@ import pytest
 import dcp
 from dcp.manager.notes import Deleting, update_notes
 from dcp.manager.steps import read_commit
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 from tests.dcp.manager.manager_support import (
     MODES,
     Gate,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import dcp
 from dcp.storage.errors import CollectiveTimeoutError
@@ -28,16 +29,9 @@ from tests.dcp.manager.manager_support import (
     state_at,
     writer_with,
 )
+from tests.support import manager_loop
 from tests.support.crashes import Group, in_lab, run_groups
-
-ROOT = Path(__file__).parents[3]
-
-
-def run_script(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script in an interpreter of its own, in the checkout."""
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-
+from tests.support.programs import Program, run_program
 
 # -- closing -------------------------------------------------------------------------------------------------
 
@@ -118,7 +112,7 @@ print(manager.all_steps())
 
 def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
     """A data loader's worker that ends during a save: it would wait for threads that only the parent has."""
-    run = run_script(FORKING, str(tmp_path))
+    run = run_program("-c", FORKING, tmp_path, finalizes=True)
     said, ended, steps = run.stdout.splitlines()
     assert "in a forked child too" in said
     assert said.endswith("[] True")
@@ -156,7 +150,7 @@ if ending == "raise":
 @pytest.mark.parametrize(("mode", "ending"), [("thread", "raise"), ("process", "end")])
 def test_a_script_that_just_ends_commits_what_it_saved(tmp_path: Path, mode: str, ending: str) -> None:
     """Nobody waits or closes: the interpreter's end does, and what follows a commit happens too."""
-    run = run_script(SCRIPT, str(tmp_path), mode, ending)
+    run = run_program("-c", SCRIPT, tmp_path, mode, ending, finalizes=True)
     assert run.returncode == (0 if ending == "end" else 1), run.stderr
     assert ("ValueError: the loop fails" in run.stderr) == (ending == "raise")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
@@ -233,9 +227,8 @@ except dcp.errors.CollectiveTimeoutError as error:
 @pytest.mark.timeout(600)
 def test_a_rank_can_end_while_the_others_are_busy(tmp_path: Path) -> None:
     """It does not wait for them to come to the exchange that it began: they may be waiting for its end."""
-    commands = [[sys.executable, "-c", LEAVES, str(tmp_path), str(rank)] for rank in (0, 1)]
-    pipe = subprocess.PIPE
-    ranks = [subprocess.Popen(c, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for c in commands]
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "finalizes": True}
+    ranks = [Program("-c", LEAVES, tmp_path, str(rank), **options) for rank in (0, 1)]
     try:
         assert ranks[1].wait(240) == 7
         output, _ = ranks[0].communicate("go on\n", timeout=240)
@@ -279,8 +272,7 @@ os._exit(0)
 @pytest.mark.timeout(600)
 def test_an_exchange_may_complete_while_the_interpreter_ends(tmp_path: Path) -> None:
     """The process ends with its own status: no thread of gloo's has tensors to drop then."""
-    commands = [[sys.executable, "-c", COMPLETES_LATE, str(tmp_path), str(rank)] for rank in (0, 1)]
-    ranks = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    ranks = [Program("-c", COMPLETES_LATE, tmp_path, str(rank), finalizes=True) for rank in (0, 1)]
     try:
         assert ranks[1].wait(240) == 7
         assert ranks[0].wait(240) == 0
@@ -304,26 +296,36 @@ def _uninterrupted(world_size: int, steps: int) -> list[float]:
     return values
 
 
-@pytest.mark.timeout(900)
-def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(tmp_path: Path) -> None:
-    """A worker is killed before step 7, torchrun starts all of them again: resumed after step 6, and the
-    weights are those of a run that was never interrupted, bit for bit."""
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1"]
-    script = [str(ROOT / "tests" / "support" / "manager_loop.py"), str(tmp_path), "9", "7"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    # Else torch's own init_process_group may find the addresses of the workers that died (its issue 135712).
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, *script],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
+def _launched(root: Path) -> dict[int, dict[str, Any]]:
+    """By rank, what workers end with whom torchrun's agent starts and, once, starts again."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="forkserver",
     )
-    assert run.returncode == 0, run.stderr[-4000:]
+    with ThreadPoolExecutor(1) as other_thread:  # in the main one it would take the signals' handlers
+        ended = other_thread.submit(elastic_launch(config, manager_loop.main), root, 9, 7).result(800)
+    results: dict[int, dict[str, Any]] = ended
+    return results
+
+
+@pytest.mark.timeout(900)
+def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is killed before step 7, torchrun's agent starts all of them again: resumed after step 6, and
+    the weights are those of a run that was never interrupted, bit for bit."""
+    # Else torch's own init_process_group may find the addresses of the workers that died (its issue 135712).
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    results = _launched(tmp_path)
     for rank in (0, 1):
-        result = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        result = results[rank]
         assert (result["life"], result["first"], result["drawn"]) == (1, 7, 9)
         assert result["weight"] == _uninterrupted(2, 9)
     assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == [f"step-{s:08d}" for s in (2, 4, 6, 8, 9)]

@@ -17,7 +17,7 @@ from dcp.manager.events import Event
 from dcp.manager.notes import read_notes
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.faults import Operation
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 from tests.dcp.manager.manager_support import (
     Recorder,
     Writer,

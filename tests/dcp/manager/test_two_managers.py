@@ -17,7 +17,7 @@ import torch
 
 import dcp
 from dcp.background.process.writer import ProcessWriter
-from dcp.manager.save_executor import _BackgroundExecutor
+from dcp.manager.saving.executor import _BackgroundExecutor
 from dcp.staging.copies import HostCopier, HostCopies
 from dcp.staging.stager import DefaultStager
 from dcp.storage.formats.index import Int64

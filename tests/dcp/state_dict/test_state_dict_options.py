@@ -78,8 +78,13 @@ WORLDS = {
     "hybrid_sharded": 4,
     "frozen": 2,
 }
+FLATTENED = ("ddp", "fsdp2", "fsdp2_tensor_parallel")
 SETTING = [
-    *((name, world, flatten) for name, world in WORLDS.items() for flatten in (False, True)),
+    *((name, world, False) for name, world in WORLDS.items()),
+    *(
+        pytest.param(name, world, True, marks=[] if name in FLATTENED else pytest.mark.exhaustive)
+        for name, world in WORLDS.items()
+    ),
     ("pipeline", 2, True),  # in groups, those of its stages collide
 ]
 

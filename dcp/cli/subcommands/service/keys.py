@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -20,6 +20,11 @@ from dcp.cli.common import (
 from dcp.cli.subcommands.service.db import DatabaseUrl, open_database
 from dcp.cli.subcommands.service.serve import Config, read_settings
 from dcp.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from dcp.server.security.principal import Scope
 
 __all__ = ["app"]
 
@@ -56,34 +61,42 @@ def create(
         configured = read_settings(config, database_url=database).roots
         from dcp.server.security.principal import Scope
     _check(name, scopes, get_args(Scope), root, configured)
-    with errors_as_lines(debug=debug):
-        from dcp.server.catalog import audit
-        from dcp.server.problems import ProblemError
-        from dcp.server.security import keys
-
-        now_seconds = time.time()
-        try:
-            with (
-                open_database(config, database, with_tables=True, is_made=True) as opened,
-                opened.write() as connection,
-            ):
-                record, secret = keys.create_key(
-                    connection,
-                    name=name,
-                    scopes=cast("list[Scope]", scopes),
-                    roots=root or None,
-                    expires_seconds=None if lasts_seconds is None else now_seconds + lasts_seconds,
-                    now_seconds=now_seconds,
-                )
-                detail = {"name": name, "scopes": sorted(set(scopes)), "roots": root or None}
-                audit.record(connection, "cli", "key.create", f"key:{record.id}", detail, now=now_seconds)
-        except ProblemError as error:
-            print_error(error.detail)
-            raise typer.Exit(EXIT_FAILURE) from None
+    with (
+        errors_as_lines(debug=debug),
+        open_database(config, database, with_tables=True, is_made=True) as opened,
+        opened.write() as connection,
+    ):
+        number, secret = _made(connection, name, scopes, root or None, lasts_seconds)
     if json:
-        print_json({"id": record.id, "name": name, "scopes": sorted(set(scopes)), "key": secret})
+        print_json({"id": number, "name": name, "scopes": sorted(set(scopes)), "key": secret})
     else:
         print(secret)
+
+
+def _made(
+    connection: Connection, name: str, scopes: list[str], roots: list[str] | None, lasts_seconds: float | None
+) -> tuple[int, str]:
+    """(the number of the new key, what it is)."""
+    from dcp.server.catalog import audit
+    from dcp.server.problems import ProblemError
+    from dcp.server.security import keys
+
+    now_seconds = time.time()
+    try:
+        record, secret = keys.create_key(
+            connection,
+            name=name,
+            scopes=cast("list[Scope]", scopes),
+            roots=roots,
+            expires_seconds=None if lasts_seconds is None else now_seconds + lasts_seconds,
+            now_seconds=now_seconds,
+        )
+    except ProblemError as error:
+        print_error(error.detail)
+        raise typer.Exit(EXIT_FAILURE) from None
+    detail = {"name": name, "scopes": sorted(set(scopes)), "roots": roots}
+    audit.record(connection, "cli", "key.create", f"key:{record.id}", detail, now=now_seconds)
+    return record.id, secret
 
 
 @app.command("list")

@@ -13,7 +13,7 @@ from pathlib import Path
 from dcp.storage.stores import OpenStore, Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["KILL_VARIABLE", "CrashPoint"]
 

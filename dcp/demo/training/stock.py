@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import dcp
-from dcp.demo.digests import digest_of
+from dcp.demo.training.digests import digest_of
 from dcp.storage.torch_compat import stock_fsspec_storages
 
 __all__ = ["main"]

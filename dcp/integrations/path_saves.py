@@ -10,8 +10,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, get_args
 
+import torch.distributed as dist
+
 from dcp.background.future import SaveFuture
 from dcp.errors import CheckpointError, OptionError
+from dcp.manager.catalog.registration import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.removal import remove_checkpoint
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
@@ -25,34 +28,50 @@ _AFTER_ERROR_SECONDS = 60.0
 
 
 class PathSaves:
-    """The saves of one Trainer. With ``no_dist`` from one process; else by all ranks together, who call
-    everything but `remove` alike. Raises OptionError for a ``mode`` that is none."""
+    """The saves of one training. With ``no_dist`` from one process; else by all ranks together, who call
+    everything but `remove` alike. ``catalog`` as for `CheckpointManager`: the run is the folder that a path
+    is in. Raises OptionError for a ``mode`` that is none, and what `registration_of` does."""
 
-    def __init__(self, mode: Mode, storage_options: Mapping[str, Any] | None, *, no_dist: bool) -> None:
+    def __init__(
+        self,
+        mode: Mode = "thread",
+        storage_options: Mapping[str, Any] | None = None,
+        catalog: str | CatalogRegistration | None = None,
+        *,
+        no_dist: bool,
+    ) -> None:
         if mode not in get_args(Mode):
             raise OptionError(f"mode must be 'thread', 'process' or 'sync', not {mode!r}")
         self.storage_options = storage_options
         self._mode = mode
         self._no_dist = no_dist
+        self._catalog = registration_of(catalog)
         self._timeout_seconds: float | None = None
         # Held while something is deleted: a save to its path waits for that.
         self._changed = threading.Condition()
         self._pending: list[SaveFuture] = []
         self._to_remove: list[str] = []
         self._failures: list[BaseException] = []
+        self._registrars: dict[str, Registrar] = {}
+        self._is_first = no_dist
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For Trainers that start their ranks by pickling: without the saves."""
-        return partial(PathSaves, no_dist=self._no_dist), (self._mode, self.storage_options)
+        options = self._mode, self.storage_options, self._catalog
+        return partial(PathSaves, no_dist=self._no_dist), options
 
-    def begin(self, state: dict[str, Any], path: str | os.PathLike[str], *, step: int | None) -> None:
+    def begin(self, state: dict[str, Any], path: str | os.PathLike[str], *, step: int | None = None) -> None:
         """Save ``state``; returns when it may change. Raises what an earlier save raised."""
+        self._timeout_seconds = None
         if not self._no_dist:
             self.wait()  # whether it failed is known to all ranks only then
         self._raise_failure()
+        self._is_first = self._no_dist or dist.get_rank() == 0
         name = os.fspath(path)
         with self._changed:
             self._to_remove = [each for each in self._to_remove if each != name]
+            if self._is_first and os.path.islink(name):  # noqa: PTH114 - may be a URL
+                os.unlink(name)  # noqa: PTH108 - what it names is a checkpoint of its own
         options: dict[str, Any] = {
             "checkpoint_id": name,
             "no_dist": self._no_dist,
@@ -61,12 +80,14 @@ class PathSaves:
         }
         if self._mode == "sync":
             save(state, **options)
+            if self._is_first:
+                self._tell(name, step)
             return
         kind = AsyncCheckpointerType.PROCESS if self._mode == "process" else AsyncCheckpointerType.THREAD
         future = async_save(state, async_checkpointer_type=kind, **options)
         with self._changed:
             self._pending.append(future)
-        future.add_done_callback(self._ended)  # at once, in this thread, if it has ended
+        future.add_done_callback(partial(self._ended, name, step, future))  # at once, here, if it has ended
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, once the saves that are under way have ended. It stays where one has failed,
@@ -85,20 +106,42 @@ class PathSaves:
                     future.abort()
         self._raise_failure()
 
+    def close(self) -> None:
+        """`wait`, and until the catalog was told, for some seconds."""
+        try:
+            self.wait()
+        finally:
+            with self._changed:
+                registrars, self._registrars = self._registrars, {}
+            for registrar in registrars.values():
+                registrar.close()
+
     def hurry(self) -> None:
-        """Do not wait for long from now on: training has ended with an exception."""
+        """Do not wait for long until the next save: training has ended with an exception."""
         self._timeout_seconds = _AFTER_ERROR_SECONDS
 
-    def _ended(self, future: Future[Any]) -> None:
+    def _ended(self, path: str, step: int | None, future: SaveFuture, _: Future[Any]) -> None:
         """In the thread that carried out the save."""
         error = future.exception()
         with self._changed:
             self._pending = [each for each in self._pending if each is not future]
+            self._changed.notify_all()
             if error is not None:
                 self._failures.append(error)
                 self._to_remove.clear()  # what was to be replaced is still the newest
+            elif self._is_first:
+                self._tell(path, step)
             self._remove_if_committed()
-            self._changed.notify_all()
+
+    def _tell(self, path: str, step: int | None, *, deleted: bool = False) -> None:
+        """Tell the catalog that ``path`` was saved or deleted."""
+        if self._catalog is None:
+            return
+        folder, name = os.path.split(path)
+        url = OpenWith(self.storage_options)(folder or ".").url
+        if url not in self._registrars:
+            self._registrars[url] = Registrar(self._catalog, url)
+        self._registrars[url].tell(name, step, deleted=deleted)
 
     def _remove_if_committed(self) -> None:
         if self._pending:
@@ -107,6 +150,7 @@ class PathSaves:
             path = self._to_remove.pop()
             try:
                 _remove(path, self.storage_options)
+                self._tell(path, None, deleted=True)
             except (CheckpointError, OSError) as error:
                 self._failures.append(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,15 @@ from dcp.manager.cleanup.post_commit import PostCommitWorker
 from dcp.manager.coordination.schedule import Reason
 from dcp.manager.coordination.step_coordinator import StepCoordinator
 from dcp.manager.events import EventKind, Events
-from dcp.manager.ledger import SaveLedger
-from dcp.manager.save_executor import SaveExecutor
+from dcp.manager.saving.executor import SaveExecutor
+from dcp.manager.saving.ledger import SaveLedger
 from dcp.manager.steps import PARTIAL
 from dcp.storage.errors import CheckpointError
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["HANG_SECONDS", "StepSaver", "WhenBusy"]
+
+logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "skip", "raise"]
 
@@ -61,7 +64,22 @@ class StepSaver:
         left = max(0.0, self.coordinator.notices.seconds_left()) + HANG_SECONDS
         return min(self.timeout_seconds, left)
 
-    def begin_step(self, step: int, *, last: bool, force: bool = False) -> None:
+    def begin_step(self, step: int, *, last: bool, force: bool) -> Reason | None:
+        """`exchange`, then why the step is saved; None if it is not, which is told of a repeated one."""
+        self.exchange(step, last=last, force=force)
+        reason = self.coordinator.reason(step, last=last)
+        if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
+            return "force"
+        if reason is None and self.coordinator.is_repeated(step) and not last:
+            logger.warning(
+                "%s: save() was called again for step %d, which is saved or was restored already: "
+                "nothing is done. Pass force=True to save it anew",
+                self.events.root,
+                step,
+            )
+        return reason
+
+    def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
         """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
         was_stopping = self.coordinator.stopping
         agreed = self.coordinator.begin(step, failed=self.ledger.has_failure, last=last, force=force)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp.background.future import SaveFuture
-from dcp.manager.parts import weights_of
-from dcp.manager.step_saver import HANG_SECONDS, StepSaver
+from dcp.manager.saving.parts import weights_of
+from dcp.manager.saving.step_saver import HANG_SECONDS, StepSaver
 from dcp.manager.steps import PARTIAL
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["LastSave"]
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dcp
-from dcp.demo.batches import batch_of_step, read_tokens, window_batch
-from dcp.demo.crash import CrashPoint
-from dcp.demo.digests import digests_of_state
-from dcp.demo.model import ModelSize, build_model
+from dcp.demo.training.batches import batch_of_step, read_tokens, window_batch
+from dcp.demo.training.crash import CrashPoint
+from dcp.demo.training.digests import digests_of_state
+from dcp.demo.training.model import ModelSize, build_model
 
 __all__ = ["main"]
 

@@ -15,7 +15,7 @@ from dcp.background.session import AsyncSession
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import AsyncCheckpointerType, save_with
 from dcp.storage.errors import CheckpointError
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,0 +1,299 @@
+"""Megatron-Core's distributed checkpoints through dcp::
+
+    import dcp.integrations.megatron
+
+    dcp.integrations.megatron.use()
+
+before anything is saved or loaded. A program that calls `megatron.core.dist_checkpointing` itself can give it
+the strategies instead::
+
+    dist_checkpointing.save(state, folder, DcpSaveStrategy())
+    dist_checkpointing.load(state, folder, DcpLoadStrategy())
+
+Folders and what is in them keep Megatron's names, so that each reads what the other saved.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp.background.future import SaveFuture
+from dcp.errors import CorruptCheckpointError, OptionError
+from dcp.inspection.checkpoints import list_checkpoints
+from dcp.state_dict_loader import LoadKeywords, load
+from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.torch_storage.reader import FileSystemReader
+
+try:
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistLoadShardedStrategy,
+        TorchDistSaveShardedStrategy,
+        get_async_strategy,
+    )
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+except ImportError as error:
+    raise ModuleNotFoundError(
+        f"dcp.integrations.megatron needs Megatron-Core 0.19 and Python 3.12 or newer ({error}): "
+        "pip install 'dcphub[megatron]'",
+        name=error.name,
+    ) from error
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PRIVATE", "DcpLoadStrategy", "DcpSaveStrategy", "use"]
+
+PRIVATE: Final = {
+    "dict_utils": ("dict_list_map_outplace", "nested_values"),
+    "mapping": ("is_main_replica",),
+    "strategies.torch": (
+        "TorchDistLoadShardedStrategy.load",
+        "TorchDistSaveShardedStrategy.async_save",
+        "TorchDistSaveShardedStrategy.save",
+        "get_async_strategy",
+    ),
+    "utils": ("force_all_tensors_to_non_fp8",),
+}
+"""What is used of `megatron.core.dist_checkpointing` that the package itself does not export, by module."""
+
+_COMMON: Final = "common_state/shard_0_1"
+"""What is no `ShardedTensor` or `ShardedObject`: Megatron stores it as an object of this name, and reads it
+by itself, without a look at checksums, before it asks a strategy."""
+
+Mode = Literal["thread", "process"]
+_Folder = str | os.PathLike[str]
+
+
+def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **options: Any) -> None:
+    """Let all of Megatron's distributed checkpoints (``--ckpt-format torch_dist``) go through dcp, in this
+    process: those of `megatron.training`, of programs above it, and of `dist_checkpointing.save` and `load`.
+
+    ``mode`` is that of `DcpSaveStrategy`, the options are those of `DcpLoadStrategy`; both take
+    ``process_group``. Raises OptionError for what is none of them.
+    """
+    saves = DcpSaveStrategy(mode=mode, process_group=process_group)
+    loads = DcpLoadStrategy(process_group=process_group, **options)
+    TorchDistSaveShardedStrategy.save = lambda self, *given, **named: saves.save(*given, **named)
+    TorchDistSaveShardedStrategy.async_save = lambda self, *given, **named: saves.async_save(*given, **named)
+    TorchDistLoadShardedStrategy.load = lambda self, *given, **named: loads.load(*given, **named)
+
+
+class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Saves the sharded part of a state dict, and with it what all ranks have in common, in one commit.
+
+    Of replicas the one that Megatron calls the main one is stored; `FullyParallelSaveStrategyWrapper` around
+    this strategy spreads them over the ranks.
+
+    Args:
+        mode: Where asynchronous saves are written, once the state is copied: in a "thread", or in a "process"
+            of its own, which commits what it was given even if training is killed.
+        process_group: The ranks that save together; the default group without it.
+
+    Raises:
+        OptionError: ``mode`` is none of these.
+    """
+
+    def __init__(self, *, mode: Mode = "thread", process_group: ProcessGroup | None = None) -> None:
+        if mode not in get_args(Mode):
+            raise OptionError(f"mode must be 'thread' or 'process', not {mode!r}")
+        super().__init__()
+        self._kind = AsyncCheckpointerType(mode)
+        self._process_group = process_group
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder) -> None:
+        """Save, and commit. All ranks call it; raises what `dcp.save` does."""
+        state = _main_replicas(sharded_state_dict)
+        save(state, checkpoint_id=checkpoint_dir, process_group=self._process_group)
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "nvrx"
+    ) -> Any:
+        """Copy the state, and write it in the background. Gives a request for Megatron's queue, which is done
+        when the save is, and then raises what the save raised."""
+        future = async_save(
+            _main_replicas(sharded_state_dict),
+            checkpoint_id=checkpoint_dir,
+            process_group=self._process_group,
+            async_checkpointer_type=self._kind,
+        )
+        return _request(future, get_async_strategy(async_strategy, "AsyncRequest")[1])
+
+
+class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """Loads what any numbers of ranks have saved, dcp's or Megatron's own, and compares all that is read with
+    its checksums; the state that ranks have in common is compared as well.
+
+    Args:
+        process_group: The ranks that load together, and call it alike; the default group without it.
+        dtype: "exact" refuses tensors that were saved in another dtype, "cast" converts them.
+        weights_only: False allows objects of any class, whose pickles may run code. Without it those that
+            `torch.serialization.add_safe_globals` names are, as Megatron does for its own.
+
+    Raises:
+        OptionError: An option is none of these.
+    """
+
+    def __init__(self, *, process_group: ProcessGroup | None = None, **options: Any) -> None:
+        unknown = sorted(set(options) - {"dtype", "weights_only"})
+        if unknown:
+            raise OptionError(f"{unknown[0]!r} is no option: mode, process_group, dtype, weights_only are")
+        super().__init__(stream_ckpt_dequant=False)
+        self._process_group = process_group
+        self._options: LoadKeywords = options  # type: ignore[assignment]
+
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "mcore"
+    ) -> Any:
+        """Fill the tensors where they are, or in new memory where there are none yet; the state dict with
+        tensors and objects themselves in it.
+
+        Raises:
+            MissingKeyError: The checkpoint lacks something.
+            ShapeMismatchError: A tensor has another global shape there, and no ``allow_shape_mismatch``.
+            DtypeMismatchError: A tensor has another dtype there, without ``dtype="cast"``.
+            CorruptCheckpointError: Bytes are not those that were committed.
+            UnsafeObjectError: An object needs ``weights_only=False``.
+            CheckpointError: Others of `dcp.load`.
+        """
+        force_all_tensors_to_non_fp8(sharded_state_dict)
+        wanted = list(nested_values(sharded_state_dict))
+        reader = FileSystemReader(checkpoint_dir)
+        try:
+            index = _checked_index(reader)
+            target = _objects(wanted) | _destinations(wanted, index)
+            load(target, storage_reader=reader, process_group=self._process_group, **self._options)
+        except CorruptCheckpointError as error:
+            error.add_note(_others_beside(Path(checkpoint_dir)))
+            raise
+
+        def loaded(entry: Any) -> Any:
+            return target[entry.unique_key][0] if isinstance(entry, ShardedObject) else entry.data.detach()
+
+        return dict_list_map_outplace(loaded, sharded_state_dict)
+
+
+class _Part(NamedTuple):
+    """A box of a global tensor that this rank has."""
+
+    shape: torch.Size
+    chunk: ChunkStorageMetadata
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What this rank has of one global tensor, by torch's protocol for such."""
+
+    parts: list[_Part] = field(default_factory=list)
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, part.chunk.offsets, number),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    part.chunk, TensorProperties.create_from_tensor(part.data), part.shape
+                ),
+            )
+            for number, part in enumerate(self.parts)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [part.chunk for part in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.parts[index.index or 0].data
+
+
+def _main_replicas(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What this rank stores, by Megatron's names."""
+    force_all_tensors_to_non_fp8(sharded_state_dict)
+    stored = [entry for entry in nested_values(sharded_state_dict) if is_main_replica(entry.replica_id)]
+    parts = ((tensor.key, _part(tensor)) for tensor in stored if isinstance(tensor, ShardedTensor))
+    return _objects(stored) | _by_name(parts)
+
+
+def _objects(entries: Iterable[Any]) -> dict[str, Any]:
+    """In tuples, which are stored as they are, where lists would be taken apart; Megatron takes either."""
+    return {entry.unique_key: (entry.data,) for entry in entries if isinstance(entry, ShardedObject)}
+
+
+def _by_name(parts: Iterable[tuple[str, _Part]]) -> dict[str, Any]:
+    named: dict[str, Any] = defaultdict(_Parts)
+    for name, part in parts:
+        named[name].parts.append(part)
+    return dict(named)
+
+
+def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _Part:
+    """Of a `ShardedTensor`, as far as it is within ``stored_shape``."""
+    data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
+    offsets, shape = tuple(tensor.global_offset), tuple(stored_shape or tensor.global_shape)
+    ends = zip(data.shape, shape, offsets, strict=True)
+    data = data[tuple(slice(max(0, min(size, extent - offset))) for size, extent, offset in ends)]
+    return _Part(torch.Size(shape), ChunkStorageMetadata(torch.Size(offsets), data.shape), data)
+
+
+def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, Any]:
+    """Where the tensors are to be filled; those that may have another shape there are zero elsewhere."""
+    tensors = [entry for entry in entries if isinstance(entry, ShardedTensor)]
+    for tensor in tensors:
+        tensor.init_data("cpu")
+    parts = []
+    for tensor in tensors:
+        stored_shape = None
+        if tensor.allow_shape_mismatch and tensor.key in index.position:
+            tensor.data.detach().zero_()
+            stored_shape = index.shape(index.position[tensor.key])
+        part = _part(tensor, stored_shape)
+        if part.data.numel() or not tensor.data.numel():
+            parts.append((tensor.key, part))
+    return _by_name(parts)
+
+
+def _checked_index(reader: FileSystemReader) -> CheckpointIndex:
+    """The checkpoint's, if what ranks have in common is what was committed."""
+    index = reader.read_index()
+    if _COMMON in index.objects.position:
+        with reader.engine(index) as engine:
+            list(reader.read_objects(engine, [_COMMON]))
+    return index
+
+
+def _others_beside(folder: Path) -> str:
+    whole = [each.name for each in list_checkpoints(folder.parent) if each.state == "committed"]
+    others = ", ".join(sorted(name for name in whole if name != folder.name)) or "none"
+    return f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
+
+
+def _request(future: SaveFuture, request_class: Any) -> Any:
+    """A request of Megatron's that only waits, in the process that it is run in, for a save under way."""
+    handle, flag = tempfile.mkstemp(prefix="dcp-save-")
+    os.close(handle)
+    future.add_done_callback(lambda _: Path(flag).unlink(missing_ok=True))
+
+    def raise_failure() -> None:
+        future.result()
+
+    return request_class(_wait, (flag, os.getpid()), [raise_failure])
+
+
+def _wait(flag: str, trainer: int) -> None:
+    """Until a save of the process ``trainer`` has ended, whose child this is, or that process has."""
+    while os.path.exists(flag) and os.getppid() == trainer:  # noqa: PTH110 - every moment
+        time.sleep(0.05)

@@ -1,0 +1,107 @@
+"""Models and optimizers as trainers' plug-ins save and load them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dcp
+from dcp.errors import PlanError
+from dcp.integrations.trainer_state import ModelState, OptimizerState, check_private, package_of
+from tests.support.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """One layer that is used, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def trained(net: Net) -> torch.optim.Optimizer:
+    """After two steps; weight decay in one of two groups."""
+    groups: list[dict[str, Any]] = [
+        {"params": [net.used.weight, net.unused.weight]},
+        {"params": [net.used.bias], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for _ in range(2):
+        net.used(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
+    """Neither in the checkpoint nor in a fresh optimizer that it is loaded into, and that is stepped by
+    nobody for it; the next steps are the same."""
+    net, fresh = Net(), Net()
+    optimizer, other = trained(net), torch.optim.AdamW(Net().parameters())
+    dcp.save(
+        {"model": ModelState(net), "optimizer": OptimizerState(net, [optimizer])}, checkpoint_id=tmp_path
+    )
+    names = dcp.open_index(tmp_path).fqns
+    assert not [name for name in names if "state.unused" in name]
+    groups: list[dict[str, Any]] = [
+        {"params": [fresh.used.weight, fresh.unused.weight]},
+        {"params": [fresh.used.bias]},
+    ]
+    other = torch.optim.AdamW(groups, lr=0.5)
+    steps = []
+    other.register_step_pre_hook(lambda *_: steps.append(1))
+    dcp.load(
+        {"model": ModelState(fresh), "optimizer": OptimizerState(fresh, [other])}, checkpoint_id=tmp_path
+    )
+    assert (len(other.state), steps, other.param_groups[1]["weight_decay"]) == (2, [], 0)
+    for one, made in ((net, optimizer), (fresh, other)):
+        one.used(torch.ones(2, 3)).square().sum().backward()
+        made.step()
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in net.state_dict().items())
+
+
+def test_parameters_of_nobody_are_an_error(tmp_path: Path) -> None:
+    """They would have no name; so are other groups than were saved."""
+    net = Net()
+    temperature = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([net.used.weight, temperature], lr=0.1, momentum=0.9)
+    with pytest.raises(PlanError, match="none of the model's"):
+        OptimizerState(net, [optimizer]).state_dict()
+    saved = OptimizerState(net, [torch.optim.SGD([net.used.weight])]).state_dict()
+    with pytest.raises(PlanError, match="other groups"):
+        OptimizerState(net, [torch.optim.SGD([net.used.bias])]).load_state_dict(saved)
+
+
+def batch_norm(rank: int, world_size: int, root: Path) -> Any:
+    """Ranks whose running means differ, as those of DDP do between two forwards."""
+    torch.manual_seed(0)
+    norm: Any = nn.BatchNorm1d(2)
+    net = nn.Sequential(nn.Linear(2, 2), norm)
+    net(torch.full((4, 2), float(rank)) + torch.randn(4, 2))
+    own = norm.running_mean.clone()
+    dcp.save({"model": ModelState(net, saving=True)}, checkpoint_id=root)
+    norm.running_mean.zero_()
+    dcp.load({"model": ModelState(net)}, checkpoint_id=root)
+    return own.tolist(), norm.running_mean.tolist()
+
+
+def test_running_means_of_ranks_may_differ(tmp_path: Path) -> None:
+    """Rank 0's are saved, which DDP goes on with, and every rank gets them."""
+    (first, one), (second, other) = run_ranks(2, batch_norm, tmp_path)
+    assert first != second
+    assert first == one == other
+
+
+def test_what_a_framework_lacks_is_told() -> None:
+    """A package, with what brings it; a private name, and one with other parameters, with the version."""
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dcphub\[nothing\]'"), package_of("nothing"):
+        importlib.import_module("there_is_no_such_package")
+    check_private("torch", Net, {"__init__": ("self",)})
+    for names in ({"__init__": ("self", "more")}, ["_gone"]):
+        with pytest.raises(RuntimeError, match=r"torch .* has no"):
+            check_private("torch", Net, names)
