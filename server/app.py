@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from dcp.server import monitoring
@@ -25,10 +28,11 @@ from dcp.server.http.middleware.idempotency import IdempotencyMiddleware
 from dcp.server.http.middleware.limits import LimitMiddleware
 from dcp.server.http.middleware.requests import RequestMiddleware
 from dcp.server.http.readiness import Readiness
-from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks
-from dcp.server.routes.catalog import checkpoints, deletion, labels, lineage, roots, runs
-from dcp.server.routes.data import diffs, downloads, shards, stats, tensors
-from dcp.server.routes.jobs import jobs, verification
+from dcp.server.pages import app as pages
+from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
+from dcp.server.routes.catalog import checkpoints, deletion, finding, labels, lineage, roots, runs
+from dcp.server.routes.data import diffs, downloads, drawings, shards, stats, tensors
+from dcp.server.routes.jobs import drift, jobs, verification
 from dcp.server.settings import Settings
 from dcp.version import __version__
 
@@ -41,10 +45,13 @@ _OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, metrics.router, documen
 
 _ROUTERS: Final[tuple[APIRouter, ...]] = (
     audit.router,
+    finding.router,
     checkpoints.router,
     deletion.router,
     diffs.router,
     downloads.router,
+    drawings.router,
+    drift.router,
     jobs.router,
     keys.router,
     labels.router,
@@ -58,6 +65,7 @@ _ROUTERS: Final[tuple[APIRouter, ...]] = (
     tensors.router,
     verification.router,
     webhooks.router,
+    whoami.router,
 )
 """Below `API`."""
 
@@ -73,24 +81,37 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         version=__version__,
         summary="A catalog of checkpoints, and jobs on them.",
         lifespan=lifespan,
+        routes=_routes(),
         openapi_url=None,  # ours are offline, and declare their access as all routes do
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,
+        generate_unique_id_function=_operation_id,
         middleware=_middleware(service),
     )
     app.state.service = service
     app.state.readiness = Readiness(service)
     install_handlers(app)
-    for router in _OUTSIDE:
-        app.include_router(router)
-    for router in _ROUTERS:
-        app.include_router(router, prefix=API)
+    pages.install(app)
     check_routes(app)
     documentation.install(app)
     monitoring.install(app, service.database)  # outermost of all, so that it sees what the others answer
     return app
+
+
+@cache
+def _routes() -> list[BaseRoute]:
+    """All of them. FastAPI works out once, and not for each application, what a route asks for."""
+    included = APIRouter(generate_unique_id_function=_operation_id)
+    for router in (*pages.ROUTERS, *_OUTSIDE):  # of "/" browsers get the page
+        included.include_router(router)
+    for router in _ROUTERS:
+        included.include_router(router, prefix=API)
+    return included.routes
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
 
 
 def _middleware(service: Service) -> list[Middleware]:

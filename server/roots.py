@@ -2,7 +2,7 @@
 
 A checkpoint is a root and a relative key. `check_key` refuses whatever could mean another place to a path, a
 URL or a decoder of one; below a local root, links that lead out of it are refused as well. Names of files
-inside of a checkpoint are checked by the formats (`dcp.storage.stores.base.check_name`).
+inside of a checkpoint are checked by the formats (`dcp.storage.stores.names.check_name`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.stores import PosixStore, type_of_place
-from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store, check_name
+from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name
 from dcp.storage.stores.opening import OpenWith
-from dcp.storage.stores.posix_files import storage_error
+from dcp.storage.stores.posix.files import storage_error
 
 if TYPE_CHECKING:
-    from dcp.storage.formats.sources import Source, SourcePlace
+    from dcp.storage.formats.opening.sources import Source, SourcePlace
 
 __all__ = [
     "MAX_KEY_CHARACTERS",
     "Folder",
-    "Root",
     "Roots",
+    "StorageRoot",
     "check_key",
     "fault_of_key",
     "storage_problem",
@@ -125,7 +126,7 @@ class Folder:
     modified_ns: int = 0
 
 
-class Root:
+class StorageRoot:
     """Storage below one place. Nothing is touched before the first operation; safe from any thread.
 
     ``is_answering``: a request waits, so that storage which does not answer is soon an error. Jobs have
@@ -219,7 +220,7 @@ class Root:
         Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
         translates.
         """
-        from dcp.storage.formats.sources import SourcePlace  # only here: numpy takes its time
+        from dcp.storage.formats.opening.sources import SourcePlace  # only here: numpy takes its time
 
         url = self.url_of(check_key(key))
         if self.path is not None:
@@ -239,7 +240,7 @@ class Root:
 
         Raises a ProblemError: not found, not readable, or storage that does not answer.
         """
-        from dcp.storage.formats.sources import Source, index_at
+        from dcp.storage.formats.opening.sources import Source, index_at
 
         try:
             place = self.place(key)
@@ -272,16 +273,18 @@ class Root:
 
 
 class Roots:
-    """The configured roots by name; ``is_answering`` as for `Root`."""
+    """The configured roots by name; ``is_answering`` as for `StorageRoot`."""
 
     def __init__(self, settings: Mapping[str, RootSettings], *, is_answering: bool = False) -> None:
-        self._roots = {name: Root(name, own, is_answering=is_answering) for name, own in settings.items()}
+        self._roots = {
+            name: StorageRoot(name, own, is_answering=is_answering) for name, own in settings.items()
+        }
 
     def names(self) -> list[str]:
         """Sorted."""
         return sorted(self._roots)
 
-    def get(self, name: str) -> Root:
+    def get(self, name: str) -> StorageRoot:
         """The root; NotFoundError if there is none of that name."""
         try:
             return self._roots[name]
@@ -291,7 +294,7 @@ class Roots:
     def __contains__(self, name: object) -> bool:
         return name in self._roots
 
-    def __iter__(self) -> Iterator[Root]:
+    def __iter__(self) -> Iterator[StorageRoot]:
         return iter(self._roots.values())
 
     def __len__(self) -> int:
@@ -302,7 +305,7 @@ class Roots:
 
 
 def storage_problem(
-    error: BaseException, *, root: Root | None = None, is_known: bool = False
+    error: BaseException, *, root: StorageRoot | None = None, is_known: bool = False
 ) -> ProblemError:
     """The answer to a request that failed in storage.
 
@@ -338,7 +341,7 @@ _OF_REQUESTS: Final = {"drop_objects=True": "drop_objects=true"}
 """Arguments that requests have as well, in their words."""
 
 
-def _shown(error: CheckpointError, root: Root | None) -> str:
+def _shown(error: CheckpointError, root: StorageRoot | None) -> str:
     text = error.finding.partition("\n")[0]
     if error.argument in _OF_REQUESTS:
         text += f", or {error.alternative} with {_OF_REQUESTS[error.argument]}"

@@ -104,6 +104,7 @@ class Settings(BaseSettings):
     metrics_need_key: bool = True
     rate_limit: str = "600/minute"  # by key, or by address without one
     login_limit: str = "30/minute"  # of refused keys by address
+    session_seconds: Seconds = 12 * 3600.0  # of a browser that is signed in with a key
 
     # -- jobs --
     embedded_worker: bool = True  # `dcp serve` starts one `dcp worker`

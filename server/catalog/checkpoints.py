@@ -18,8 +18,7 @@ from dcp.server.catalog.contents.structures import ensure_structures
 from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, labels_of, lock_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, emit_all
-from dcp.server.catalog.facts import CheckpointFacts, State, Upserted
-from dcp.server.catalog.merging import announcement, merge
+from dcp.server.catalog.facts import CheckpointFacts, State, Upserted, announcement, merge
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
 from dcp.server.database.sql import dialect_insert, insert_missing, insert_or_update

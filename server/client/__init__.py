@@ -34,9 +34,9 @@ from dcp.server.client.errors import (
 from dcp.server.client.synchronous.client import Client
 from dcp.server.client.synchronous.connection import Pages
 from dcp.server.records.administration import (
+    CreatedKey,
     Delivery,
     Key,
-    NewKey,
     RetentionDecision,
     RetentionPolicy,
     RetentionPreview,
@@ -55,7 +55,7 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.jobs import Job, JobEvent, JobTask, Progress
+from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobTask
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root
 from dcp.server.records.runs import Run
@@ -72,6 +72,7 @@ __all__ = [
     "Client",
     "ClientError",
     "ConflictError",
+    "CreatedKey",
     "Delivery",
     "Diff",
     "DownloadError",
@@ -84,16 +85,15 @@ __all__ = [
     "JobError",
     "JobEvent",
     "JobFailedError",
+    "JobProgress",
     "JobTask",
     "Key",
     "Lineage",
-    "NewKey",
     "NotFoundError",
     "Pages",
     "PreconditionFailedError",
     "PreconditionRequiredError",
     "ProblemError",
-    "Progress",
     "RangeError",
     "RankShare",
     "Registered",

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
+from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,
@@ -25,10 +26,12 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.jobs import Job, JobTask
+from dcp.server.records.drawings import RunDrift, SavePhases, ShardMap, TensorGrid, TensorStatistics
+from dcp.server.records.finding import CheckpointFacets, SearchResult
+from dcp.server.records.jobs import Job, JobLogLine, JobTask, JobThroughput
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root
-from dcp.server.records.runs import Run
+from dcp.server.records.runs import Run, RunTimeline
 
 __all__ = [
     "API",
@@ -36,6 +39,7 @@ __all__ = [
     "CheckpointQuery",
     "DownloadQuery",
     "PagedCall",
+    "ShardMapQuery",
     "calls_of_page",
     "if_match",
     "many",
@@ -85,6 +89,18 @@ class DownloadQuery(TypedDict, total=False):
     exclude: str | Sequence[str]
     dtype: str
     drop_objects: bool
+
+
+class ShardMapQuery(TypedDict, total=False):
+    """Which ranks, which bytes of each file and which tensors, in how many rows and bins at most."""
+
+    rows: int
+    bins: int
+    first_rank: int
+    last_rank: int
+    begin: int
+    end: int
+    glob: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +212,10 @@ def _label(name: str) -> str:
 _DETAIL = one(CheckpointDetail)
 
 
+def whoami() -> Call[Whoami]:
+    return Call("GET", "/whoami", one(Whoami))
+
+
 def roots() -> Call[list[Root]]:
     return Call("GET", "/roots", many(Root))
 
@@ -213,12 +233,45 @@ def run_series(run_id: int, metric: str, points: int) -> Call[Series]:
     return Call("GET", f"/runs/{run_id}/series", one(Series), params=query)
 
 
+def run_timeline(
+    run_id: int, metric: str | Sequence[str], points: int, min_step: int | None, max_step: int | None
+) -> Call[RunTimeline]:
+    query = params(metric=metric, points=points, min_step=min_step, max_step=max_step)
+    return Call("GET", f"/runs/{run_id}/timeline", one(RunTimeline), params=query)
+
+
+def run_drift(run_id: int) -> Call[RunDrift]:
+    return Call("GET", f"/runs/{run_id}/drift", one(RunDrift))
+
+
+def compute_drift(run_id: int) -> Call[Job]:
+    return Call("POST", f"/runs/{run_id}/drift", one(Job))
+
+
+def run_tensor_bytes(run_id: int, only: str | Sequence[str], below_step: int | None) -> Call[TensorBytes]:
+    query = params(only=only, below_step=below_step)
+    return Call("GET", f"/runs/{run_id}/tensor-bytes", one(TensorBytes), params=query)
+
+
 def run(run_id: int) -> Call[Run]:
     return Call("GET", f"/runs/{run_id}", one(Run))
 
 
 def checkpoints(query: CheckpointQuery) -> PagedCall[Checkpoint]:
     return PagedCall("/checkpoints", one(Checkpoint), params(**query))
+
+
+def checkpoint_facets(query: CheckpointQuery, values: int) -> Call[CheckpointFacets]:
+    given = {name: value for name, value in query.items() if name != "sort"}
+    return Call("GET", "/checkpoints/facets", one(CheckpointFacets), params(**given, values=values))
+
+
+def lookup(query: Mapping[str, Any]) -> Call[CheckpointDetail]:
+    return Call("GET", "/checkpoints/lookup", _DETAIL, params(**query))
+
+
+def search(text: str, kind: str | Sequence[str], limit: int) -> Call[SearchResult]:
+    return Call("GET", "/search", one(SearchResult), params(q=text, kind=kind, limit=limit))
 
 
 def checkpoint(checkpoint_id: int) -> Call[CheckpointDetail]:
@@ -298,6 +351,26 @@ def rank_shares(checkpoint_id: int) -> PagedCall[RankShare]:
     return PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(RankShare))
 
 
+def phases(checkpoint_id: int, rows: int) -> Call[SavePhases]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(SavePhases), params(rows=rows))
+
+
+def shard_map(checkpoint_id: int, query: ShardMapQuery) -> Call[ShardMap]:
+    return Call("GET", f"/checkpoints/{checkpoint_id}/shards/map", one(ShardMap), params(**query))
+
+
+def tensor_grid(
+    checkpoint_id: int, fqn: str, slice: str | None, rows: int, columns: int, value: str | Sequence[str]
+) -> Call[TensorGrid]:
+    query = params(fqn=fqn, slice=slice, rows=rows, columns=columns, value=value)
+    return Call("GET", f"/checkpoints/{checkpoint_id}/tensors/grid", one(TensorGrid), query)
+
+
+def tensor_statistics(checkpoint_id: int, fqn: str) -> Call[TensorStatistics]:
+    path = f"/checkpoints/{checkpoint_id}/tensors/statistics"
+    return Call("GET", path, one(TensorStatistics), params(fqn=fqn))
+
+
 def diff_page(
     checkpoint_id: int, before: int, basis: str | None, cursor: str | None
 ) -> Call[tuple[Diff, str | None]]:
@@ -350,6 +423,14 @@ def job_action(job_id: int, action: str) -> Call[Job]:
 
 def job_tasks(job_id: int) -> PagedCall[JobTask]:
     return PagedCall(f"/jobs/{job_id}/tasks", one(JobTask))
+
+
+def job_throughput(job_id: int) -> Call[JobThroughput]:
+    return Call("GET", f"/jobs/{job_id}/throughput", one(JobThroughput))
+
+
+def job_log(job_id: int, lines: int) -> Call[list[JobLogLine]]:
+    return Call("GET", f"/jobs/{job_id}/log", many(JobLogLine), params(limit=lines))
 
 
 def plain(method: str, path: str, query: Mapping[str, Any], body: Any, etag: str | None) -> Call[Any]:

@@ -7,11 +7,12 @@ from typing import Any, TypedDict
 
 from dcp.server.client.calls import Call, PagedCall, if_match, many, nothing, one, params
 from dcp.server.records.administration import (
+    CreatedKey,
     Delivery,
     Key,
-    NewKey,
     RetentionPolicy,
     RetentionPreview,
+    RetentionTotals,
     Rule,
     Webhook,
     WebhookSecret,
@@ -77,9 +78,9 @@ def key(key_id: int) -> Call[Key]:
 
 def create_key(
     name: str, scopes: Sequence[str], roots: Sequence[str] | None, expires_in_seconds: float | None
-) -> Call[NewKey]:
+) -> Call[CreatedKey]:
     body = _given(name=name, scopes=scopes, roots=roots, expires_in_seconds=expires_in_seconds)
-    return Call("POST", "/keys", one(NewKey), body=body, has_secret=True)
+    return Call("POST", "/keys", one(CreatedKey), body=body, has_secret=True)
 
 
 def revoke_key(key_id: int) -> Call[Key]:
@@ -197,3 +198,12 @@ def preview_retention(root: str, keep: Mapping[str, Any], run_glob: str) -> Page
 
 def preview_retention_policy(policy_id: int) -> PagedCall[RetentionPreview]:
     return PagedCall(f"{_POLICIES}/{policy_id}/preview", _PREVIEW)
+
+
+def retention_totals(root: str, keep: Mapping[str, Any], run_glob: str) -> Call[RetentionTotals]:
+    body = _given(root=root, keep=keep, run_glob=run_glob)
+    return Call("POST", "/retention/preview/totals", one(RetentionTotals), body=body, only_reads=True)
+
+
+def retention_policy_totals(policy_id: int) -> Call[RetentionTotals]:
+    return Call("GET", f"{_POLICIES}/{policy_id}/preview/totals", one(RetentionTotals))

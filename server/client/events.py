@@ -85,8 +85,10 @@ class EventStream:
         self.failures = 0
         self.ended = self.ended or kind == "end"
         data = document if isinstance(document, Mapping) else {"value": document}
+        job_id = data.get("job_id")
+        job = job_id if type(job_id) is int else None
         if number is None or not number.isdecimal():
-            return JobEvent(kind, data)
+            return JobEvent(kind, data, job_id=job)
         self.last_id = int(number)
         inner, at = data.get("data"), data.get("at")
         return JobEvent(
@@ -94,6 +96,7 @@ class EventStream:
             inner if isinstance(inner, Mapping) else data,
             self.last_id,
             datetime.fromisoformat(at) if isinstance(at, str) else None,
+            job,
         )
 
     def _forget(self) -> None:

@@ -11,14 +11,17 @@ from typing import Annotated, Final, cast
 
 from fastapi import Depends, Request
 
+from dcp.server.catalog.contents.verifications import get_statistics, statistics_of_tensor
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
 from dcp.server.data.downloads import Plans
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
-from dcp.server.data.responses import Streams
+from dcp.server.data.sending.responses import Streams
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import ServiceDep
 from dcp.server.problems import ConflictError, GoneError
-from dcp.server.roots import Root
+from dcp.server.records.declaring import moment
+from dcp.server.records.drawings import TensorStatistics
+from dcp.server.roots import StorageRoot
 from dcp.server.security.keys import valid_keys
 from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError
@@ -43,7 +46,7 @@ class Readable:
     """
 
     row: CheckpointDetail
-    root: Root
+    root: StorageRoot
     opened: OpenCheckpoint
     is_allowed: Callable[[], bool]
 
@@ -83,6 +86,25 @@ class DataAccess:
         root = self._service.roots.get(row.root)
         opened = self.checkpoints.open(root, row.key)
         return Readable(row, root, opened, partial(self._is_allowed, caller.key_id))
+
+    def kept_statistics(self, checkpoint_id: int, fqn: str, caller: Principal) -> TensorStatistics | None:
+        """What a job has computed of one tensor; None if nothing, or if the checkpoint was replaced since.
+        Raises MissingError."""
+        with self._service.database.read() as connection:
+            row = get_statistics(connection, checkpoint_id, caller.roots)
+            if row is None or row.is_stale:
+                return None
+            found = statistics_of_tensor(connection, checkpoint_id, fqn)
+        if found is None:
+            return None
+        return TensorStatistics(
+            found["fqn"],
+            found["dtype"],
+            tuple(found["shape"]),
+            found["statistics"],
+            is_kept=True,
+            computed_at=moment(row.created_seconds),
+        )
 
     def _is_allowed(self, key_id: int | None) -> bool:
         if key_id is None:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
-from dcp.server.data.responses import SMALL_BYTES
+from dcp.server.data.sending.bodies import Body
+from dcp.server.data.sending.responses import SMALL_BYTES
 from dcp.server.data.sharing import SharedValues, Wanted
 from dcp.storage.formats.registry import target_named
 from dcp.version import __version__
@@ -89,7 +89,7 @@ def plan_download(
     from dcp.conversion.plan import LayoutOptions, plan_layout
     from dcp.conversion.targets.places import TargetPlace
     from dcp.planners.garbage_collection import garbage_collection_paused
-    from dcp.server.data.planned import PlannedBody
+    from dcp.server.data.sending.planned import PlannedBody
     from dcp.storage.engine.reading.engine import ReadEngine
 
     store, index = opened.store, opened.whole_index

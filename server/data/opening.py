@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dcp.server.data.sharing import SharedValues
 from dcp.server.problems import UnavailableError
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
-from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex
-    from dcp.storage.formats.sources import SourcePlace
+    from dcp.storage.formats.opening.sources import SourcePlace
 
 __all__ = ["OpenCheckpoint", "OpenCheckpoints"]
 
@@ -53,7 +54,7 @@ class OpenCheckpoint:
     def whole_index(self) -> CheckpointIndex:
         """The index with what its format keeps elsewhere, such as values that are no tensors; read once.
         Raises errors of the formats and the storage."""
-        from dcp.storage.formats.sources import complete_index  # only here, as all that reads tensors
+        from dcp.storage.formats.opening.sources import complete_index  # only here, as all that reads tensors
 
         return complete_index(self.store, self.index)
 
@@ -74,7 +75,7 @@ class OpenCheckpoints:
         self._values = SharedValues[tuple[str, str, str], OpenCheckpoint](count=_KEPT, kept_bytes=kept_bytes)
         self._large = threading.Lock()
 
-    def open(self, root: Root, key: str) -> OpenCheckpoint:
+    def open(self, root: StorageRoot, key: str) -> OpenCheckpoint:
         """The checkpoint as it is now. Raises a ProblemError: GoneError if it is not there any more,
         UnavailableError where very many wait for one."""
         try:
@@ -84,7 +85,7 @@ class OpenCheckpoints:
         except (CheckpointError, OSError) as error:
             raise root.problem(error, is_known=True) from error
 
-    def _shared(self, root: Root, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
+    def _shared(self, root: StorageRoot, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
         name = (root.name, key, stamp.text)
         known = self._values.find(name)
         if known is not None:
@@ -93,8 +94,8 @@ class OpenCheckpoints:
             raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
         return self._values.get(name, lambda: self._read(root, key, place, stamp))
 
-    def _read(self, root: Root, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
-        from dcp.storage.formats.sources import index_at
+    def _read(self, root: StorageRoot, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
+        from dcp.storage.formats.opening.sources import index_at
 
         with self._large if stamp.is_large else nullcontext():
             index = index_at(place)

@@ -15,9 +15,9 @@ from dcp.conversion.layouts.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
 from dcp.inspection.values.strided_selection import select
 from dcp.inspection.values.tensor_reading import Slices
-from dcp.server.data.bodies import Body
 from dcp.server.data.opening import OpenCheckpoint
-from dcp.server.data.planned import ArrayBody, PlannedBody
+from dcp.server.data.sending.bodies import Body
+from dcp.server.data.sending.planned import ArrayBody, PlannedBody
 from dcp.server.data.slices import TensorFormat
 from dcp.server.problems import NotFoundError, UnprocessableError
 from dcp.storage.engine.reading.engine import ReadEngine

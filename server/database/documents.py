@@ -22,6 +22,7 @@ from dcp.server.database.tables import document_parts, documents, jobs, statisti
 __all__ = [
     "abandon_documents",
     "ensure_document",
+    "find_item",
     "prepare_document",
     "read_document",
     "read_items",
@@ -92,6 +93,14 @@ def read_items(connection: Connection, number: int, field: str, begin: int, end:
     parts = connection.execute(query.order_by(table.position)).all()
     first = parts[0].position if parts else 0
     return [item for part in parts for item in part.content][begin - first : end - first]
+
+
+def find_item(connection: Connection, number: int, field: str, name: str, value: str) -> Any | None:
+    """The first of a list whose ``name`` is ``value``; None if none is. Parts are read one by one."""
+    table = document_parts.c
+    query = select(table.content).where(table.document_id == number, table.field == field)
+    parts = connection.execute(query.order_by(table.position), execution_options={"yield_per": 1}).scalars()
+    return next((item for part in parts for item in part if item.get(name) == value), None)
 
 
 def abandon_documents(connection: Connection, now: float) -> int:

@@ -52,6 +52,8 @@ _AWAY_SQLITE: Final = {
 _POSTGRES: Final[Mapping[str, Any]] = {
     "connect_timeout": 5,
     "application_name": "dcphub",
+    # text is bytes where neither side has an encoding, as in a database that a server without locale has made
+    "client_encoding": "utf8",
     # a server that is gone without a word is noticed after about 10 seconds, not after two hours
     "keepalives_idle": 5,
     "keepalives_interval": 2,

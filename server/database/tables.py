@@ -121,6 +121,25 @@ structure_dtypes: Final = Table(
     Index(None, "dtype", "structure_id"),
 )
 
+structure_patterns: Final = Table(
+    "structure_patterns",
+    metadata,
+    _ref("structure_id", "structures.id", primary_key=True),
+    Column("pattern", NAME, primary_key=True),
+    Column("position", Integer, nullable=False),  # of the first tensor that has it
+    Column("tensor_count", Integer, nullable=False),
+    Index(None, "pattern", "structure_id"),
+)
+"""Names in small letters, with "#" for each number: layers of a model differ by numbers only, so that a
+search looks at few."""
+
+tensor_patterns: Final = Table(
+    "tensor_patterns",
+    metadata,
+    Column("pattern", NAME, primary_key=True),
+)
+"""All of them, each once."""
+
 checkpoints: Final = Table(
     "checkpoints",
     metadata,
@@ -447,6 +466,16 @@ api_keys: Final = Table(
     Column("revoked_seconds", Float),
     Column("used_seconds", Float),
 )
+
+sessions: Final = Table(
+    "sessions",
+    metadata,
+    Column("hash", LargeBinary(32), primary_key=True),  # SHA-256 of what a browser's cookie has
+    Column("key_id", ID, ForeignKey("api_keys.id"), nullable=False),
+    Column("created_seconds", Float, nullable=False),
+    Column("expires_seconds", Float, nullable=False, index=True),
+)
+"""Browsers that somebody has signed in with a key: they may what it may, and no longer than it."""
 
 idempotency: Final = Table(
     "idempotency_keys",

@@ -112,6 +112,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         "key": {"type": "http", "scheme": "bearer", "description": "An API key: dcp_..."}
     }
     for route in walk_routes(app):
+        if not getattr(route, "include_in_schema", True):
+            continue  # a page, which may have the path of an operation that others may use
         for method in getattr(route, "methods", None) or ():
             operation = (
                 document["paths"].get(getattr(route, "path_format", route.path), {}).get(method.lower())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.routing import compile_path
 
 from dcp.server.catalog.errors import (
@@ -37,7 +39,7 @@ from dcp.server.roots import storage_problem
 from dcp.server.schemas.common import PROBLEM_MEDIA_TYPE
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["install_handlers", "problem_of", "problem_response"]
+__all__ = ["install_handlers", "problem_of", "problem_response", "wants_page"]
 
 _MAX_ERRORS: Final = 20
 _log = structlog.get_logger(__name__)
@@ -54,7 +56,7 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(OSError, _answer)
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def _answer(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     if problem.status == 405:
         # The framework names the methods of the first route of this path only.
@@ -106,14 +108,22 @@ def _catalog_problem(error: CatalogError) -> ProblemError:
     return UnprocessableError(_shown(detail))
 
 
-def problem_response(problem: ProblemError, scope: Any) -> JSONResponse:
-    """The answer."""
+def problem_response(problem: ProblemError, scope: Any) -> Response:
+    """The answer: a document, or for a browser the page that ``app.state.problem_page`` makes."""
+    as_page = getattr(getattr(scope.get("app"), "state", None), "problem_page", None)
+    if as_page is not None and wants_page(scope):
+        return cast(Response, as_page(problem, scope))
     path = str(scope.get("path", ""))
     body = problem.document(path if is_clean(path) else None)
     request_id = scope.get("state", {}).get("request_id")
     if request_id is not None:
         body["request_id"] = request_id
     return JSONResponse(body, problem.status, problem.headers, PROBLEM_MEDIA_TYPE)
+
+
+def wants_page(scope: Any) -> bool:
+    """Whether this is asked for by a browser that shows pages, which names HTML; others take anything."""
+    return not scope["path"].startswith("/api/") and "text/html" in Headers(scope=scope).get("accept", "")
 
 
 def _validation_problem(error: RequestValidationError) -> ProblemError:

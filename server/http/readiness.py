@@ -24,7 +24,7 @@ from dcp.server.catalog.roots import has_living, root_row, sync_roots
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.http.context import Service
 from dcp.server.problems import UnavailableError
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 
 __all__ = ["OK", "Readiness", "needed_revision", "prepare_database"]
 
@@ -146,11 +146,11 @@ def _revision(database: Database) -> str | None:
         return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
-def _check_of(root: Root) -> str:
+def _check_of(root: StorageRoot) -> str:
     return f"root {root.name}"
 
 
-def _look_at_root(root: Root) -> str:
+def _look_at_root(root: StorageRoot) -> str:
     try:
         root.check_there()
         if root.path is None:

@@ -10,17 +10,20 @@ from typing import Annotated, Any, Literal
 from dcp.server.records.declaring import OneOf, Shown
 
 __all__ = [
+    "CreatedKey",
     "Delivery",
     "DeliveryState",
     "Key",
-    "NewKey",
     "RetentionDecision",
     "RetentionPolicy",
     "RetentionPreview",
+    "RetentionTotals",
     "Rule",
     "Scope",
+    "TensorBytes",
     "Webhook",
     "WebhookSecret",
+    "Whoami",
 ]
 
 Scope = Literal["read", "write", "convert", "delete", "admin"]
@@ -47,7 +50,18 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class NewKey(Key):
+class Whoami:
+    """Who asks. ``scopes`` are all that it may, those that "admin" implies included; ``roots`` None: all."""
+
+    name: str
+    key_id: Annotated[int | None, Shown("null: nobody needs a key here.")]
+    scopes: Annotated[tuple[str, ...], OneOf(Scope), Shown("All, also those that others imply.")]
+    roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
+    expires_at: Annotated[datetime | None, Shown("Of the key.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedKey(Key):
     """A new key, with the only sight of it, which is in no repr."""
 
     key: Annotated[str, Shown("Shown now and never again.")] = field(repr=False)
@@ -157,3 +171,31 @@ class RetentionPreview:
     unjudged: Annotated[
         tuple[str, ...], Shown("On each rule by a metric that nothing has: it keeps all.")
     ] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionTotals:
+    """What would become of all runs together. ``is_cut``: there are more runs than were looked at."""
+
+    runs: int
+    kept: int
+    kept_bytes: int
+    deleted: int
+    deleted_bytes: Annotated[int, Shown("What is freed once the grace is over.")]
+    unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that nothing in them has.")]
+    is_cut: Annotated[bool, Shown("There are more runs than were looked at.")]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """What some tensors of older checkpoints of a run take: what saving them without would free.
+
+    Of ``checkpoints`` committed ones, ``held`` are pinned or named by an alias, and count no bytes.
+    """
+
+    run_id: int
+    checkpoints: int
+    held: Annotated[int, Shown("Of them, pinned or named by an alias; their bytes are not counted.")]
+    tensors: Annotated[int, Shown("In all of them, those whose names match.")]
+    bytes: Annotated[int, Shown("Of these tensors.")]
+    total_bytes: Annotated[int, Shown("Of all tensors of these checkpoints.")]

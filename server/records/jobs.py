@@ -14,10 +14,12 @@ __all__ = [
     "Job",
     "JobEvent",
     "JobFailure",
+    "JobLogLine",
+    "JobProgress",
     "JobState",
     "JobTask",
+    "JobThroughput",
     "JobWaiting",
-    "Progress",
     "TaskState",
 ]
 
@@ -28,7 +30,7 @@ FINAL_STATES: Final = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JobProgress:
     """How far the tasks of a job are; bytes count what is done of those that still run, too."""
 
     done_tasks: int = 0
@@ -94,7 +96,7 @@ class Job:
     cancel_requested_at: datetime | None = None
     attempt: Annotated[int, Shown("Of the present phase: how many have failed.")] = 0
     max_attempts: int = 0
-    progress: Progress | None = None
+    progress: JobProgress | None = None
     result: Mapping[str, Any] | None = None
     is_result_whole: Annotated[
         bool,
@@ -127,9 +129,36 @@ class JobTask:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something happened to a job. ``kind`` "progress" and "end" come without ``id``; "end" is the last."""
+    """Something happened to a job. ``kind`` "progress" and "end" come without ``id``; "end" is the last of
+    one job, and "ready" the first of all jobs."""
 
     kind: str
     data: Mapping[str, Any]
     id: int | None = None
     at: datetime | None = None
+    job_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobLogLine:
+    """An event of a job as a sentence."""
+
+    id: int
+    at: datetime
+    kind: str
+    text: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobThroughput:
+    """How fast the tasks of a job are. Rates are of the time since they were begun, which is ``seconds``;
+    None where nothing is done yet."""
+
+    job_id: int
+    state: Annotated[str, OneOf(JobState)]
+    done_bytes: int
+    total_bytes: int
+    seconds: Annotated[float | None, Shown("Since the tasks were begun, to the end of the job.")]
+    bytes_per_second: float | None
+    seconds_left: Annotated[float | None, Shown("If it goes on so; null once the job has ended.")]

@@ -20,8 +20,8 @@ from dcp.server.formats import format_in_catalog
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.opening.sources import Source
 from dcp.storage.formats.registry import by_precedence, file_names, formats, is_of_files
-from dcp.storage.formats.sources import Source
 from dcp.storage.stores.base import FileInfo
 
 __all__ = [

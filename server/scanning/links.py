@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dcp.storage.stores.base import FileInfo
-from dcp.storage.stores.posix_files import is_below
+from dcp.storage.stores.posix.files import is_below
 
 __all__ = ["LinkedFile", "LinkedFolder", "Links", "Refused"]
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.facts import CheckpointFacts, FoundState
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.server.scanning.facts import (
     facts_of_parts,
     facts_of_source,
@@ -35,11 +35,11 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
 from dcp.storage.formats.native.manifest_summary import ManifestSummary, summarize_manifest
-from dcp.storage.formats.sources import Source, SourcePlace, index_at
-from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
+from dcp.storage.formats.opening.sources import Source, SourcePlace, index_at
+from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.posix import PosixStore
-from dcp.storage.stores.posix_files import is_below, path_of_descriptor
+from dcp.storage.stores.posix.files import is_below, path_of_descriptor
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["Reader", "StructureMemo"]
 
@@ -81,7 +81,7 @@ class Reader:
     """Reads candidates below ``root``; safe from any thread."""
 
     def __init__(
-        self, root: Root, *, memo: StructureMemo | None = None, clock: Callable[[], float] = time.time
+        self, root: StorageRoot, *, memo: StructureMemo | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self.root = root
         self._memo = memo if memo is not None else StructureMemo()

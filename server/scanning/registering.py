@@ -24,13 +24,13 @@ from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.database.engine import Database
 from dcp.server.problems import ConflictError, NotFoundError, UnprocessableError
 from dcp.server.records.checkpoints import Registered
-from dcp.server.roots import Root, Roots, check_key
+from dcp.server.roots import Roots, StorageRoot, check_key
 from dcp.server.scanning.facts import step_of_name
 from dcp.server.scanning.reading import Reader
 from dcp.server.scanning.walk import Candidate, classify
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["Registration", "look_at", "observe", "register", "resolve"]
+__all__ = ["Registration", "look_at", "observe", "place_of", "register", "resolve"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
@@ -118,7 +118,7 @@ def _labelled(facts: CheckpointFacts, registration: Registration) -> CheckpointF
     )
 
 
-def look_at(root: Root, key: str, *, clock: Callable[[], float] = time.time) -> CheckpointFacts | None:
+def look_at(root: StorageRoot, key: str, *, clock: Callable[[], float] = time.time) -> CheckpointFacts | None:
     """The facts of the checkpoint ``key`` as it is now; None if there is nothing. Raises a ProblemError."""
     try:
         candidate = _candidate(root, check_key(key))
@@ -127,7 +127,7 @@ def look_at(root: Root, key: str, *, clock: Callable[[], float] = time.time) -> 
         raise root.problem(error) from error
 
 
-def _candidate(root: Root, key: str) -> Candidate | None:
+def _candidate(root: StorageRoot, key: str) -> Candidate | None:
     place = root.place(key)
     if place.file is not None:
         info = place.store.stat(place.file)
@@ -138,7 +138,7 @@ def _candidate(root: Root, key: str) -> Candidate | None:
 
 def resolve(
     roots: Roots, registration: Registration, visible: frozenset[str] | None = None
-) -> tuple[Root, str]:
+) -> tuple[StorageRoot, str]:
     """The root and the key in it that a registration means. Raises as `register`."""
     if (registration.root is None) == (registration.root_url is None):
         raise UnprocessableError("one of root and root_url is needed", field="root")
@@ -147,7 +147,7 @@ def resolve(
             raise NotFoundError(f"there is no root {registration.root[:64]!r}")
         return roots.get(registration.root), check_key(registration.key)
     place = _normal(registration.root_url or "")
-    best: tuple[Root, str] | None = None
+    best: tuple[StorageRoot, str] | None = None
     for root in roots:
         if visible is not None and root.name not in visible:
             continue
@@ -161,7 +161,15 @@ def resolve(
     return root, check_key(f"{inner}/{registration.key}" if inner else registration.key)
 
 
-def _places_of(root: Root) -> set[str]:
+def place_of(roots: Roots, url: str, visible: frozenset[str] | None = None) -> tuple[str, str]:
+    """The name of the root that holds the path or URL ``url``, and the key in it. Raises NotFoundError,
+    UnprocessableError."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    root, key = resolve(roots, Registration(root_url=folder, key=name), visible)
+    return root.name, key
+
+
+def _places_of(root: StorageRoot) -> set[str]:
     if root.path is None:
         return {_normal(root.url)}
     return {str(root.path), os.path.realpath(root.path)}

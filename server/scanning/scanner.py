@@ -24,7 +24,7 @@ from dcp.server.catalog.queries.scans import Known, known_of_run, run_keys
 from dcp.server.catalog.roots import LIVING, RootRow, root_row, set_scanned, sync_roots
 from dcp.server.database.engine import Database
 from dcp.server.problems import UnavailableError
-from dcp.server.roots import Root, Roots
+from dcp.server.roots import Roots, StorageRoot
 from dcp.server.scanning.losses import Doubt, Losses, Missing, judge
 from dcp.server.scanning.reading import Reader, StructureMemo
 from dcp.server.scanning.walk import Candidate, PassedOver, is_in, walk
@@ -155,7 +155,7 @@ class _Scan:
     def __init__(
         self,
         database: Database,
-        root: Root,
+        root: StorageRoot,
         memo: StructureMemo,
         clock: Callable[[], float],
         batch: int,

@@ -24,14 +24,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self, TypeAlias
 
-from dcp.server.roots import MAX_KEY_CHARACTERS, Root, fault_of_key
+from dcp.server.roots import MAX_KEY_CHARACTERS, StorageRoot, fault_of_key
 from dcp.server.scanning.facts import marks_of
 from dcp.server.scanning.links import LinkedFile, LinkedFolder, Links, Refused
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointNotFoundError
 from dcp.storage.formats.registry import file_names
 from dcp.storage.stores.base import FileInfo
-from dcp.storage.stores.posix_files import storage_error
+from dcp.storage.stores.posix.files import storage_error
 
 __all__ = ["Candidate", "Left", "PassedOver", "WalkResult", "classify", "is_in", "walk"]
 
@@ -80,7 +80,7 @@ class PassedOver:
 WalkResult: TypeAlias = Candidate | Left | PassedOver
 
 
-def walk(root: Root, below: str = "") -> Iterator[WalkResult]:
+def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
     """Everything below ``below`` (a folder's key, or ""); each folder that may hold checkpoints is left once.
 
     Raises the store's errors: CheckpointNotFoundError if a local root is not there (its disk may be away, and
@@ -291,7 +291,7 @@ def _fault_of(name: str) -> str | None:
 # -- object stores -------------------------------------------------------------------------------------------
 
 
-def _walk_listing(root: Root, below: str) -> Iterator[WalkResult]:
+def _walk_listing(root: StorageRoot, below: str) -> Iterator[WalkResult]:
     """By one listing, in an order in which all that is below a folder comes together."""
     runs: list[str] = []
     for folder in root.walk(below):

@@ -18,10 +18,13 @@ __all__ = [
     "JobErrorAnswer",
     "JobEventAnswer",
     "JobList",
+    "LogLineAnswer",
+    "LogPage",
     "NewJob",
     "ProgressAnswer",
     "TaskAnswer",
     "TaskList",
+    "ThroughputAnswer",
     "WaitingAnswer",
 ]
 
@@ -51,7 +54,7 @@ else:
 """The body that submits a job: one of the kinds with its parameters."""
 
 
-@answers(records.Progress)
+@answers(records.JobProgress)
 class ProgressAnswer(RecordAnswer):
     """Of the tasks of a job; bytes count what is done of those that still run, too."""
 
@@ -103,6 +106,23 @@ class TaskList(Answer):
     """A page, by number."""
 
     items: list[TaskAnswer]
+    next_cursor: str | None
+
+
+@answers(records.JobThroughput)
+class ThroughputAnswer(RecordAnswer):
+    """How fast the tasks of a job are."""
+
+
+@answers(records.JobLogLine)
+class LogLineAnswer(RecordAnswer):
+    """An event of a job as a sentence."""
+
+
+class LogPage(Answer):
+    """The last lines, in their order; the next page has those before."""
+
+    items: list[LogLineAnswer]
     next_cursor: str | None
 
 

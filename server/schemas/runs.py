@@ -5,11 +5,19 @@ from __future__ import annotations
 from pydantic import Field
 
 from dcp.server.records.labels import Series, SeriesPoint
-from dcp.server.records.runs import Run
+from dcp.server.records.runs import BinValues, Run, RunTimeline, TimelineBin
 from dcp.server.schemas.common import Answer
 from dcp.server.schemas.records import RecordAnswer, answers
 
-__all__ = ["PointAnswer", "RunAnswer", "RunList", "SeriesAnswer"]
+__all__ = [
+    "BinValuesAnswer",
+    "PointAnswer",
+    "RunAnswer",
+    "RunList",
+    "SeriesAnswer",
+    "TimelineAnswer",
+    "TimelineBinAnswer",
+]
 
 
 @answers(Run)
@@ -25,6 +33,21 @@ class PointAnswer(RecordAnswer):
 @answers(Series)
 class SeriesAnswer(RecordAnswer):
     """A metric over the steps of a run."""
+
+
+@answers(BinValues)
+class BinValuesAnswer(RecordAnswer):
+    """The values of the checkpoints of a bin that have one."""
+
+
+@answers(TimelineBin)
+class TimelineBinAnswer(RecordAnswer):
+    """Neighbouring checkpoints of a run, of which there may be one. Values are of committed ones."""
+
+
+@answers(RunTimeline)
+class TimelineAnswer(RecordAnswer):
+    """The checkpoints of a run over its steps."""
 
 
 class RunList(Answer):

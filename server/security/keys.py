@@ -13,13 +13,15 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from sqlalchemy import Connection, Row, insert, select, update
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import api_keys
 from dcp.server.problems import ConflictError, NotFoundError
+from dcp.server.records.administration import Whoami
+from dcp.server.records.declaring import moment
 from dcp.server.security.principal import ALL_SCOPES, Principal, Scope
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "list_keys",
     "revoke_key",
     "valid_keys",
+    "whoami",
 ]
 
 KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
@@ -108,6 +111,19 @@ def get_key(connection: Connection, key_id: int) -> KeyRecord | None:
     return None if row is None else _record(row)
 
 
+def whoami(connection: Connection, principal: Principal) -> Whoami:
+    """Who that is, and what it may."""
+    key = None if principal.key_id is None else get_key(connection, principal.key_id)
+    expires = None if key is None else key.expires_seconds
+    return Whoami(
+        principal.name,
+        principal.key_id,
+        tuple(scope for scope in get_args(Scope) if principal.may(scope)),
+        None if principal.roots is None else tuple(sorted(principal.roots)),
+        None if expires is None else moment(expires),
+    )
+
+
 def valid_keys(connection: Connection, key_ids: Collection[int], now_seconds: float) -> set[int]:
     """Those of the keys that are valid."""
     if not key_ids:
@@ -161,10 +177,15 @@ class KeyRing:
             return None
         with self._database.read() as connection:
             record = find_key(connection, secret, now_seconds)
+        self.note_use(record)
+        return record
+
+    def note_use(self, record: KeyRecord | None) -> None:
+        """Somebody has just asked with this key."""
+        now_seconds = self._clock()
         if record is not None and now_seconds - (record.used_seconds or 0.0) >= _USE_SECONDS:
             with self._lock:
                 self._used[record.id] = now_seconds
-        return record
 
     def flush(self) -> None:
         """Write when keys were last used."""

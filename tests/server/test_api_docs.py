@@ -66,9 +66,10 @@ def test_every_route_is_there_with_its_scope(app: App) -> None:
 def test_what_lies_outside_is_there(app: App) -> None:
     """Routes for everybody, and those of the documentation."""
     outside = section("Outside of `/api/v1`")
-    found = {str(route.path) for route in walk_routes(app.app) if isinstance(access_of(route), Public)} - {
-        "/docs/static/{name}"
-    }
+    parts = {"/docs/static/{name}", "/sign-in", "/sign-out", "/static/{digest}/{name:path}", "/theme"}
+    found = {
+        str(route.path) for route in walk_routes(app.app) if isinstance(access_of(route), Public)
+    } - parts
     assert {name.removeprefix("GET ") for name in first_column(outside)} == found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,13 +31,16 @@ PUBLIC_PATHS = {
     "/docs",
     "/redoc",
     "/docs/static/{name}",
+    "/sign-in",
+    "/sign-out",
+    "/static/{digest}/{name:path}",
+    "/theme",
 }
 
 
 @pytest.fixture
-def sqlite_app(tmp_path: Path, _sqlite_template: Path) -> Iterator[App]:
+def sqlite_app(tmp_path: Path) -> Iterator[App]:
     """The application on SQLite: what is tested here does not differ between the databases."""
-    shutil.copy(_sqlite_template, tmp_path / "catalog.sqlite")
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as app:
         yield app
 

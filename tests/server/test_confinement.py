@@ -21,13 +21,13 @@ import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.manager.cleanup.removal import remove_checkpoint
 from dcp.server.problems import ProblemError, UnprocessableError
-from dcp.server.roots import Root, check_key
+from dcp.server.roots import StorageRoot, check_key
 from dcp.server.settings import RootSettings
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.open import open_index
+from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.stores import PosixStore
 from tests.support.app import App, running_app
 
@@ -118,7 +118,7 @@ GOOD_KEYS = [
 @pytest.mark.parametrize("key", BAD_KEYS)
 def test_keys_that_are_refused(key: str, tmp_path: Path) -> None:
     """By every way in: check, place, store, source, listing."""
-    root = Root("prod", RootSettings(url=str(tmp_path)))
+    root = StorageRoot("prod", RootSettings(url=str(tmp_path)))
     for ask in (check_key, root.check_key, root.place, root.source):
         with pytest.raises(UnprocessableError):
             ask(key)
@@ -132,10 +132,10 @@ def test_keys_that_are_refused(key: str, tmp_path: Path) -> None:
 def test_keys_that_are_plain_names(key: str, tmp_path: Path) -> None:
     """They mean the very folder of that name, decoded nowhere on the way."""
     for url in (str(tmp_path), f"file://{quote(str(tmp_path))}"):
-        root = Root("prod", RootSettings(url=url))
+        root = StorageRoot("prod", RootSettings(url=url))
         assert check_key(key) == key
         assert root.url_of(key) == f"{os.path.realpath(tmp_path)}/{key}"
-    remote = Root("s3", RootSettings(url="s3://bucket/prefix/"))
+    remote = StorageRoot("s3", RootSettings(url="s3://bucket/prefix/"))
     assert remote.url_of(key) == f"s3://bucket/prefix/{key}"
 
 
@@ -196,7 +196,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def test_links_that_lead_out(place: Place) -> None:
     """Folders and files behind links out of the root are refused; those that stay inside are followed."""
-    root = Root("main", RootSettings(url=str(place.root)))
+    root = StorageRoot("main", RootSettings(url=str(place.root)))
     dcp.save({"w": torch.ones(2)}, checkpoint_id=place.root / "run" / "step-1")
     links = {
         "absolute": place.outside / "step-9",
@@ -233,7 +233,7 @@ def test_a_root_behind_a_link_is_the_operators_choice(tmp_path: Path) -> None:
     """The root itself may be a link; what is below it is then measured by where it really is."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "real" / "step-1")
     (tmp_path / "link").symlink_to("real")
-    root = Root("main", RootSettings(url=str(tmp_path / "link")))
+    root = StorageRoot("main", RootSettings(url=str(tmp_path / "link")))
     assert root.source("step-1").index.shape(0) == (2,)
 
 
@@ -323,7 +323,7 @@ def test_names_inside_of_checkpoints(place: Place, make: object, tmp_path: Path)
             if make not in (_names_an_absolute_file, _bin_weight_map):  # these say it themselves
                 assert str(place.outside) not in answer.text, path
         client.post("/api/v1/checkpoints", json={"root": "main", "key": "run/step-1"})
-        root = Root("main", RootSettings(url=str(place.root)))
+        root = StorageRoot("main", RootSettings(url=str(place.root)))
         with suppress(CheckpointError, ProblemError):
             remove_checkpoint(root.store("run/step-1"), 0.0)
 
@@ -408,7 +408,7 @@ def test_s3_keys_stay_below_the_prefix(s3_server: S3Server, s3_root: str) -> Non
     options = s3_server.storage_options
     dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{s3_root}-beside/step-1", storage_options=options)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=f"{s3_root}/step-1", storage_options=options)
-    root = Root("s3", RootSettings(url=s3_root, storage_options=options))
+    root = StorageRoot("s3", RootSettings(url=s3_root, storage_options=options))
     assert {folder.key for folder in root.walk()} == {"step-1"}
     assert root.source("step-1").index.shape(0) == (3,)
     for key in ("../step-1", "x/../../step-1", "-beside/../step-1"):

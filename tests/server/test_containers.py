@@ -125,9 +125,12 @@ def test_the_services_are_locked_in() -> None:
     assert found["database"]["networks"] == ["database"]
     assert "ports" not in found["database"]
     assert all(port.startswith("127.0.0.1:") for port in found["api"]["ports"])
-    user = found["database"]["environment"]["POSTGRES_USER"]
+    # Compose copies secrets that are not files, and refuses to where the container is read-only
+    assert not any("secrets" in service for service in found.values() if service.get("read_only"))
+    database = found["database"]["environment"]
+    user, password = database["POSTGRES_USER"], database["POSTGRES_PASSWORD"]
     url = environment("api")["DCP_SERVER_DATABASE_URL"]
-    assert url == f"postgresql://{user}:{OPERATOR['DATABASE_PASSWORD']}@database/{user}"
+    assert url == f"postgresql://{user}:{password}@database/{user}"
 
 
 def test_the_image_is_built_of_what_is_there() -> None:

@@ -21,6 +21,12 @@ def test_all_that_was_promised_is_there(described: dict[str, Any]) -> None:
     assert breaks(set(PROMISED.read_text().splitlines()), described) == []
 
 
+def test_what_is_for_everybody_says_so(described: dict[str, Any]) -> None:
+    """Also where a page, which needs a key, has the same path."""
+    assert all("security" not in described["paths"][path]["get"] for path in ("/", "/healthz"))
+    assert "security" in described["paths"]["/api/v1/whoami"]["get"]
+
+
 def test_what_breaks_a_client_is_named(described: dict[str, Any]) -> None:
     """A removal, a change and a new duty each by its place; what is added breaks nothing."""
     promised, later = facts(described), copy.deepcopy(described)

@@ -15,7 +15,7 @@ import torch
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.server.problems import GoneError, NotFoundError, UnavailableError, UnprocessableError
-from dcp.server.roots import Root, Roots, storage_problem
+from dcp.server.roots import Roots, StorageRoot, storage_problem
 from dcp.server.settings import RootSettings
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -33,8 +33,8 @@ from dcp.storage.stores.objects.store import FsspecStore
 from tests.support.s3 import raw_s3
 
 
-def _root(url: str, **options: object) -> Root:
-    return Root("prod", RootSettings(url=url, storage_options=options))
+def _root(url: str, **options: object) -> StorageRoot:
+    return StorageRoot("prod", RootSettings(url=url, storage_options=options))
 
 
 def test_a_checkpoint_is_found_by_root_and_key(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from sqlalchemy import select
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import jobs
+from tests.support.catalog_api import create_key
 from tests.support.catalog_roots import write_manifest
 from tests.support.processes import caught_signals
+from tests.support.programs import run_program
 from tests.support.service import DcpProcess, Service, wait_until
 
 _RSS_LIMIT_BYTES = 150 << 20
@@ -86,12 +88,9 @@ def test_several_processes(tmp_path: Path) -> None:
     """They share the port; a key that one of them revokes is refused by all; one signal ends all."""
     settings = {"api_workers": 2, "embedded_worker": False, "auth": "keys"}
     service = Service(tmp_path, settings)
-    environment = service.environment()
-    command = [sys.executable, "-m", "dcp"]
-    options = {"cwd": tmp_path, "env": environment, "check": True, "capture_output": True, "text": True}
-    subprocess.run([*command, "db", "upgrade"], **options)  # type: ignore[call-overload]
-    created = subprocess.run([*command, "keys", "create", "a", "--scope", "admin"], **options)  # type: ignore[call-overload]
-    key = created.stdout.strip()
+    upgraded = run_program("-m", "dcp", "db", "upgrade", cwd=tmp_path, env=service.environment())
+    assert upgraded.returncode == 0, upgraded.stderr
+    key = create_key(service, "a", ["admin"])
     with service:
         with service.client(key) as client:
             assert client.get("/api/v1/roots").status_code == 200

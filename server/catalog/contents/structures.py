@@ -18,6 +18,7 @@ import msgpack
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from dcp.server.catalog.contents.patterns import write_patterns
 from dcp.server.catalog.values import clean_integer, clean_text, short_name
 from dcp.server.database.drafts import STRUCTURES
 from dcp.server.database.engine import Database
@@ -106,6 +107,7 @@ def _write(connection: Connection, facts: StructureFacts) -> int:
         return _ids(connection, [facts.digest])[facts.digest]
     if facts.tensors:
         connection.execute(insert(structure_tensors), _tensor_rows(number, facts.tensors))
+    _write_patterns(connection, number, facts)
     _insert_dtypes(connection, number, columns["dtypes"])
     return number
 
@@ -118,21 +120,23 @@ def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
         database,
         (_tensor_rows(number, facts.tensors[begin : begin + _DRAFT_ROWS], begin) for begin in starts),
     )
-    publish = partial(_publish, number=number, digest=facts.digest, dtypes=columns["dtypes"])
+    publish = partial(_publish, number=number, facts=facts, dtypes=columns["dtypes"])
     if not database.transact(publish):
         STRUCTURES.remove(database, number)
 
 
-def _publish(connection: Connection, number: int, digest: str, dtypes: Mapping[str, int]) -> bool:
+def _publish(connection: Connection, number: int, facts: StructureFacts, dtypes: Mapping[str, int]) -> bool:
     """The draft is the structure now; False if another one was quicker."""
-    if _ids(connection, [digest]):
+    if _ids(connection, [facts.digest]):
         return False
     try:
         with connection.begin_nested():
-            connection.execute(update(structures).where(structures.c.id == number).values(digest=digest))
+            named = update(structures).where(structures.c.id == number).values(digest=facts.digest)
+            connection.execute(named)
     except IntegrityError:  # in this instant
         return False
     _insert_dtypes(connection, number, dtypes)
+    _write_patterns(connection, number, facts)
     return True
 
 
@@ -156,6 +160,10 @@ def _insert(connection: Connection, columns: Mapping[str, Any]) -> int | None:
     statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
     number = connection.execute(statement, columns).scalar()
     return None if number is None else int(number)
+
+
+def _write_patterns(connection: Connection, number: int, facts: StructureFacts) -> None:
+    write_patterns(connection, number, (short_name(tensor.fqn) for tensor in facts.tensors))
 
 
 def _insert_dtypes(connection: Connection, number: int, dtypes: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert, select, update
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.values import clean_json, clean_text
-from dcp.server.database.documents import read_items, write_document
+from dcp.server.database.documents import find_item, read_items, write_document
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import checkpoints, statistics, verifications
 from dcp.server.records.declaring import moment
@@ -24,6 +24,7 @@ __all__ = [
     "get_statistics",
     "list_verifications",
     "set_statistics",
+    "statistics_of_tensor",
     "statistics_tensors",
 ]
 
@@ -212,6 +213,15 @@ def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, e
     """Those of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
     query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
     return read_items(connection, connection.execute(query).scalar_one(), "tensors", begin, end)
+
+
+def statistics_of_tensor(connection: Connection, checkpoint_id: int, fqn: str) -> Any | None:
+    """Those of one tensor of a checkpoint that may be seen; None if there are none of it."""
+    query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
+    number = connection.execute(query).scalar()
+    if number is None:
+        return None
+    return find_item(connection, number, "tensors", "fqn", fqn)
 
 
 def _first(findings: Any) -> str:

@@ -81,12 +81,13 @@ def set_alias(
         raise StateError(f"checkpoint {checkpoint_id} is {row['state']}", state=row["state"])
     present = _locked(connection, run_id, name)
     _check(present, name, change)
-    wants_protection = is_protected is not None and is_protected != (
-        present is not None and present.is_protected
-    )
-    if not is_admin and (wants_protection or (present is not None and present.is_protected)):
+    was_protected = present is not None and present.is_protected
+    wants_protection = is_protected is not None and is_protected != was_protected
+    if not is_admin and (wants_protection or was_protected):
         raise ProtectedError(name)
-    values = {
+    if present is not None and present.checkpoint_id == checkpoint_id and not wants_protection:
+        return present
+    values: dict[str, Any] = {
         "checkpoint_id": checkpoint_id,
         "updated_seconds": change.at_seconds,
         "updated_by": change.actor[:128],
@@ -95,17 +96,10 @@ def set_alias(
         values["is_protected"] = is_protected
     if present is None:
         connection.execute(insert(aliases).values(run_id=run_id, name=name, **values))
-        touched = {checkpoint_id}
     else:
-        if present.checkpoint_id == checkpoint_id and not wants_protection:
-            return present
-        connection.execute(
-            update(aliases)
-            .where(aliases.c.run_id == run_id, aliases.c.name == name)
-            .values(**values, version=aliases.c.version + 1)
-        )
-        touched = {checkpoint_id, present.checkpoint_id}
-    for number in sorted(touched):
+        named = update(aliases).where(aliases.c.run_id == run_id, aliases.c.name == name)
+        connection.execute(named.values(**values, version=aliases.c.version + 1))
+    for number in sorted({checkpoint_id, checkpoint_id if present is None else present.checkpoint_id}):
         bump(connection, number, change.at_seconds)
     _record(connection, "alias.set", name, row, change, before=present, after=checkpoint_id)
     return get_alias(connection, run_id, name)

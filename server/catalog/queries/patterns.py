@@ -7,30 +7,49 @@ underscores, single or as ranges such as `a-f`; brackets around anything else st
 from __future__ import annotations
 
 import re
+import string
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, func
 
 from dcp.server.catalog.errors import InvalidQueryError
 
-__all__ = ["check_pattern", "contains", "is_glob", "matches"]
+__all__ = ["check_pattern", "check_text", "contains", "fold", "is_glob", "matches", "pattern_of"]
 
 _MAX_CHARACTERS: Final = 256
 _MAX_STARS: Final = 8
 _BAD: Final = re.compile("[\x00\ud800-\udfff]")
 _SET: Final = re.compile(r"(!?)((?:[0-9](?:-[0-9])?|[A-Z](?:-[A-Z])?|[a-z](?:-[a-z])?|_)+)\]")
+_NUMBER: Final = re.compile("[0-9]+")
+_SMALL: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 def check_pattern(field: str, pattern: str) -> str:
     """``pattern`` if it may be searched for; `InvalidQueryError` if not. More stars take longer to match."""
-    if not pattern or len(pattern) > _MAX_CHARACTERS or _BAD.search(pattern):
-        raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
+    check_text(field, pattern)
     sets = [text for kind, text in _tokens(pattern) if kind in ("of", "not of")]
     if any(found[0] > found[2] for text in sets for found in re.findall(r"\w-\w", text)):
         raise InvalidQueryError(field, "a range in brackets is the wrong way round")
     if re.sub(r"\*+", "*", pattern).count("*") > _MAX_STARS:
         raise InvalidQueryError(field, f"{_MAX_STARS} stars at most")
     return pattern
+
+
+def check_text(field: str, text: str) -> str:
+    """``text`` if it may be searched for as it stands; `InvalidQueryError` if not."""
+    if not text or len(text) > _MAX_CHARACTERS or _BAD.search(text):
+        raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
+    return text
+
+
+def fold(text: str) -> str:
+    """In small letters, as both databases do it: those from A to Z."""
+    return text.translate(_SMALL)
+
+
+def pattern_of(name: str) -> str:
+    """What names that differ by numbers, or by large and small letters, have in common: "#" for a number."""
+    return _NUMBER.sub("#", fold(name))
 
 
 def is_glob(pattern: str) -> bool:

@@ -9,11 +9,12 @@ from dcp.server.client import calls, calls_admin
 from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
 from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
 from dcp.server.records.administration import (
+    CreatedKey,
     Delivery,
     Key,
-    NewKey,
     RetentionPolicy,
     RetentionPreview,
+    RetentionTotals,
     Rule,
     Webhook,
     WebhookSecret,
@@ -46,7 +47,7 @@ class AsyncAdministration(AsyncHttpConnection):
         scopes: Sequence[str] = ("read",),
         roots: Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
-    ) -> NewKey:
+    ) -> CreatedKey:
         """Make a key, for some ``roots`` or for all; ``key`` of the answer is it, for the only time."""
         return await self._send(calls_admin.create_key(name, scopes, roots, expires_in_seconds))
 
@@ -214,6 +215,16 @@ class AsyncAdministration(AsyncHttpConnection):
     ) -> AsyncPages[RetentionPreview]:
         """What a policy would do now, run by run, with the reasons; nothing is changed."""
         return AsyncPages(self._send, calls_admin.preview_retention_policy(policy_id), page_size)
+
+    async def retention_totals(
+        self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*"
+    ) -> RetentionTotals:
+        """What a policy would keep, delete and free, in all; nothing is changed."""
+        return await self._send(calls_admin.retention_totals(root, keep, run_glob))
+
+    async def retention_policy_totals(self, policy_id: int) -> RetentionTotals:
+        """What a policy would keep, delete and free now, in all; nothing is changed."""
+        return await self._send(calls_admin.retention_policy_totals(policy_id))
 
     async def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> Job:
         """Apply it now, by a job; ``dry_run``: its result says what would go, and nothing does."""

@@ -13,10 +13,11 @@ import anyio
 from dcp.server.client import calls
 from dcp.server.client.asynchronous.admin import AsyncAdministration
 from dcp.server.client.asynchronous.connection import AsyncPages
-from dcp.server.client.calls import CheckpointQuery, DownloadQuery
+from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
+from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,
@@ -28,10 +29,12 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.jobs import Job, JobEvent, JobTask
+from dcp.server.records.drawings import RunDrift, SavePhases, ShardMap, TensorGrid, TensorStatistics
+from dcp.server.records.finding import CheckpointFacets, SearchHit
+from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobTask, JobThroughput
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root
-from dcp.server.records.runs import Run
+from dcp.server.records.runs import Run, RunTimeline
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +56,10 @@ class AsyncClient(AsyncAdministration):
     """
 
     # -- the catalog -----------------------------------------------------------------------------------------
+
+    async def whoami(self) -> Whoami:
+        """Who this client is, and what it may."""
+        return await self._send(calls.whoami())
 
     async def roots(self) -> list[Root]:
         """The roots that the key may see."""
@@ -82,6 +89,35 @@ class AsyncClient(AsyncAdministration):
         """A metric over the steps of a run, in so many points at most, of one checkpoint or several each."""
         return await self._send(calls.run_series(run_id, metric, points))
 
+    async def run_timeline(
+        self,
+        run_id: int,
+        *,
+        metric: str | Sequence[str] = (),
+        points: int = 300,
+        min_step: int | None = None,
+        max_step: int | None = None,
+    ) -> RunTimeline:
+        """The checkpoints of a run over its steps, in so many bins at most: bytes, seconds of saving, states,
+        aliases, and these metrics."""
+        return await self._send(calls.run_timeline(run_id, metric, points, min_step, max_step))
+
+    async def run_drift(self, run_id: int) -> RunDrift:
+        """How its tensors change from step to step, as a job found last. NotFoundError before the first
+        `compute_drift`."""
+        return await self._send(calls.run_drift(run_id))
+
+    async def compute_drift(self, run_id: int) -> Job:
+        """Have it computed of up to 50 steps, by a job; `submit` with the kind "drift" chooses them."""
+        return await self._send(calls.compute_drift(run_id))
+
+    async def run_tensor_bytes(
+        self, run_id: int, *, only: str | Sequence[str] = (), below_step: int | None = None
+    ) -> TensorBytes:
+        """What the tensors whose names match take in the checkpoints of a run with a step below that: those
+        of optimizers, if nothing else is said."""
+        return await self._send(calls.run_tensor_bytes(run_id, only, below_step))
+
     def checkpoints(
         self, *, page_size: int = 100, **query: Unpack[CheckpointQuery]
     ) -> AsyncPages[Checkpoint]:
@@ -91,6 +127,32 @@ class AsyncClient(AsyncAdministration):
     async def checkpoint(self, checkpoint_id: int) -> CheckpointDetail:
         """All that is known of one."""
         return await self._send(calls.checkpoint(checkpoint_id))
+
+    async def lookup(
+        self,
+        *,
+        uri: str | None = None,
+        key: str | None = None,
+        run: str | None = None,
+        step: int | None = None,
+        alias: str | None = None,
+        root: str | None = None,
+    ) -> CheckpointDetail:
+        """The checkpoint under a ``uri`` or ``key``, or that of a ``run`` with this ``step`` or ``alias``; of
+        a run alone its latest step. Of several a committed one, and the newest."""
+        query = {"uri": uri, "key": key, "run": run, "step": step, "alias": alias, "root": root}
+        return await self._send(calls.lookup(query))
+
+    async def checkpoint_facets(
+        self, *, values: int = 20, **query: Unpack[CheckpointQuery]
+    ) -> CheckpointFacets:
+        """How many checkpoints `checkpoints` would have with each value of its filters."""
+        return await self._send(calls.checkpoint_facets(query, values))
+
+    async def search(self, text: str, *, kind: str | Sequence[str] = (), limit: int = 10) -> list[SearchHit]:
+        """Runs, checkpoints, aliases, tags and tensors with ``text`` in their names, the best first: up to
+        ``limit`` of each kind."""
+        return list((await self._send(calls.search(text, kind, limit))).items)
 
     async def register(
         self,
@@ -213,6 +275,33 @@ class AsyncClient(AsyncAdministration):
         """How much each rank wrote."""
         return AsyncPages(self._send, calls.rank_shares(checkpoint_id), page_size)
 
+    async def shard_map(self, checkpoint_id: int, **query: Unpack[ShardMapQuery]) -> ShardMap:
+        """Which rank holds what and where, added up: rows of files by rank, bins of bytes."""
+        return await self._send(calls.shard_map(checkpoint_id, query))
+
+    async def phases(self, checkpoint_id: int, *, rows: int = 256) -> SavePhases:
+        """How long the phases of its save took, in so many rows of ranks at most."""
+        return await self._send(calls.phases(checkpoint_id, rows))
+
+    async def tensor_grid(
+        self,
+        checkpoint_id: int,
+        fqn: str,
+        slice: str | None = None,
+        *,
+        rows: int = 128,
+        columns: int = 128,
+        value: str | Sequence[str] = (),
+    ) -> TensorGrid:
+        """A tensor, or a slice of it that leaves two dimensions, in so many cells at most: "mean", "min",
+        "max", "abs_max" and "nonfinite" of each, or those in ``value``."""
+        call = calls.tensor_grid(checkpoint_id, fqn, slice, rows, columns, value)
+        return await self._send(call)
+
+    async def tensor_statistics(self, checkpoint_id: int, fqn: str) -> TensorStatistics:
+        """Of one tensor: those that a job has computed, or read now if it is not large."""
+        return await self._send(calls.tensor_statistics(checkpoint_id, fqn))
+
     async def diff(self, checkpoint_id: int, before: int, *, basis: str | None = None) -> Diff:
         """What differs from the checkpoint ``before``, by structure and checksums; no tensor is read."""
         return joined_diff(
@@ -311,6 +400,14 @@ class AsyncClient(AsyncAdministration):
         """What it consists of."""
         return AsyncPages(self._send, calls.job_tasks(job_id), page_size)
 
+    async def job_throughput(self, job_id: int) -> JobThroughput:
+        """How fast it is, and how long it still takes."""
+        return await self._send(calls.job_throughput(job_id))
+
+    async def job_log(self, job_id: int, *, lines: int = 100) -> list[JobLogLine]:
+        """What happened to it last, as sentences, in their order; 500 lines at most."""
+        return await self._send(calls.job_log(job_id, lines))
+
     async def cancel(self, job_id: int) -> Job:
         """Stop it; again is fine."""
         return await self._send(calls.job_action(job_id, "cancel"))
@@ -347,7 +444,12 @@ class AsyncClient(AsyncAdministration):
     def watch(self, job_id: int, *, after_id: int | None = None) -> AsyncIterator[JobEvent]:
         """What happens to a job, from its beginning (or behind the event ``after_id``) to its end, as it
         happens. A connection that breaks is made again, and nothing is missed."""
-        return self._watch(job_id, EventStream(after_id))
+        return self._watch(f"/jobs/{job_id}/events", EventStream(after_id))
+
+    def watch_jobs(self, *, after_id: int | None = None, scans: bool = False) -> AsyncIterator[JobEvent]:
+        """What happens to all jobs, from now on (or behind the event ``after_id``), without end; with
+        ``scans`` also to those that the service makes by itself."""
+        return self._watch(f"/jobs/events{'?scans=true' if scans else ''}", EventStream(after_id))
 
     # -- anything else ---------------------------------------------------------------------------------------
 

@@ -218,12 +218,10 @@ class AsyncHttpConnection:
         finally:
             await response.aclose()
 
-    async def _watch(self, job_id: int, stream: EventStream) -> AsyncIterator[JobEvent]:
+    async def _watch(self, path: str, stream: EventStream) -> AsyncIterator[JobEvent]:
         while not stream.ended:
             try:
-                request = self._http.build_request(
-                    "GET", f"{calls.API}/jobs/{job_id}/events", headers=stream.headers()
-                )
+                request = self._http.build_request("GET", f"{calls.API}{path}", headers=stream.headers())
                 request.extensions["timeout"]["read"] = _STREAM_SILENCE_SECONDS
                 async with self._stream(request) as response:
                     if response.status_code == 204:
@@ -243,7 +241,9 @@ class AsyncHttpConnection:
                     raise transport_error(error, self.url) from error
             except ProblemError as error:
                 pause = stream.failed()
-                wanted = self._policy.pause_seconds(calls.job(job_id), stream.failures, error)
+                wanted = self._policy.pause_seconds(
+                    calls.plain("GET", path, {}, None, None), stream.failures, error
+                )
                 if wanted is None:
                     raise
                 pause = max(pause, wanted)

@@ -10,11 +10,12 @@ from dcp.server.client import calls, calls_admin
 from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
 from dcp.server.client.synchronous.connection import HttpConnection, Pages
 from dcp.server.records.administration import (
+    CreatedKey,
     Delivery,
     Key,
-    NewKey,
     RetentionPolicy,
     RetentionPreview,
+    RetentionTotals,
     Rule,
     Webhook,
     WebhookSecret,
@@ -47,7 +48,7 @@ class Administration(HttpConnection):
         scopes: Sequence[str] = ("read",),
         roots: Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
-    ) -> NewKey:
+    ) -> CreatedKey:
         """Make a key, for some ``roots`` or for all; ``key`` of the answer is it, for the only time."""
         return self._send(calls_admin.create_key(name, scopes, roots, expires_in_seconds))
 
@@ -211,6 +212,14 @@ class Administration(HttpConnection):
     def preview_retention_policy(self, policy_id: int, *, page_size: int = 50) -> Pages[RetentionPreview]:
         """What a policy would do now, run by run, with the reasons; nothing is changed."""
         return Pages(self._send, calls_admin.preview_retention_policy(policy_id), page_size)
+
+    def retention_totals(self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*") -> RetentionTotals:
+        """What a policy would keep, delete and free, in all; nothing is changed."""
+        return self._send(calls_admin.retention_totals(root, keep, run_glob))
+
+    def retention_policy_totals(self, policy_id: int) -> RetentionTotals:
+        """What a policy would keep, delete and free now, in all; nothing is changed."""
+        return self._send(calls_admin.retention_policy_totals(policy_id))
 
     def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> Job:
         """Apply it now, by a job; ``dry_run``: its result says what would go, and nothing does."""

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from dcp.server.client import calls
-from dcp.server.client.calls import CheckpointQuery, DownloadQuery
+from dcp.server.client.calls import CheckpointQuery, DownloadQuery, ShardMapQuery
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
 from dcp.server.client.synchronous.admin import Administration
 from dcp.server.client.synchronous.connection import Pages
+from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,
@@ -27,10 +28,12 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.jobs import Job, JobEvent, JobTask
+from dcp.server.records.drawings import RunDrift, SavePhases, ShardMap, TensorGrid, TensorStatistics
+from dcp.server.records.finding import CheckpointFacets, SearchHit
+from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobTask, JobThroughput
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root
-from dcp.server.records.runs import Run
+from dcp.server.records.runs import Run, RunTimeline
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,6 +55,10 @@ class Client(Administration):
     """
 
     # -- the catalog -----------------------------------------------------------------------------------------
+
+    def whoami(self) -> Whoami:
+        """Who this client is, and what it may."""
+        return self._send(calls.whoami())
 
     def roots(self) -> list[Root]:
         """The roots that the key may see."""
@@ -81,6 +88,35 @@ class Client(Administration):
         """A metric over the steps of a run, in so many points at most, of one checkpoint or several each."""
         return self._send(calls.run_series(run_id, metric, points))
 
+    def run_timeline(
+        self,
+        run_id: int,
+        *,
+        metric: str | Sequence[str] = (),
+        points: int = 300,
+        min_step: int | None = None,
+        max_step: int | None = None,
+    ) -> RunTimeline:
+        """The checkpoints of a run over its steps, in so many bins at most: bytes, seconds of saving, states,
+        aliases, and these metrics."""
+        return self._send(calls.run_timeline(run_id, metric, points, min_step, max_step))
+
+    def run_drift(self, run_id: int) -> RunDrift:
+        """How its tensors change from step to step, as a job found last. NotFoundError before the first
+        `compute_drift`."""
+        return self._send(calls.run_drift(run_id))
+
+    def compute_drift(self, run_id: int) -> Job:
+        """Have it computed of up to 50 steps, by a job; `submit` with the kind "drift" chooses them."""
+        return self._send(calls.compute_drift(run_id))
+
+    def run_tensor_bytes(
+        self, run_id: int, *, only: str | Sequence[str] = (), below_step: int | None = None
+    ) -> TensorBytes:
+        """What the tensors whose names match take in the checkpoints of a run with a step below that: those
+        of optimizers, if nothing else is said."""
+        return self._send(calls.run_tensor_bytes(run_id, only, below_step))
+
     def checkpoints(self, *, page_size: int = 100, **query: Unpack[CheckpointQuery]) -> Pages[Checkpoint]:
         """Checkpoints, the newest first or by ``sort``; see `CheckpointQuery`."""
         return Pages(self._send, calls.checkpoints(query), page_size)
@@ -88,6 +124,30 @@ class Client(Administration):
     def checkpoint(self, checkpoint_id: int) -> CheckpointDetail:
         """All that is known of one."""
         return self._send(calls.checkpoint(checkpoint_id))
+
+    def lookup(
+        self,
+        *,
+        uri: str | None = None,
+        key: str | None = None,
+        run: str | None = None,
+        step: int | None = None,
+        alias: str | None = None,
+        root: str | None = None,
+    ) -> CheckpointDetail:
+        """The checkpoint under a ``uri`` or ``key``, or that of a ``run`` with this ``step`` or ``alias``; of
+        a run alone its latest step. Of several a committed one, and the newest."""
+        query = {"uri": uri, "key": key, "run": run, "step": step, "alias": alias, "root": root}
+        return self._send(calls.lookup(query))
+
+    def checkpoint_facets(self, *, values: int = 20, **query: Unpack[CheckpointQuery]) -> CheckpointFacets:
+        """How many checkpoints `checkpoints` would have with each value of its filters."""
+        return self._send(calls.checkpoint_facets(query, values))
+
+    def search(self, text: str, *, kind: str | Sequence[str] = (), limit: int = 10) -> list[SearchHit]:
+        """Runs, checkpoints, aliases, tags and tensors with ``text`` in their names, the best first: up to
+        ``limit`` of each kind."""
+        return list((self._send(calls.search(text, kind, limit))).items)
 
     def register(
         self,
@@ -208,6 +268,33 @@ class Client(Administration):
         """How much each rank wrote."""
         return Pages(self._send, calls.rank_shares(checkpoint_id), page_size)
 
+    def shard_map(self, checkpoint_id: int, **query: Unpack[ShardMapQuery]) -> ShardMap:
+        """Which rank holds what and where, added up: rows of files by rank, bins of bytes."""
+        return self._send(calls.shard_map(checkpoint_id, query))
+
+    def phases(self, checkpoint_id: int, *, rows: int = 256) -> SavePhases:
+        """How long the phases of its save took, in so many rows of ranks at most."""
+        return self._send(calls.phases(checkpoint_id, rows))
+
+    def tensor_grid(
+        self,
+        checkpoint_id: int,
+        fqn: str,
+        slice: str | None = None,
+        *,
+        rows: int = 128,
+        columns: int = 128,
+        value: str | Sequence[str] = (),
+    ) -> TensorGrid:
+        """A tensor, or a slice of it that leaves two dimensions, in so many cells at most: "mean", "min",
+        "max", "abs_max" and "nonfinite" of each, or those in ``value``."""
+        call = calls.tensor_grid(checkpoint_id, fqn, slice, rows, columns, value)
+        return self._send(call)
+
+    def tensor_statistics(self, checkpoint_id: int, fqn: str) -> TensorStatistics:
+        """Of one tensor: those that a job has computed, or read now if it is not large."""
+        return self._send(calls.tensor_statistics(checkpoint_id, fqn))
+
     def diff(self, checkpoint_id: int, before: int, *, basis: str | None = None) -> Diff:
         """What differs from the checkpoint ``before``, by structure and checksums; no tensor is read."""
         return joined_diff(self._joined(lambda cursor: calls.diff_page(checkpoint_id, before, basis, cursor)))
@@ -302,6 +389,14 @@ class Client(Administration):
         """What it consists of."""
         return Pages(self._send, calls.job_tasks(job_id), page_size)
 
+    def job_throughput(self, job_id: int) -> JobThroughput:
+        """How fast it is, and how long it still takes."""
+        return self._send(calls.job_throughput(job_id))
+
+    def job_log(self, job_id: int, *, lines: int = 100) -> list[JobLogLine]:
+        """What happened to it last, as sentences, in their order; 500 lines at most."""
+        return self._send(calls.job_log(job_id, lines))
+
     def cancel(self, job_id: int) -> Job:
         """Stop it; again is fine."""
         return self._send(calls.job_action(job_id, "cancel"))
@@ -338,7 +433,12 @@ class Client(Administration):
     def watch(self, job_id: int, *, after_id: int | None = None) -> Iterator[JobEvent]:
         """What happens to a job, from its beginning (or behind the event ``after_id``) to its end, as it
         happens. A connection that breaks is made again, and nothing is missed."""
-        return self._watch(job_id, EventStream(after_id))
+        return self._watch(f"/jobs/{job_id}/events", EventStream(after_id))
+
+    def watch_jobs(self, *, after_id: int | None = None, scans: bool = False) -> Iterator[JobEvent]:
+        """What happens to all jobs, from now on (or behind the event ``after_id``), without end; with
+        ``scans`` also to those that the service makes by itself."""
+        return self._watch(f"/jobs/events{'?scans=true' if scans else ''}", EventStream(after_id))
 
     # -- anything else ---------------------------------------------------------------------------------------
 

@@ -216,12 +216,10 @@ class HttpConnection:
         finally:
             response.close()
 
-    def _watch(self, job_id: int, stream: EventStream) -> Iterator[JobEvent]:
+    def _watch(self, path: str, stream: EventStream) -> Iterator[JobEvent]:
         while not stream.ended:
             try:
-                request = self._http.build_request(
-                    "GET", f"{calls.API}/jobs/{job_id}/events", headers=stream.headers()
-                )
+                request = self._http.build_request("GET", f"{calls.API}{path}", headers=stream.headers())
                 request.extensions["timeout"]["read"] = _STREAM_SILENCE_SECONDS
                 with self._stream(request) as response:
                     if response.status_code == 204:
@@ -240,7 +238,9 @@ class HttpConnection:
                     raise transport_error(error, self.url) from error
             except ProblemError as error:
                 pause = stream.failed()
-                wanted = self._policy.pause_seconds(calls.job(job_id), stream.failures, error)
+                wanted = self._policy.pause_seconds(
+                    calls.plain("GET", path, {}, None, None), stream.failures, error
+                )
                 if wanted is None:
                     raise
                 pause = max(pause, wanted)

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dcp.server.http.handlers import problem_response
 from dcp.server.problems import BadRequestError, ForbiddenError, ProblemError
 
-__all__ = ["API_PREFIX", "HostMiddleware", "MisdirectedError"]
+__all__ = ["API_PREFIX", "FOREIGN", "SAFE", "HostMiddleware", "MisdirectedError"]
 
 API_PREFIX: Final = "/api/"
 _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::[0-9]{1,5})?")
-_SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-_FOREIGN: Final = frozenset({"cross-site", "same-site"})
+SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+FOREIGN: Final = frozenset({"cross-site", "same-site"})
 
 
 class MisdirectedError(ProblemError):
@@ -67,13 +67,9 @@ class HostMiddleware:
             )
         if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
             return BadRequestError("a NUL in the address")
-        if scope["method"] not in _SAFE and _is_foreign(headers, hosts[0]):
+        if scope["method"] not in SAFE and _is_foreign(headers, hosts[0]):
             return ForbiddenError("a page of another site may not do this")
-        if (
-            self._is_keyless
-            and headers.get("sec-fetch-site", "") in _FOREIGN
-            and not _is_link(headers, scope)
-        ):
+        if self._is_keyless and headers.get("sec-fetch-site", "") in FOREIGN and not _is_link(headers, scope):
             return ForbiddenError("a page of another site may not read this")
         return None
 
@@ -85,7 +81,7 @@ class HostMiddleware:
 
 
 def _is_foreign(headers: Headers, host: str) -> bool:
-    if headers.get("sec-fetch-site", "") in _FOREIGN:
+    if headers.get("sec-fetch-site", "") in FOREIGN:
         return True
     origin = headers.get("origin")
     return origin is not None and urlsplit(origin).netloc.lower() != host.strip().lower()

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcp.server.http.handlers import problem_response
+from dcp.server.http.middleware.hosts import API_PREFIX
 from dcp.server.problems import (
     BadRequestError,
     ProblemError,
@@ -22,6 +23,7 @@ from dcp.server.problems import (
 __all__ = ["LimitMiddleware"]
 
 _JSON: Final = re.compile(r"application/([a-z.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+_FORM: Final = re.compile(r"application/x-www-form-urlencoded\s*(;.*)?", re.IGNORECASE)
 _MAX_TARGET_BYTES: Final = 16 << 10
 _log = structlog.get_logger(__name__)
 
@@ -35,8 +37,9 @@ class _SlowRequestError(ProblemError):
 class LimitMiddleware:
     """Bodies of JSON and of ``max_body_bytes`` at most, answers that begin within ``seconds``.
 
-    The body is read before anything else is done, so that a slow or lying sender holds no thread and no
-    connection to the database. An answer that has begun takes as long as it takes.
+    Outside of the API they may be forms, too. The body is read before anything else is done, so that a slow
+    or lying sender holds no thread and no connection to the database. An answer that has begun takes as long
+    as it takes.
     """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, seconds: float) -> None:
@@ -90,8 +93,8 @@ class LimitMiddleware:
             parts.append(part)
             if not message.get("more_body", False):
                 body = b"".join(parts)
-                if body and not _JSON.fullmatch(headers.get("content-type", "")):
-                    raise UnsupportedMediaTypeError("bodies are application/json")
+                if body:
+                    _check_type(scope["path"], headers.get("content-type", ""))
                 return body
 
     def _too_large(self) -> TooLargeError:
@@ -120,6 +123,12 @@ class LimitMiddleware:
         _log.warning("request took too long", path=scope["path"], seconds=self._seconds)
         problem = UnavailableError(f"no answer within {self._seconds:g} s; it may be asked again")
         await problem_response(problem, scope)(scope, receive, send)
+
+
+def _check_type(path: str, content_type: str) -> None:
+    is_form = not path.startswith(API_PREFIX) and _FORM.fullmatch(content_type)
+    if not (is_form or _JSON.fullmatch(content_type)):
+        raise UnsupportedMediaTypeError("bodies are application/json")
 
 
 async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

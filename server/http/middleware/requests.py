@@ -23,7 +23,6 @@ _QUIET: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
@@ -92,5 +91,6 @@ def _add_headers(headers: MutableHeaders, request_id: str) -> None:
     headers["X-Request-ID"] = request_id
     for name, value in _HEADERS.items():
         headers[name] = value
+    headers.setdefault("Referrer-Policy", "no-referrer")
     headers.setdefault("Content-Security-Policy", CSP)
     headers.setdefault("Cache-Control", "no-store")

@@ -11,6 +11,7 @@ from dcp.server.jobs.kind import Kind
 from dcp.server.jobs.kinds.convert import ConvertKind
 from dcp.server.jobs.kinds.delete import DeleteKind
 from dcp.server.jobs.kinds.diff import DiffKind
+from dcp.server.jobs.kinds.drift import DriftKind
 from dcp.server.jobs.kinds.purge import PurgeKind
 from dcp.server.jobs.kinds.retention import RetentionKind
 from dcp.server.jobs.kinds.scan import ScanKind
@@ -23,6 +24,7 @@ _ALL: Final[tuple[Kind[Any], ...]] = (
     ConvertKind(),
     DeleteKind(),
     DiffKind(),
+    DriftKind(),
     PurgeKind(),
     RetentionKind(),
     ScanKind(),

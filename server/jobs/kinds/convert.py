@@ -24,7 +24,7 @@ from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_so
 from dcp.server.jobs.kinds.shared.targets import record_target
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
-from dcp.server.roots import Root, check_key
+from dcp.server.roots import StorageRoot, check_key
 from dcp.server.scanning.facts import facts_of_source
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
@@ -266,7 +266,7 @@ def _refuse_known(connection: Connection, root: str, key: str) -> None:
         raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
 
 
-def _root(context: JobContext, params: ConvertParams) -> Root:
+def _root(context: JobContext, params: ConvertParams) -> StorageRoot:
     name = params.target_root or ""
     if name not in context.roots:
         raise PermanentJobError(f"root {name} is not configured any more")
@@ -276,7 +276,7 @@ def _root(context: JobContext, params: ConvertParams) -> Root:
     return root
 
 
-def _target(root: Root, params: ConvertParams) -> TargetPlace:
+def _target(root: StorageRoot, params: ConvertParams) -> TargetPlace:
     from dcp.conversion.targets.places import place_of
 
     return place_of(root.url_of(params.target_key), params.to, root.open_store)
@@ -297,7 +297,7 @@ def _conversion(context: JobContext, shared: Mapping[str, Any]) -> Iterator[Conv
         yield conversion
 
 
-def _facts_document(root: Root, key: str) -> dict[str, Any]:
+def _facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
     """What the catalog notes at once; the structure is left to a scan."""
     facts: CheckpointFacts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
     return {

@@ -9,21 +9,21 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.contents.verifications import set_statistics
-from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec, TransientJobError
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.numbers import statistics_document
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Globs, Parameters
 from dcp.server.jobs.kinds.shared.subjects import (
     Subject,
     find_subject,
-    fingerprint_at,
     job_about,
     open_place,
     storage_errors,
+    unchanged,
 )
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
-from dcp.storage.formats.sources import index_at
+from dcp.storage.formats.opening.sources import index_at
 
 __all__ = ["StatsKind", "StatsParams"]
 
@@ -76,18 +76,18 @@ class StatsKind(Kind[StatsParams]):
 
         params = StatsParams.model_validate(payload["params"])
         root, place = open_place(context, Subject(**payload["subject"]))
-        with storage_errors(root):
-            fingerprint = fingerprint_at(place)
-            with TensorReader(place.store, index_at(place), verify="full") as reader:
-                found = statistics_of(
-                    reader,
-                    only=params.only,
-                    exclude=params.exclude,
-                    bins=params.bins,
-                    progress=lambda done, total: report_progress(done),
-                )
-            if fingerprint_at(place) != fingerprint:
-                raise TransientJobError("the checkpoint was replaced while it was being read")
+        with (
+            storage_errors(root),
+            unchanged(place) as fingerprint,
+            TensorReader(place.store, index_at(place), verify="full") as reader,
+        ):
+            found = statistics_of(
+                reader,
+                only=params.only,
+                exclude=params.exclude,
+                bins=params.bins,
+                progress=lambda done, total: report_progress(done),
+            )
         return {**statistics_document(found), "fingerprint": fingerprint}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:

@@ -12,18 +12,18 @@ from dcp.inspection.findings import Finding
 from dcp.server.catalog import audit
 from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.details import lock_checkpoint
-from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec, TransientJobError
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.jobs.kinds.shared.parameters import CheckpointId, Parameters
 from dcp.server.jobs.kinds.shared.subjects import (
     Subject,
     find_subject,
-    fingerprint_at,
     job_about,
     open_place,
     storage_errors,
+    unchanged,
 )
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
@@ -69,11 +69,8 @@ class VerifyKind(Kind[VerifyParams]):
 
         root, place = open_place(context, Subject(**payload))
         begun = time.monotonic()
-        with storage_errors(root):
-            fingerprint = fingerprint_at(place)
+        with storage_errors(root), unchanged(place) as fingerprint:
             report = verify_place(place, progress=lambda done, total: report_progress(done))
-            if fingerprint_at(place) != fingerprint:
-                raise TransientJobError("the checkpoint was replaced while it was being verified")
         shown = sorted(report.findings, key=lambda found: found.is_note)
         return {
             "outcome": "good" if report.ok else "damaged",
@@ -115,7 +112,7 @@ class VerifyKind(Kind[VerifyParams]):
         )
 
 
-def _shown(found: Finding, root: Root) -> dict[str, Any]:
+def _shown(found: Finding, root: StorageRoot) -> dict[str, Any]:
     return {
         "kind": found.kind,
         "message": root.hide(found.message)[:_MAX_MESSAGE],

@@ -11,12 +11,16 @@ from dcp.server.jobs.ledger.reading import (
     find_job,
     get_job,
     job_events_after,
+    last_event_id,
+    latest_events,
+    latest_success,
     list_jobs,
     list_tasks,
     payload_of,
     plan_of,
     task_documents,
     task_results,
+    tasks_begun_seconds,
 )
 from dcp.server.jobs.ledger.rows import is_large, progress_of
 from dcp.server.jobs.ledger.states import (
@@ -73,6 +77,9 @@ __all__ = [
     "has_work",
     "is_large",
     "job_events_after",
+    "last_event_id",
+    "latest_events",
+    "latest_success",
     "list_jobs",
     "list_tasks",
     "payload_of",
@@ -87,4 +94,5 @@ __all__ = [
     "submit_or_join",
     "task_documents",
     "task_results",
+    "tasks_begun_seconds",
 ]

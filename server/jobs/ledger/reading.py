@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 
 from dcp.server.database.documents import read_document
 from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
@@ -21,14 +21,19 @@ from dcp.server.jobs.ledger.rows import (
 )
 from dcp.server.jobs.ledger.states import JobEventRow, JobRow, Json, TaskRow
 from dcp.server.problems import NotFoundError
-from dcp.server.records.jobs import JobState
+from dcp.server.records.jobs import JobProgress, JobState
 from dcp.server.security.principal import SYSTEM
 
 __all__ = [
     "JobFilter",
+    "active_progress",
+    "all_events_after",
     "find_job",
     "get_job",
     "job_events_after",
+    "last_event_id",
+    "latest_events",
+    "latest_success",
     "list_jobs",
     "list_tasks",
     "payload_of",
@@ -36,6 +41,7 @@ __all__ = [
     "progress_of",
     "task_documents",
     "task_results",
+    "tasks_begun_seconds",
 ]
 
 
@@ -73,6 +79,18 @@ def find_job(connection: Connection, job_id: int, visible: frozenset[str] | None
     return replace(job, result=read_document(connection, job.document_id), is_result_whole=True)
 
 
+def latest_success(
+    connection: Connection, kind: str, param: str, value: int, visible: frozenset[str] | None = None
+) -> JobRow | None:
+    """The newest job of a kind that has succeeded and whose parameter is ``value``, with its whole result;
+    None if there is none that may be seen."""
+    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
+    wanted = (jobs.c.kind == kind, jobs.c.state == "succeeded", jobs.c.params[param].as_integer() == value)
+    query = query.where(*wanted, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
+    number = connection.execute(query).scalar()
+    return None if number is None else find_job(connection, number, visible)
+
+
 def list_jobs(
     connection: Connection,
     wanted: JobFilter = JobFilter(),
@@ -96,8 +114,7 @@ def list_jobs(
         conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
     if wanted.created_by is not None:
         conditions.append(jobs.c.created_by == wanted.created_by)
-    if not wanted.own_scans:
-        conditions.append(or_(jobs.c.kind != "scan", jobs.c.created_by != SYSTEM.name))
+    conditions += _wanted_scans(wanted.own_scans)
     query = select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit)
     rows = connection.execute(query)
     return [job_of_row(row) for row in rows]
@@ -156,6 +173,64 @@ def job_events_after(
         .limit(limit)
     )
     return [event_of_row(row) for row in connection.execute(query)]
+
+
+def latest_events(
+    connection: Connection, job_id: int, before_id: int | None = None, *, limit: int = 100
+) -> Sequence[JobEventRow]:
+    """The last things that happened to the job, or the last ones before an event, in order."""
+    query = select(job_events).where(job_events.c.job_id == job_id).order_by(job_events.c.id.desc())
+    if before_id is not None:
+        query = query.where(job_events.c.id < before_id)
+    return [event_of_row(row) for row in connection.execute(query.limit(limit))][::-1]
+
+
+def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
+    """When the tasks of the job were begun last; None before that."""
+    begun = job_events.c.data["state"].as_string() == "running"
+    query = select(job_events.c.at_seconds).where(
+        job_events.c.job_id == job_id, job_events.c.kind == "state", begun
+    )
+    return connection.execute(query.order_by(job_events.c.id.desc()).limit(1)).scalar()
+
+
+def last_event_id(connection: Connection) -> int:
+    """Of all jobs; 0 if nothing happened yet."""
+    return connection.execute(select(func.max(job_events.c.id))).scalar() or 0
+
+
+def all_events_after(
+    connection: Connection,
+    after_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    own_scans: bool = False,
+    limit: int = 500,
+) -> Sequence[JobEventRow]:
+    """What happened to jobs that may be seen since the event ``after_id``, in the order of the events' ids.
+    On PostgreSQL the events of several jobs may become visible in another order."""
+    query = select(job_events).join_from(job_events, jobs, jobs.c.id == job_events.c.job_id)
+    query = query.outerjoin(roots, roots.c.id == jobs.c.root_id)
+    query = query.where(job_events.c.id > after_id, *_seen(visible), *_wanted_scans(own_scans))
+    return [event_of_row(row) for row in connection.execute(query.order_by(job_events.c.id).limit(limit))]
+
+
+def active_progress(
+    connection: Connection,
+    visible: frozenset[str] | None = None,
+    *,
+    own_scans: bool = False,
+    limit: int = 100,
+) -> dict[int, JobProgress]:
+    """How far the jobs are whose tasks run and that may be seen; the newest of them."""
+    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
+    query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
+    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(limit)).scalars().all()
+    return progress_of(connection, numbers)
+
+
+def _wanted_scans(own_scans: bool) -> list[ColumnElement[Any]]:
+    return [] if own_scans else [or_(jobs.c.kind != "scan", jobs.c.created_by != SYSTEM.name)]
 
 
 def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:

@@ -37,7 +37,7 @@ from dcp.server.jobs.ledger.states import (
     TaskRow,
 )
 from dcp.server.problems import NotFoundError
-from dcp.server.records.jobs import FINAL_STATES, JobState, Progress
+from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
 
 __all__ = [
     "NO_LEASE",
@@ -250,7 +250,7 @@ def _size(value: Any) -> int:
     return len(json.dumps(value))
 
 
-def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Progress]:
+def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
     """By job, as it is now; jobs without tasks, and those that are being planned, are left out."""
     is_done = tasks.c.state == "succeeded"
     query = (
@@ -265,7 +265,7 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Pro
         .group_by(tasks.c.job_id)
     )
     return {
-        job_id: Progress(
+        job_id: JobProgress(
             done_tasks=int(done),
             total_tasks=int(total),
             done_bytes=min(int(done_bytes), int(total_bytes)),

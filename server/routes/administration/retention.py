@@ -26,6 +26,7 @@ from dcp.server.problems import ForbiddenError, NotFoundError
 from dcp.server.retention import policies
 from dcp.server.retention.planning import plan_run, runs_of
 from dcp.server.retention.policies import PolicyRow
+from dcp.server.retention.totals import retention_totals
 from dcp.server.routes.jobs.submitting import submit_kind
 from dcp.server.schemas.administration.retention import (
     PolicyAnswer,
@@ -35,6 +36,7 @@ from dcp.server.schemas.administration.retention import (
     PreviewPage,
     PreviewRequest,
     RunPreview,
+    TotalsAnswer,
 )
 from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.jobs import JobAnswer
@@ -91,6 +93,17 @@ def preview_retention(body: PreviewRequest, service: ServiceDep, caller: Caller,
     return _preview(service, page, body.root, body.run_glob, keep)
 
 
+@router.post("/preview/totals", dependencies=[requires("read")], responses=problems(404))
+def preview_retention_totals(body: PreviewRequest, service: ServiceDep, caller: Caller) -> TotalsAnswer:
+    """What a policy would keep, delete and free now, in all; nothing is changed."""
+    check_visible(caller, body.root)
+    check_pattern("run_glob", body.run_glob)
+    keep = Retention.from_dict(body.keep.document())
+    with service.database.read() as connection:
+        found = retention_totals(connection, body.root, body.run_glob, keep, service.clock())
+    return TotalsAnswer.of(found)
+
+
 @router.get("/policies/{policy_id}", dependencies=[requires("read")], responses=problems(404))
 def get_retention_policy(
     policy_id: IdPath, service: ServiceDep, caller: Caller, response: Response
@@ -110,6 +123,15 @@ def preview_retention_policy(
     with service.database.read() as connection:
         policy = policies.get_policy(connection, policy_id, caller.roots)
     return _preview(service, page, policy.root, policy.run_glob, policy.retention)
+
+
+@router.get("/policies/{policy_id}/preview/totals", dependencies=[requires("read")], responses=problems(404))
+def preview_retention_policy_totals(policy_id: IdPath, service: ServiceDep, caller: Caller) -> TotalsAnswer:
+    """What it would keep, delete and free now, in all; nothing is changed."""
+    with service.database.read() as connection:
+        policy = policies.get_policy(connection, policy_id, caller.roots)
+        found = retention_totals(connection, policy.root, policy.run_glob, policy.retention, service.clock())
+    return TotalsAnswer.of(found)
 
 
 @router.patch("/policies/{policy_id}", dependencies=[requires("delete")], responses=problems(404, 409, 412))

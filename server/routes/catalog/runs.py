@@ -10,10 +10,13 @@ from dcp.server.catalog import runs
 from dcp.server.catalog.labelling.series import metric_series
 from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
 from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
+from dcp.server.catalog.queries.timeline import run_timeline
 from dcp.server.http.dependencies import Caller, Db, requires
+from dcp.server.retention.totals import OPTIMIZER, tensor_bytes
+from dcp.server.schemas.administration.retention import TensorBytesAnswer
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.queries import RunQuery
-from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer
+from dcp.server.schemas.queries import RunQuery, TensorBytesQuery, TimelineQuery
+from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer, TimelineAnswer
 from dcp.server.security.redaction import redact
 
 __all__ = ["router"]
@@ -53,3 +56,38 @@ def get_run_series(
         if not found.points:
             check_filter(connection, CheckpointFilter(), Sort("metric", metric=metric), caller.roots)
     return SeriesAnswer.of(found)
+
+
+@router.get("/{run_id}/timeline", dependencies=[requires("read")], responses=problems(404))
+def get_run_timeline(
+    run_id: IdPath, query: Annotated[TimelineQuery, Query()], database: Db, caller: Caller
+) -> TimelineAnswer:
+    """Its checkpoints over the steps, in whatever states, neighbours added up: bytes, seconds of saving,
+    metrics, states, aliases."""
+    with database.read() as connection:
+        found = run_timeline(
+            connection,
+            run_id,
+            caller.roots,
+            names=query.metric,
+            points=query.points,
+            min_step=query.min_step,
+            max_step=query.max_step,
+        )
+    return TimelineAnswer.of(found)
+
+
+@router.get("/{run_id}/tensor-bytes", dependencies=[requires("read")], responses=problems(404))
+def get_run_tensor_bytes(
+    run_id: IdPath, query: Annotated[TensorBytesQuery, Query()], database: Db, caller: Caller
+) -> TensorBytesAnswer:
+    """What the tensors of some names take in its checkpoints: those of optimizers if nothing else is said."""
+    with database.read() as connection:
+        found = tensor_bytes(
+            connection,
+            run_id,
+            caller.roots,
+            only=query.only or OPTIMIZER,
+            below_step=query.below_step,
+        )
+    return TensorBytesAnswer.of(found)

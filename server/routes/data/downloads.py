@@ -11,7 +11,6 @@ from pydantic import StringConstraints
 
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.access import DataDep
-from dcp.server.data.bodies import FileBody
 from dcp.server.data.downloads import (
     DownloadOptions,
     download_etag,
@@ -20,7 +19,8 @@ from dcp.server.data.downloads import (
     plan_download,
 )
 from dcp.server.data.files import file_etag, file_of, files_of, presigned_url
-from dcp.server.data.responses import (
+from dcp.server.data.sending.bodies import FileBody
+from dcp.server.data.sending.responses import (
     BodyResponse,
     PlannedResponse,
     choose_range,

@@ -8,7 +8,13 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.data.access import DataDep
-from dcp.server.data.responses import BodyResponse, choose_range, disposition, is_unchanged, not_modified
+from dcp.server.data.sending.responses import (
+    BodyResponse,
+    choose_range,
+    disposition,
+    is_unchanged,
+    not_modified,
+)
 from dcp.server.data.slices import TensorFormat, parse_slices
 from dcp.server.http.dependencies import Caller, Db, Page, requires
 from dcp.server.problems import UnprocessableError

@@ -1,4 +1,4 @@
-"""What happens to a job as server-sent events: replayed from the ledger, then followed."""
+"""What happens to a job, or to all, as server-sent events: replayed from the ledger, then followed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import asdict
-from typing import Annotated, Any, Final
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final, cast
 
 import anyio
 from fastapi import Header, Request
@@ -17,14 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from dcp.server.http.context import Service
 from dcp.server.inputs import MAX_ID
-from dcp.server.jobs.following import POLL_SECONDS, JobFeed
-from dcp.server.jobs.ledger import get_job, job_events_after
+from dcp.server.jobs.following import POLL_SECONDS, AllJobsFeed, Following, JobFeed
+from dcp.server.jobs.ledger import get_job, job_events_after, last_event_id
 from dcp.server.jobs.ledger.states import JobEventRow
 from dcp.server.problems import TooManyRequestsError, UnavailableError
+from dcp.server.records.jobs import JobProgress
 from dcp.server.schemas.jobs import JobEventAnswer
 from dcp.server.security.principal import Principal
 
-__all__ = ["LastEventId", "job_stream"]
+__all__ = ["LastEventId", "all_jobs_stream", "job_stream"]
 
 HEARTBEAT_SECONDS: Final = 15.0
 _GRACE_SECONDS: Final = 2.0
@@ -44,19 +46,59 @@ def job_stream(request: Request, service: Service, job_id: int, caller: Principa
 
     Raises NotFoundError. The stream itself is refused if this process, or this key, has as many as it may.
     """
-    state = request.app.state
     with service.database.read() as connection:
         job = get_job(connection, job_id, caller.roots)
         if after_id and job.is_final and not job_events_after(connection, job_id, after_id, limit=1):
             return Response(status_code=204)
-    if getattr(state, "job_feed", None) is None:
-        state.job_feed, state.job_streams = JobFeed(service.database, service.clock), Counter()
     stop = anyio.Event()
+    followed = _feeds(request, service).one.follow(job_id, after_id, caller.key_id)
+    return _stream(request, service, caller, _tell(followed, stop, "events of a job"), stop)
+
+
+def all_jobs_stream(
+    request: Request, service: Service, caller: Principal, after_id: int | None, *, own_scans: bool
+) -> Response:
+    """The stream of all jobs that may be seen behind the event ``after_id``, or from now on. Refused as
+    `job_stream`."""
+    if after_id is None:
+        with service.database.read() as connection:
+            after_id = last_event_id(connection)
+    stop = anyio.Event()
+    feed = _feeds(request, service).all
+    followed = feed.follow(after_id, caller.key_id, caller.roots, own_scans=own_scans)
+    ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
+    return _stream(request, service, caller, _tell(followed, stop, "events of all jobs", ready), stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeds:
+    """What the streams of a process share; ``open`` are counted by who asked."""
+
+    one: JobFeed
+    all: AllJobsFeed
+    open: Counter[str]
+
+
+def _feeds(request: Request, service: Service) -> _Feeds:
+    state = request.app.state
+    if getattr(state, "job_feeds", None) is None:
+        given = (service.database, service.clock)
+        state.job_feeds = _Feeds(JobFeed(*given), AllJobsFeed(*given), Counter())
+    return cast(_Feeds, state.job_feeds)
+
+
+def _stream(
+    request: Request,
+    service: Service,
+    caller: Principal,
+    events: AsyncIterator[ServerSentEvent],
+    stop: anyio.Event,
+) -> Response:
     address = None if request.client is None else request.client.host
     return _Stream(
-        state.job_streams,
+        _feeds(request, service).open,
         caller.identity if caller.key_id is not None else f"address {address}",
-        _follow(state.job_feed, job_id, after_id, caller.key_id, stop),
+        events,
         shutdown_event=stop,  # the stream ends whole when the server stops, and is asked for at the next one
         shutdown_grace_period=_GRACE_SECONDS,
         ping=HEARTBEAT_SECONDS,
@@ -93,20 +135,26 @@ class _Stream(EventSourceResponse):
                 del streams[who]
 
 
-async def _follow(
-    feed: JobFeed, job_id: int, after_id: int, key_id: int | None, stop: anyio.Event
+async def _tell(
+    followed: AbstractContextManager[Following], stop: anyio.Event, comment: str, *first: ServerSentEvent
 ) -> AsyncIterator[ServerSentEvent]:
     until = time.monotonic() + _MAX_STREAM_SECONDS
-    yield ServerSentEvent(comment="events of a job", retry=int(POLL_SECONDS * 1000))
-    with feed.follow(job_id, after_id, key_id) as following:
+    yield ServerSentEvent(comment=comment, retry=int(POLL_SECONDS * 1000))
+    for event in first:
+        yield event
+    told: dict[int, JobProgress] = {}
+    with followed as following:
         while time.monotonic() < until and not stop.is_set():
             news = await following.take(POLL_SECONDS)
             if news is None:
                 continue
-            for event in news.events:
-                yield _shown(event)
-            if news.progress is not None:
-                yield ServerSentEvent(event="progress", data=json.dumps(asdict(news.progress)))
+            for found in news.events:
+                yield _shown(found)
+            for job_id, progress in news.progress.items():
+                if told.get(job_id) != progress:
+                    data = {"job_id": job_id, **asdict(progress)}
+                    yield ServerSentEvent(event="progress", data=json.dumps(data))
+            told = dict(news.progress)
             if news.is_last:
                 if news.state is not None:
                     yield ServerSentEvent(event="end", data=json.dumps({"state": news.state}))

@@ -18,11 +18,21 @@ from dcp.server.inputs import MAX_ID, Name
 from dcp.server.jobs import ledger
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import JobFilter, JobRow
+from dcp.server.jobs.watching import log_line, throughput_of
 from dcp.server.problems import ForbiddenError, UnprocessableError
 from dcp.server.records.jobs import JobState
-from dcp.server.routes.jobs.job_events import LastEventId, job_stream
+from dcp.server.routes.jobs.job_events import LastEventId, all_jobs_stream, job_stream
 from dcp.server.schemas.common import IdPath, problems
-from dcp.server.schemas.jobs import JobAnswer, JobList, NewJob, TaskAnswer, TaskList
+from dcp.server.schemas.jobs import (
+    JobAnswer,
+    JobList,
+    LogLineAnswer,
+    LogPage,
+    NewJob,
+    TaskAnswer,
+    TaskList,
+    ThroughputAnswer,
+)
 from dcp.server.security.principal import SYSTEM, Principal, Scope
 
 __all__ = ["router"]
@@ -34,7 +44,7 @@ _BY_KIND = requires("read")
 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Events as they come; the last one is `end`.",
+        "description": "Events as they come; the last one of a job is `end`.",
         "content": {
             "text/event-stream": {
                 "schema": {
@@ -50,7 +60,9 @@ _STREAM: dict[int | str, dict[str, Any]] = {
             }
         },
     },
-    204: {"description": "The job is over, and nothing happened since Last-Event-ID."},
+}
+_OVER: dict[int | str, dict[str, Any]] = {
+    204: {"description": "The job is over, and nothing happened since Last-Event-ID."}
 }
 
 
@@ -132,6 +144,29 @@ def _check_kinds(kinds: Iterable[str]) -> None:
             )
 
 
+@router.get(
+    "/events",
+    dependencies=[requires("read")],
+    responses=_STREAM | problems(503),
+    response_class=Response,
+)
+def watch_jobs(
+    service: ServiceDep,
+    caller: Caller,
+    request: Request,
+    scans: Annotated[bool, Query(description="Also the scans that the service makes by itself.")] = False,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """What happens to all jobs, as server-sent events: from now on, or behind Last-Event-ID.
+
+    The first is `ready`, whose `id` is where the stream begins. Each event has an `id` and `job_id` in its
+    `data`. In between come `progress` events of the jobs that run, which have no `id`, and comments that keep
+    the connection alive. The stream may end at any time, and is then to be asked for again with
+    Last-Event-ID.
+    """
+    return all_jobs_stream(request, service, caller, last_event_id, own_scans=scans)
+
+
 @router.get("/{job_id}", dependencies=[requires("read")], responses=problems(404))
 def get_job(job_id: IdPath, database: Db, caller: Caller) -> JobAnswer:
     """One job, with its progress, and its result once it has succeeded."""
@@ -139,6 +174,29 @@ def get_job(job_id: IdPath, database: Db, caller: Caller) -> JobAnswer:
         job = ledger.get_job(connection, job_id, caller.roots)
         progress = {} if job.is_final else ledger.progress_of(connection, [job_id])
     return JobAnswer.of(job, progress=progress.get(job.id, job.progress))
+
+
+@router.get("/{job_id}/throughput", dependencies=[requires("read")], responses=problems(404))
+def get_job_throughput(job_id: IdPath, service: ServiceDep, caller: Caller) -> ThroughputAnswer:
+    """How fast its tasks are, and how long they still take if they go on so."""
+    with service.database.read() as connection:
+        job = ledger.get_job(connection, job_id, caller.roots)
+        progress = ledger.progress_of(connection, [job_id]).get(job_id)
+        begun = ledger.tasks_begun_seconds(connection, job_id)
+    return ThroughputAnswer.of(throughput_of(job, progress, begun, service.clock()))
+
+
+@router.get("/{job_id}/log", dependencies=[requires("read")], responses=problems(404))
+def get_job_log(job_id: IdPath, database: Db, caller: Caller, page: Page) -> LogPage:
+    """What happened to it last, as sentences in their order; the next page is of what was before."""
+    mark = query_mark("log", job_id)
+    before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
+    with database.read() as connection:
+        ledger.get_job(connection, job_id, caller.roots)
+        found = ledger.latest_events(connection, job_id, before, limit=page.limit + 1)
+    shown = found[-page.limit :]
+    more = encode_cursor(mark, shown[0].id) if len(found) > page.limit else None
+    return LogPage(items=[LogLineAnswer.of(log_line(event)) for event in shown], next_cursor=more)
 
 
 @router.get("/{job_id}/tasks", dependencies=[requires("read")], responses=problems(404))
@@ -157,7 +215,7 @@ def list_job_tasks(job_id: IdPath, database: Db, caller: Caller, page: Page) -> 
 @router.get(
     "/{job_id}/events",
     dependencies=[requires("read")],
-    responses=_STREAM | problems(404),
+    responses=_STREAM | _OVER | problems(404),
     response_class=Response,
 )
 def watch_job(

@@ -12,7 +12,7 @@ from dcp.server.records.administration import Scope
 from dcp.server.schemas.common import Answer
 from dcp.server.schemas.records import RecordAnswer, answers
 
-__all__ = ["KeyAnswer", "KeyList", "NewKey", "NewKeyAnswer"]
+__all__ = ["KeyAnswer", "KeyList", "NewKey", "NewKeyAnswer", "WhoamiAnswer"]
 
 T = TypeVar("T")
 
@@ -51,9 +51,14 @@ class KeyAnswer(RecordAnswer):
     """A key without what it is made of; ``prefix`` is its part that may be shown."""
 
 
-@answers(records.NewKey)
+@answers(records.CreatedKey)
 class NewKeyAnswer(KeyAnswer):
     """A new key, with the only sight of it."""
+
+
+@answers(records.Whoami)
+class WhoamiAnswer(RecordAnswer):
+    """Who asks, and what that one may."""
 
 
 class KeyList(Answer):

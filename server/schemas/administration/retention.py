@@ -24,6 +24,8 @@ __all__ = [
     "PreviewPage",
     "PreviewRequest",
     "RunPreview",
+    "TensorBytesAnswer",
+    "TotalsAnswer",
 ]
 
 _DAY: float = 86_400.0
@@ -141,6 +143,16 @@ class RunPreview(RecordAnswer):
             checkpoints=ordered[:1000],
             **others,
         )
+
+
+@answers(records.RetentionTotals)
+class TotalsAnswer(RecordAnswer):
+    """What would become of all runs together."""
+
+
+@answers(records.TensorBytes)
+class TensorBytesAnswer(RecordAnswer):
+    """What some tensors of older checkpoints take."""
 
 
 class PreviewPage(Answer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,37 @@ def test_deleting_and_taking_it_back(connect: MakeClient) -> None:
     assert [found.id for found in client.checkpoints()] == [two]
     assert [found.id for found in client.checkpoints(state="deleted")] == [one]
     assert client.restore(one, etag=gone.etag).state == "committed"
+
+
+def test_what_pages_ask_for(connect: MakeClient) -> None:
+    """Runs in bins, counts, one by its name, search, pictures, totals: each by its method."""
+    client = connect("read", "write")
+    one, two = registered(client)
+    assert client.whoami().scopes == ("read", "write")
+    run_id = client.checkpoint(one).run_id
+    timeline = client.run_timeline(run_id, metric=["loss"], points=1)
+    assert (timeline.count, timeline.bins[0].metrics[0].last) == (2, 0.5)
+    (states,) = [facet for facet in client.checkpoint_facets(state="any").facets if facet.name == "state"]
+    assert [(value.value, value.count) for value in states.values] == [("committed", 2)]
+    assert client.lookup(run="run", step=1).id == client.lookup(key="run/step-00000001").id == one
+    found = {(hit.kind, hit.checkpoint_id) for hit in client.search("weight")}
+    assert found == {("tensor", two)} and not client.search("weight", kind=["run"])
+    assert client.tensor_grid(one, "model.weight", rows=1, columns=1).max == (12.0,)
+    statistics = client.tensor_statistics(one, "model.weight").statistics
+    assert statistics is not None and statistics["max"] == 12.0
+    assert client.phases(one).rank_count == client.shard_map(one, bins=4).rank_count == 1
+    assert client.run_tensor_bytes(run_id, only="model.*").tensors == 4
+    assert client.retention_totals("main", {"last": 1}).deleted == 1
+    with pytest.raises(NotFoundError):
+        client.run_drift(run_id)
+    job = client.compute_drift(run_id)
+    assert next(line.text for line in client.job_log(job.id)).startswith("submitted by key:")
+    assert client.job_throughput(job.id).state == "queued"
+    events = client.watch_jobs(after_id=0)
+    assert [(event.kind, event.job_id) for event in islice(events, 2)] == [
+        ("ready", None),
+        ("submitted", job.id),
+    ]
 
 
 def test_jobs_wait_their_turn(connect: MakeClient) -> None:

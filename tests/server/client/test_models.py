@@ -13,15 +13,18 @@ from pydantic import BaseModel
 from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
 from dcp.server.records.administration import (
+    CreatedKey,
     Delivery,
     Key,
-    NewKey,
     RetentionDecision,
     RetentionPolicy,
     RetentionPreview,
+    RetentionTotals,
     Rule,
+    TensorBytes,
     Webhook,
     WebhookSecret,
+    Whoami,
 )
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
@@ -38,16 +41,67 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.jobs import Job, JobFailure, JobTask, JobWaiting, Progress
+from dcp.server.records.drawings import (
+    DriftLayer,
+    DriftStep,
+    PhaseRow,
+    RunDrift,
+    SavePhase,
+    SavePhases,
+    ShardMap,
+    ShardMapRow,
+    TensorGrid,
+    TensorStatistics,
+)
+from dcp.server.records.finding import CheckpointFacets, Facet, FacetValue, SearchHit, SearchResult
+from dcp.server.records.jobs import (
+    Job,
+    JobFailure,
+    JobLogLine,
+    JobProgress,
+    JobTask,
+    JobThroughput,
+    JobWaiting,
+)
 from dcp.server.records.labels import Alias, Lineage, LineageEdge, LineageNode
 from dcp.server.records.roots import Root
-from dcp.server.records.runs import Run
-from dcp.server.schemas import checkpoints, data, findings, jobs, labels, lineage, roots, runs
+from dcp.server.records.runs import BinValues, Run, RunTimeline, TimelineBin
+from dcp.server.schemas import (
+    checkpoints,
+    data,
+    drawings,
+    finding,
+    findings,
+    jobs,
+    labels,
+    lineage,
+    roots,
+    runs,
+)
 from dcp.server.schemas.administration import keys, retention, rules, webhooks
 
 PAIRS = [
     (Root, roots.RootAnswer),
     (Run, runs.RunAnswer),
+    (RunTimeline, runs.TimelineAnswer),
+    (TimelineBin, runs.TimelineBinAnswer),
+    (BinValues, runs.BinValuesAnswer),
+    (RunDrift, drawings.DriftAnswer),
+    (DriftStep, drawings.DriftStepAnswer),
+    (DriftLayer, drawings.DriftLayerAnswer),
+    (Whoami, keys.WhoamiAnswer),
+    (SavePhases, drawings.PhasesAnswer),
+    (SavePhase, drawings.SavePhaseAnswer),
+    (PhaseRow, drawings.PhaseRowAnswer),
+    (ShardMap, drawings.ShardMapAnswer),
+    (ShardMapRow, drawings.ShardMapRowAnswer),
+    (TensorGrid, drawings.GridAnswer),
+    (TensorStatistics, drawings.TensorStatisticsAnswer),
+    (CheckpointFacets, finding.FacetsAnswer),
+    (Facet, finding.FacetAnswer),
+    (FacetValue, finding.FacetValueAnswer),
+    (SearchResult, finding.SearchAnswer),
+    (SearchHit, finding.SearchHitAnswer),
     (Checkpoint, checkpoints.CheckpointAnswer),
     (CheckpointDetail, checkpoints.CheckpointDetailAnswer),
     (Registered, checkpoints.RegisteredAnswer),
@@ -71,9 +125,13 @@ PAIRS = [
     (JobFailure, jobs.JobErrorAnswer),
     (JobWaiting, jobs.WaitingAnswer),
     (JobTask, jobs.TaskAnswer),
-    (Progress, jobs.ProgressAnswer),
+    (JobProgress, jobs.ProgressAnswer),
+    (JobThroughput, jobs.ThroughputAnswer),
+    (JobLogLine, jobs.LogLineAnswer),
+    (RetentionTotals, retention.TotalsAnswer),
+    (TensorBytes, retention.TensorBytesAnswer),
     (Key, keys.KeyAnswer),
-    (NewKey, keys.NewKeyAnswer),
+    (CreatedKey, keys.NewKeyAnswer),
     (Webhook, webhooks.WebhookAnswer),
     (WebhookSecret, webhooks.SecretAnswer),
     (Delivery, webhooks.DeliveryAnswer),

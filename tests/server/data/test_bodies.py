@@ -17,14 +17,14 @@ from safetensors.torch import load as load_safetensors
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.inspection.values.elements import Array
-from dcp.server.data import bodies, planned
-from dcp.server.data.bodies import Body, FileBody
 from dcp.server.data.downloads import DownloadOptions, download_etag, download_name, plan_download
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
+from dcp.server.data.sending import bodies, planned
+from dcp.server.data.sending.bodies import Body, FileBody
 from dcp.server.data.slices import parse_slices
 from dcp.server.data.tensors import plan_tensor
 from dcp.server.problems import GoneError, NotFoundError, UnprocessableError
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.server.settings import RootSettings
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from tests.support.conversion import many_kinds, sharded_tensors, training_state
@@ -48,7 +48,7 @@ def read(body: Body, begin: int = 0, end: int | None = None) -> bytes:
 
 def opened_at(path: Path) -> OpenCheckpoint:
     """The checkpoint ``path``, whose parent is taken for a root."""
-    return OpenCheckpoints().open(Root("prod", RootSettings(url=str(path.parent))), path.name)
+    return OpenCheckpoints().open(StorageRoot("prod", RootSettings(url=str(path.parent))), path.name)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ def test_no_such_tensor(kinds: Path) -> None:
 
 def test_indexes_are_kept_until_files_change(tmp_path: Path) -> None:
     """The same object while nothing changes, a new one when a checkpoint is replaced, gone when it is."""
-    root = Root("prod", RootSettings(url=str(tmp_path)))
+    root = StorageRoot("prod", RootSettings(url=str(tmp_path)))
     checkpoints = OpenCheckpoints()
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "s")
     first = checkpoints.open(root, "s")
@@ -333,7 +333,7 @@ def test_from_s3(s3_server: S3Server, s3_root: str) -> None:
     """The same from an object store, in parts fetched together."""
     state: dict[str, Any] = {"a": torch.arange(100_000.0), "b": {"c": torch.ones(3, dtype=torch.int8)}}
     dcp.save(state, checkpoint_id=f"{s3_root}/step-1", storage_options=s3_server.storage_options)
-    root = Root("s3", RootSettings(url=s3_root, storage_options=s3_server.storage_options))
+    root = StorageRoot("s3", RootSettings(url=s3_root, storage_options=s3_server.storage_options))
     opened = OpenCheckpoints().open(root, "step-1")
     data = read(plan_download(opened, DownloadOptions("torch")).body)
     loaded = torch.load(io.BytesIO(data), weights_only=True)

@@ -21,7 +21,7 @@ from dcp.server.data import downloads
 from dcp.server.data.downloads import DownloadOptions, PlannedDownload, Plans, plan_download
 from dcp.server.data.opening import OpenCheckpoint, OpenCheckpoints
 from dcp.server.data.sharing import AbandonedError, Wanted
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.server.settings import RootSettings
 from tests.server.data.test_routes import known
 from tests.support.app import App, running_app
@@ -41,7 +41,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_it(path: Path, checkpoints: OpenCheckpoints | None = None) -> OpenCheckpoint:
     """The checkpoint ``path``, whose parent is taken for a root."""
-    root = Root("prod", RootSettings(url=str(path.parent)))
+    root = StorageRoot("prod", RootSettings(url=str(path.parent)))
     return (checkpoints or OpenCheckpoints()).open(root, path.name)
 
 
@@ -118,7 +118,7 @@ def test_what_nobody_waits_for_is_given_up(many: Path) -> None:
 
 def test_a_checkpoint_is_opened_once_for_all_who_ask(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its index is read once for requests at the same time, and shared as long as one of them has it."""
-    from dcp.storage.formats import sources
+    from dcp.storage.formats.opening import sources
 
     read: list[str] = []
     real = sources.index_at

@@ -12,8 +12,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from dcp.server.data.bodies import Body, empty_part
-from dcp.server.data.responses import (
+from dcp.server.data.sending.bodies import Body, empty_part
+from dcp.server.data.sending.responses import (
     BodyResponse,
     ByteRange,
     Streams,

@@ -19,7 +19,7 @@ from safetensors.torch import load as load_safetensors
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.server.catalog.checkpoints import set_state
-from dcp.server.data import responses
+from dcp.server.data.sending import responses
 from dcp.server.scanning.registering import Registration, register
 from dcp.server.security.keys import list_keys, revoke_key
 from tests.support.app import App, running_app

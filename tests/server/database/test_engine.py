@@ -224,6 +224,16 @@ def test_a_server_that_only_reads_is_unavailable_for_writes(postgres_server: Pos
     postgres_server.drop(name)
 
 
+def test_a_database_without_an_encoding_gives_text(postgres_server: PostgresServer) -> None:
+    """As `initdb` makes them where there is no locale."""
+    name = postgres_server.create(options="ENCODING 'SQL_ASCII' LOCALE 'C'")
+    database = Database(postgres_server.url(name))
+    with database.read() as connection:
+        assert connection.execute(text("SELECT 'run-ä'")).scalar_one() == "run-ä"
+    database.close()
+    postgres_server.drop(name)
+
+
 def test_errors_do_not_tell_values(database: Database) -> None:
     """Neither a refused row nor an unavailable database puts parameters into its message."""
     with pytest.raises(IntegrityError) as refused, database.write() as connection:

@@ -162,6 +162,28 @@ def test_large_results_become_documents(empty_database: Database) -> None:
     assert migrations.check(empty_database) == []
 
 
+def test_names_of_tensors_become_patterns(empty_database: Database) -> None:
+    """From revision 0004: what is there is found by a search, drafts have no patterns yet."""
+    migrations.upgrade(empty_database, "0004")
+    columns = "(id, digest, tensor_count, object_count, element_count, bytes, dtypes)"
+    with empty_database.write() as connection:
+        for number, digest in ((1, "a" * 64), (2, "draft-1-x")):
+            values = f"({number}, '{digest}', 3, 0, 3, 12, '{{}}')"
+            connection.execute(text(f"INSERT INTO structures {columns} VALUES {values}"))
+            for place, fqn in enumerate(("H.0.W", "H.1.W", "head")):
+                row = f"({number}, {place}, '{fqn}', 'tensor', 4)"
+                names = "(structure_id, position, fqn, kind, bytes)"
+                connection.execute(text(f"INSERT INTO structure_tensors {names} VALUES {row}"))
+    migrations.upgrade(empty_database)
+    with empty_database.read() as connection:
+        rows = connection.execute(
+            text("SELECT structure_id, pattern, position, tensor_count FROM structure_patterns ORDER BY 2")
+        )
+        assert [tuple(row) for row in rows] == [(1, "h.#.w", 0, 2), (1, "head", 2, 1)]
+        known = connection.execute(text("SELECT pattern FROM tensor_patterns ORDER BY 1")).scalars().all()
+    assert known == ["h.#.w", "head"]
+
+
 def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:
     """Several upgrades at a time: one does it, and the others find it done."""
     others = [Database(empty_database.url.render_as_string(hide_password=False)) for _ in range(3)]

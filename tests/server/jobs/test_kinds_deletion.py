@@ -21,7 +21,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, checkpoints, events, jobs
 from dcp.server.jobs.kinds.shared.deletion import delete_softly, restore
 from dcp.server.problems import ForbiddenError
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 from tests.support.kind_runs import KindRuns
 from tests.support.s3 import raw_s3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -264,8 +265,13 @@ def read_events(lines: Iterator[str]) -> Iterator[dict[str, str]]:
 
 def watch(url: str, key: str, job_id: int, last_id: str | None = None) -> Iterator[dict[str, str]]:
     """The events of a job, until the stream ends."""
+    return listen(f"{url}{JOBS}/{job_id}/events", key, last_id)
+
+
+def listen(url: str, key: str, last_id: str | None = None) -> Iterator[dict[str, str]]:
+    """The events of a stream, until it ends."""
     headers = {"Authorization": f"Bearer {key}"} | ({} if last_id is None else {"Last-Event-ID": last_id})
-    with httpx.stream("GET", f"{url}{JOBS}/{job_id}/events", headers=headers, timeout=120) as answer:
+    with httpx.stream("GET", url, headers=headers, timeout=120) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield from read_events(answer.iter_lines())
@@ -294,6 +300,79 @@ def test_events_are_followed_to_the_end(app: App) -> None:
     last = [json.loads(event["data"]) for event in found if event.get("event") == "progress"][-1]
     assert (last["done_tasks"], last["total_tasks"]) == (2, 2)
     assert found[-1]["event"] == "end" and json.loads(found[-1]["data"]) == {"state": "succeeded"}
+
+
+def test_one_stream_has_the_events_of_all_jobs(app: App) -> None:
+    """From now on, or behind an event, of jobs that the key may see; own scans if they are asked for."""
+    before = submit(app)
+    with listening(app.app) as url:
+        stream = listen(f"{url}{JOBS}/events", app.key("read", roots=["main"]))
+        ready = next(event for event in stream if "id" in event)
+        assert ready["event"] == "ready"
+        submit(app, root="other")
+        submit(app, kind="scan", created_by="system")
+        job_id = submit(app)
+        plan(app, before, 2)
+        found: list[dict[str, str]] = []
+        while not any(event.get("event") == "progress" for event in found):
+            found.append(next(stream))
+        stream.close()  # type: ignore[attr-defined]
+        told = [json.loads(event["data"]) for event in found if "id" in event]
+        assert [(one["job_id"], one["kind"]) for one in told] == [
+            (job_id, "submitted"),
+            (before, "state"),
+            (before, "state"),
+        ]
+        progress = json.loads(found[-1]["data"])
+        assert (progress["job_id"], progress["total_tasks"]) == (before, 2)
+        again = listen(f"{url}{JOBS}/events?scans=true", app.key("read"), ready["id"])
+        replayed = [event for event in (next(again) for _ in range(7)) if event.get("event") != "ready"]
+        kinds = [json.loads(event["data"])["kind"] for event in replayed if "id" in event]
+        assert kinds == ["submitted"] * 3 + ["state"] * 2
+        again.close()  # type: ignore[attr-defined]
+
+
+def test_events_that_become_visible_late_are_told() -> None:
+    """Transactions need not end in the order of their events' numbers; each event is told once."""
+    seen: list[int] = []
+    events = [
+        ledger.JobEventRow(id=number, job_id=1, kind="state", data={}, at_seconds=0.0)
+        for number in range(1, 8)
+    ]
+
+    async def follow() -> None:
+        one = following.FollowingAll(3, None, None, own_scans=False)
+        for visible in ((1, 2, 3), (1, 2, 3, 5, 7), (1, 2, 3, 4, 5, 6, 7)):
+            found = following.new_events(one, [event for event in events if event.id in visible])
+            one.tell(following.News(None, found))
+            seen.extend(event.id for event in found)
+
+    asyncio.run(follow())
+    assert seen == [5, 7, 4, 6]
+
+
+def test_throughput_and_log(app: App) -> None:
+    """How fast the tasks are since they were begun; what happened, as sentences, the last page first."""
+    job_id = submit(app)
+    client = app.client("read", roots=["main"])
+    assert client.get(f"{JOBS}/{job_id}/throughput").json()["bytes_per_second"] is None
+    plan(app, job_id, 3)
+    step(app, ledger.complete_task, claim(app).held, {}, time.time())
+    shown = client.get(f"{JOBS}/{job_id}/throughput").json()
+    assert (shown["done_bytes"], shown["total_bytes"]) == (10, 30)
+    assert shown["seconds_left"] == pytest.approx(20 / shown["bytes_per_second"])
+    failed = FailureFacts(type="StorageError", detail="it is away", is_retryable=True)
+    step(app, ledger.fail, claim(app).held, failed, time.time())
+    page = client.get(f"{JOBS}/{job_id}/log?limit=2").json()
+    assert [line["text"].split(" s:")[0][:8] for line in page["items"]] == ["running", "again in"]
+    assert page["items"][-1]["text"].endswith("StorageError: it is away")
+    older = client.get(f"{JOBS}/{job_id}/log?limit=2&cursor={page['next_cursor']}").json()
+    assert [line["text"] for line in older["items"]] == ["submitted by test", "planning"]
+    assert older["next_cursor"] is None
+    stranger = app.client("read", roots=["other"])
+    assert [stranger.get(f"{JOBS}/{job_id}/{path}").status_code for path in ("log", "throughput")] == [
+        404
+    ] * 2
 
 
 def test_events_are_replayed_behind_the_last_one_seen(app: App) -> None:
@@ -325,12 +404,12 @@ def test_a_stream_without_events_has_a_heartbeat(app: App, monkeypatch: pytest.M
         comments = 0
         while comments < 4:
             comments += "" in next(events)
-        assert app.app.state.job_streams.total() == 1
+        assert app.app.state.job_feeds.open.total() == 1
         events.close()  # type: ignore[attr-defined]
         deadline = time.monotonic() + 60
-        while app.app.state.job_streams and time.monotonic() < deadline:
+        while app.app.state.job_feeds.open and time.monotonic() < deadline:
             threading.Event().wait(0.01)
-        assert not app.app.state.job_streams
+        assert not app.app.state.job_feeds.open
 
 
 def test_only_so_many_streams_are_open_at_a_time(app: App, monkeypatch: pytest.MonkeyPatch) -> None:

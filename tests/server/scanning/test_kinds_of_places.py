@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.server.database.engine import Database
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.server.scanning.facts import step_of_name
 from dcp.server.scanning.walk import Candidate, Left, walk
 from dcp.server.settings import RootSettings
@@ -167,7 +167,7 @@ def test_a_folder_that_may_not_be_listed(tmp_path: Path) -> None:
     try:
         if user == 0:
             os.seteuid(65534)
-        found = list(walk(Root("main", RootSettings(url=str(tmp_path)))))
+        found = list(walk(StorageRoot("main", RootSettings(url=str(tmp_path)))))
     finally:
         os.seteuid(user)
         (tmp_path / "closed").chmod(0o755)

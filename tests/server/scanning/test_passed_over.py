@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import dcp
 from dcp.server.catalog.roots import root_row
 from dcp.server.database.engine import Database
-from dcp.server.roots import Root
+from dcp.server.roots import StorageRoot
 from dcp.server.scanning.registering import Registration, register
 from dcp.server.scanning.walk import MAX_DEPTH
 from dcp.storage.stores.memory import MemoryStore
@@ -158,7 +158,7 @@ def test_links_that_lead_out(database: Database, tmp_path: Path) -> None:
         "passed over: links that lead out of the root, which are not followed: 3",
     ]
     assert str(tmp_path) not in "".join(report.trouble)
-    store = Root("main", roots.get("main").settings).store("c")
+    store = StorageRoot("main", roots.get("main").settings).store("c")
     assert "model.safetensors" not in [info.name for info in store.list()]
 
 

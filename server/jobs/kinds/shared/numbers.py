@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dcp.inspection.values.statistics import CheckpointStatistics
     from dcp.inspection.values.summaries import ElementStatistics
 
-__all__ = ["difference_document", "statistics_document"]
+__all__ = ["difference_document", "statistics_document", "statistics_json"]
 
 _HISTOGRAMS: Final = 512
 """Of so many tensors histograms are kept; of more they would be larger than some checkpoints."""
@@ -26,7 +26,8 @@ def _number(value: float | int | None) -> float | int | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _statistics(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
+def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
+    """Of one tensor; ``histogram``: with it."""
     if found is None:
         return None
     numbers = ("min", "max", "mean", "std", "norm")
@@ -50,11 +51,11 @@ def statistics_document(found: CheckpointStatistics) -> dict[str, Any]:
                 "fqn": tensor.fqn,
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
-                "statistics": _statistics(tensor.statistics, histogram=histograms),
+                "statistics": statistics_json(tensor.statistics, histogram=histograms),
             }
             for tensor in found.tensors
         ],
-        "total": _statistics(found.total, histogram=True),
+        "total": statistics_json(found.total, histogram=True),
         "bytes_read": found.bytes_read,
     }
 

@@ -14,14 +14,14 @@ from dcp.server.catalog.checkpoints import get_checkpoint
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoints, roots
-from dcp.server.jobs.kind import JobContext, PermanentJobError, UnavailableJobError
+from dcp.server.jobs.kind import JobContext, PermanentJobError, TransientJobError, UnavailableJobError
 from dcp.server.jobs.ledger.states import JobSpec
 from dcp.server.problems import ProblemError
-from dcp.server.roots import Root, storage_problem
+from dcp.server.roots import StorageRoot, storage_problem
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.sources import Source, SourcePlace, index_at
+from dcp.storage.formats.opening.sources import Source, SourcePlace, index_at
 
 __all__ = [
     "Subject",
@@ -33,6 +33,7 @@ __all__ = [
     "open_source",
     "roots_of_committed",
     "storage_errors",
+    "unchanged",
 ]
 
 _CHUNK: Final = 500
@@ -125,7 +126,7 @@ def roots_of_committed(
     return {root for _, root in found.values()}
 
 
-def open_place(context: JobContext, subject: Subject) -> tuple[Root, SourcePlace]:
+def open_place(context: JobContext, subject: Subject) -> tuple[StorageRoot, SourcePlace]:
     """The root, and where in it the checkpoint is. PermanentJobError if there is no such root any more."""
     if subject.root not in context.roots:
         raise PermanentJobError(f"root {subject.root} is not configured any more")
@@ -134,7 +135,7 @@ def open_place(context: JobContext, subject: Subject) -> tuple[Root, SourcePlace
         return root, root.place(subject.key)
 
 
-def open_source(context: JobContext, subject: Subject) -> tuple[Root, Source]:
+def open_source(context: JobContext, subject: Subject) -> tuple[StorageRoot, Source]:
     """The root, and the checkpoint with its index."""
     root, place = open_place(context, subject)
     with storage_errors(root):
@@ -150,6 +151,15 @@ def fingerprint_at(place: SourcePlace) -> str:
 
 
 @contextmanager
+def unchanged(place: SourcePlace) -> Iterator[str]:
+    """The fingerprint of what is read in the block; TransientJobError if it is another one at the end."""
+    fingerprint = fingerprint_at(place)
+    yield fingerprint
+    if fingerprint_at(place) != fingerprint:
+        raise TransientJobError("the checkpoint was replaced while it was being read")
+
+
+@contextmanager
 def open_database(context: JobContext) -> Iterator[Database]:
     """The database, for kinds that need it; UnavailableJobError where it cannot be reached."""
     database = Database(context.settings.database_url.get_secret_value(), pool_size=2)
@@ -162,7 +172,7 @@ def open_database(context: JobContext) -> Iterator[Database]:
 
 
 @contextmanager
-def storage_errors(*roots: Root) -> Iterator[None]:
+def storage_errors(*roots: StorageRoot) -> Iterator[None]:
     """Errors of storage and formats as problems that name roots and keys, and no place outside of them."""
     try:
         yield

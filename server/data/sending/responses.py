@@ -23,7 +23,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dcp.server.data.bodies import Body
+from dcp.server.data.sending.bodies import Body
 from dcp.server.problems import PreconditionFailedError, ProblemError, RangeError, UnavailableError
 from dcp.server.roots import storage_problem
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError

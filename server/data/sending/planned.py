@@ -22,8 +22,8 @@ from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import copy_sources
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
-from dcp.server.data import bodies
-from dcp.server.data.bodies import Body, empty_part
+from dcp.server.data.sending import bodies
+from dcp.server.data.sending.bodies import Body, empty_part
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import range_boxes

@@ -1,0 +1,208 @@
+"""The checkpoints of a run over its steps, in as many bins as somebody can look at.
+
+Rows are read once, in order, and added up as they come: memory is that of the bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, Select, func, select
+
+from dcp.server.catalog.runs import get_run
+from dcp.server.database.tables import aliases, checkpoints, metrics
+from dcp.server.records.declaring import moment
+from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
+
+__all__ = ["run_timeline", "save_seconds_of", "steps_of_run"]
+
+_ROWS_AT_ONCE: Final = 2_000
+_SAVING: Final = ("blocked", "plan", "write")
+"""Phases of a save that follow one another; the others are parts of them."""
+
+
+def run_timeline(
+    connection: Connection,
+    run_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    names: Sequence[str] = (),
+    points: int = 300,
+    min_step: int | None = None,
+    max_step: int | None = None,
+) -> RunTimeline:
+    """The checkpoints of a run that have a step, from ``min_step`` to ``max_step``, in at most ``points``
+    bins of about as many each, with the metrics ``names``. `MissingError` for a run that may not be seen."""
+    get_run(connection, run_id, visible)
+    within = [checkpoints.c.run_id == run_id, checkpoints.c.step_order >= max(0, min_step or 0)]
+    if max_step is not None:
+        within.append(checkpoints.c.step_order <= max_step)
+    count = connection.execute(select(func.count()).select_from(checkpoints).where(*within)).scalar_one()
+    bins = [_Bin() for _ in range(min(points, count))]
+    flags = _aliases(connection, run_id)
+    for place, (row, measured) in enumerate(_rows(connection, _select(within), names)):
+        found = bins[min(place, count - 1) * len(bins) // count]  # more may have come since they were counted
+        found.add(row, measured, flags.get(row.id, ()))
+    return RunTimeline(
+        run_id, count, _metric_names(connection, run_id), tuple(one.result() for one in bins if one.count)
+    )
+
+
+def steps_of_run(
+    connection: Connection,
+    run_id: int,
+    *,
+    min_step: int | None = None,
+    max_step: int | None = None,
+    format: str | None = None,
+) -> list[int]:
+    """The committed checkpoints of a run that have a step within these, by step, the newest of each; of one
+    format, which is that of the last step if none is given."""
+    column = checkpoints.c
+    query = select(column.id, column.step, column.format).where(
+        column.run_id == run_id, column.state == "committed", column.step_order >= max(0, min_step or 0)
+    )
+    if max_step is not None:
+        query = query.where(column.step_order <= max_step)
+    rows = connection.execute(query.order_by(column.step_order, column.committed_seconds, column.id)).all()
+    wanted = rows[-1].format if rows and format is None else format
+    return list({row.step: row.id for row in rows if row.format == wanted}.values())
+
+
+def save_seconds_of(phases: Any) -> float | None:
+    """How long a save took whose ranks took so long for each phase at most; None where nothing was noted."""
+    known = phases if isinstance(phases, Mapping) else {}
+    found = [known[name] for name in _SAVING if isinstance(known.get(name), int | float)]
+    return sum(found) if found and math.isfinite(sum(found)) else None
+
+
+def _select(within: Sequence[Any]) -> Select[Any]:
+    columns = checkpoints.c
+    return (
+        select(
+            columns.id,
+            columns.step,
+            columns.committed_seconds,
+            columns.state,
+            columns.verification,
+            columns.is_pinned,
+            columns.bytes,
+            columns.provenance["slowest_rank_seconds"].label("phases"),
+        )
+        .where(*within)
+        .order_by(columns.step_order, columns.id)
+    )
+
+
+def _rows(
+    connection: Connection, query: Select[Any], names: Sequence[str]
+) -> Iterator[tuple[Row[Any], Mapping[str, float]]]:
+    """Rows in order, with the metrics of each."""
+    streamed = connection.execute(query, execution_options={"yield_per": _ROWS_AT_ONCE})
+    for rows in streamed.partitions():
+        measured: dict[int, dict[str, float]] = {row.id: {} for row in rows}
+        if names:
+            wanted = select(metrics.c.checkpoint_id, metrics.c.name, metrics.c.value)
+            wanted = wanted.where(metrics.c.checkpoint_id.in_(list(measured)), metrics.c.name.in_(names))
+            for number, name, value in connection.execute(wanted).all():
+                measured[number][name] = value
+        yield from ((row, measured[row.id]) for row in rows)
+
+
+def _aliases(connection: Connection, run_id: int) -> dict[int, tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
+    query = select(aliases.c.checkpoint_id, aliases.c.name).where(aliases.c.run_id == run_id)
+    for number, name in connection.execute(query.order_by(aliases.c.name)):
+        found[number] = (*found.get(number, ()), name)
+    return found
+
+
+def _metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
+    """One look along the index of the run: of all its checkpoints it would be a look at each."""
+    newest = (
+        select(checkpoints.c.id)
+        .where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            select(metrics.c.name).where(metrics.c.checkpoint_id == checkpoints.c.id).exists(),
+        )
+        .order_by(checkpoints.c.step_order.desc(), checkpoints.c.id.desc())
+        .limit(1)
+    )
+    query = select(metrics.c.name).where(metrics.c.checkpoint_id == newest.scalar_subquery())
+    return tuple(connection.execute(query.order_by(metrics.c.name)).scalars())
+
+
+@dataclass(slots=True)
+class _Values:
+    count: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    last: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+        self.last = value
+
+    def result(self, name: str) -> BinValues:
+        mean = min(max(self.total / self.count, self.least), self.most)
+        return BinValues(name, self.count, self.least, self.most, mean, self.last)
+
+
+@dataclass(slots=True)
+class _Bin:
+    count: int = 0
+    rows: list[Row[Any]] = field(default_factory=list)  # the first, and the last until now
+    committed_id: int | None = None
+    times: _Values = field(default_factory=_Values)
+    states: Counter[str] = field(default_factory=Counter)
+    verifications: Counter[str] = field(default_factory=Counter)
+    pinned: int = 0
+    aliases: list[str] = field(default_factory=list)
+    values: dict[str, _Values] = field(default_factory=dict)
+    metrics: dict[str, _Values] = field(default_factory=dict)
+
+    def add(self, row: Row[Any], measured: Mapping[str, float], names: Sequence[str]) -> None:
+        self.count += 1
+        self.rows[1:] = [row]
+        self.times.add(row.committed_seconds)
+        self.states[row.state] += 1
+        self.pinned += row.is_pinned
+        self.aliases += names
+        if row.state != "committed":
+            return
+        self.committed_id = row.id
+        self.verifications[row.verification] += 1
+        self.values.setdefault("bytes", _Values()).add(row.bytes)
+        seconds = save_seconds_of(row.phases)
+        if seconds is not None:
+            self.values.setdefault("save_seconds", _Values()).add(seconds)
+        for name, value in measured.items():
+            self.metrics.setdefault(name, _Values()).add(value)
+
+    def result(self) -> TimelineBin:
+        first, last = self.rows[0], self.rows[-1]
+        values = {name: found.result(name) for name, found in self.values.items()}
+        return TimelineBin(
+            checkpoint_id=last.id if self.committed_id is None else self.committed_id,
+            first_step=first.step,
+            last_step=last.step,
+            first_at=moment(self.times.least),
+            last_at=moment(self.times.most),
+            count=self.count,
+            states=dict(sorted(self.states.items())),
+            verifications=dict(sorted(self.verifications.items())),
+            pinned=self.pinned,
+            aliases=tuple(self.aliases),
+            bytes=values.get("bytes"),
+            save_seconds=values.get("save_seconds"),
+            metrics=tuple(self.metrics[name].result(name) for name in sorted(self.metrics)),
+        )

@@ -1,0 +1,226 @@
+"""``drift``: how a run's tensors change from step to step: one difference for each two neighbours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+from pydantic import Field
+from sqlalchemy import Connection
+
+from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.queries.timeline import steps_of_run
+from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.values import clean_text
+from dcp.server.inputs import MAX_ID
+from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.jobs.kinds.shared.parameters import Globs, Parameters
+from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.jobs.ledger.states import JobSpec, Json
+from dcp.server.problems import ProblemError
+from dcp.server.security.principal import Principal, Scope
+from dcp.server.settings import Settings
+
+if TYPE_CHECKING:
+    from dcp.inspection.values.difference import Difference
+    from dcp.storage.formats.index import CheckpointIndex
+
+__all__ = ["DriftKind", "DriftParams"]
+
+_MAX_LAYERS: Final = 512
+_NUMBERED: Final = re.compile(r"^(.*?(?:^|\.)[0-9]+)\.")
+
+
+class DriftParams(Parameters):
+    """The committed steps of a run from ``min_step`` to ``max_step``, up to ``points`` of them as far apart
+    as they can be; of one ``format``, which is that of the last one if none is given."""
+
+    run_id: Annotated[int, Field(ge=1, le=MAX_ID)]
+    min_step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    max_step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    points: Annotated[int, Field(ge=2, le=200)] = 50
+    format: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    only: Globs | None = None
+    exclude: Globs | None = None
+
+
+class DriftKind(Kind[DriftParams]):
+    """A task for each two neighbours; the result is a row for each layer."""
+
+    name: ClassVar[str] = "drift"
+    scope: ClassVar[Scope] = "read"
+    params = DriftParams
+    preload: ClassVar[tuple[str, ...]] = (
+        "dcp.inspection.values.difference",
+        "dcp.inspection.values.tensor_reading",
+    )
+
+    def specify(
+        self, connection: Connection, params: DriftParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        run = get_run(connection, params.run_id, caller.roots)
+        _chosen(connection, params)
+        return JobSpec(
+            kind=self.name,
+            params=params.model_dump(mode="json"),
+            created_by=caller.name,
+            root=run.root,
+            dedup_key=f"drift:{params.digest()}",
+        )
+
+    def prepare(self, connection: Connection, params: DriftParams) -> Json:
+        """As `Kind.prepare`."""
+        return {"subjects": [find_subject(connection, one).to_json() for one in _chosen(connection, params)]}
+
+    def plan(self, context: JobContext, params: DriftParams) -> JobPlan:
+        """As `Kind.plan`."""
+        subjects = context.prepared["subjects"]
+        shared = {"only": params.only, "exclude": params.exclude}
+        tasks = [
+            TaskSpec(payload={"a": a, "b": b, **shared}, weight_bytes=a["bytes"] + b["bytes"])
+            for a, b in pairwise(subjects)
+        ]
+        return JobPlan(tasks=tasks, plan_data={"run_id": params.run_id})
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`. A step that cannot be read is told as such, and the others are compared."""
+        a, b = Subject(**payload["a"]), Subject(**payload["b"])
+        step = {"a": a.id, "b": b.id, "from_step": a.step, "step": b.step, "problem": None}
+        try:
+            found, elements = _compare(context, a, b, payload, report_progress)
+        except ProblemError as error:
+            if error.status >= 500 or error.status == 429:
+                raise
+            nothing = {"added": 0, "removed": 0, "bytes_read": 0}
+            return {"step": {**step, **nothing, "problem": error.detail}, "layers": {}}
+        return {
+            "step": {
+                **step,
+                "added": sum(one.kind == "added" for one in found.tensors),
+                "removed": sum(one.kind == "removed" for one in found.tensors),
+                "bytes_read": found.bytes_read,
+            },
+            "layers": _layers(found, elements),
+        }
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        names = list(dict.fromkeys(name for result in results for name in result["layers"]))
+        shown = sorted(names, key=_in_order)[:_MAX_LAYERS]
+        layers = [
+            {
+                "name": name,
+                **{
+                    column: [result["layers"].get(name, {}).get(column) for result in results]
+                    for column in ("relative_l2", "changed", "nonfinite")
+                },
+            }
+            for name in shown
+        ]
+        return {
+            "run_id": plan_data["run_id"],
+            "steps": [result["step"] for result in results],
+            "layers": layers,
+            "layer_count": len(names),
+        }
+
+
+def _chosen(connection: Connection, params: DriftParams) -> list[int]:
+    found = steps_of_run(
+        connection,
+        params.run_id,
+        min_step=params.min_step,
+        max_step=params.max_step,
+        format=params.format,
+    )
+    if len(found) < 2:
+        raise StateError(f"run {params.run_id} has no two steps to compare", state="too few steps")
+    count = min(params.points, len(found))
+    return [found[place * (len(found) - 1) // (count - 1)] for place in range(count)]
+
+
+def _compare(
+    context: JobContext, a: Subject, b: Subject, payload: Json, report_progress: ReportProgress
+) -> tuple[Difference, Mapping[str, int]]:
+    """What differs, and the elements of each tensor of ``b``."""
+    from dcp.inspection.values.difference import diff_readers
+    from dcp.inspection.values.tensor_reading import TensorReader
+
+    root_a, first = open_source(context, a)
+    root_b, second = open_source(context, b)
+    with (
+        storage_errors(root_a, root_b),
+        TensorReader(first.store, first.index, verify="full", name=first.name) as before,
+        TensorReader(second.store, second.index, verify="full", name=second.name) as after,
+    ):
+        found = diff_readers(
+            before,
+            after,
+            only=payload["only"],
+            exclude=payload["exclude"],
+            progress=lambda done, total: report_progress(done),
+        )
+    return found, _elements(second.index)
+
+
+def _elements(index: CheckpointIndex) -> dict[str, int]:
+    return {fqn: math.prod(index.shape(row)) for row, fqn in enumerate(index.fqns)}
+
+
+# -- layers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Layer:
+    elements: int = 0
+    compared: int = 0
+    differing: int = 0
+    nonfinite: int = 0
+    squares: float = 0.0
+
+    def document(self) -> dict[str, Any]:
+        squares = self.squares / self.compared if self.compared else None
+        return {
+            "relative_l2": None if squares is None else math.sqrt(squares),
+            "changed": self.differing / self.elements if self.elements else None,
+            "nonfinite": self.nonfinite,
+        }
+
+
+def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
+    """By layer: the root mean square of its tensors' relative L2, weighed by elements; the share of elements
+    that changed; how many of these are not finite. A tensor that was all 0 has no relative L2."""
+    layers: dict[str, _Layer] = {}
+    for fqn in found.equal:
+        layer = layers.setdefault(_layer_of(fqn), _Layer())
+        layer.elements += elements.get(fqn, 0)
+        layer.compared += elements.get(fqn, 0)
+    for one in found.tensors:
+        if one.values is None:
+            continue
+        layer = layers.setdefault(_layer_of(one.fqn), _Layer())
+        layer.elements += one.values.elements
+        layer.differing += one.values.differing
+        layer.nonfinite += one.values.nonfinite
+        distance = one.values.relative_l2
+        if distance is not None and math.isfinite(distance):
+            layer.compared += one.values.elements
+            layer.squares += one.values.elements * distance**2
+    return {name: layer.document() for name, layer in layers.items()}
+
+
+def _layer_of(fqn: str) -> str:
+    """A name to its first number, as of a block of a model; without one, to its last dot."""
+    numbered = _NUMBERED.match(fqn)
+    return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
+
+
+def _in_order(name: str) -> list[Any]:
+    """As people count: layers.2 before layers.10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]

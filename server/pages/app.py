@@ -1,0 +1,32 @@
+"""Pages in the application: their routes, and errors for those who see pages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastapi import APIRouter, FastAPI
+
+from dcp.server.pages import assets
+from dcp.server.pages.problems import problem_page
+from dcp.server.pages.routes import actions, checkpoints, finding, jobs, lists, overview, roots, runs, sign_in
+
+__all__ = ["ROUTERS", "install"]
+
+ROUTERS: Final[tuple[APIRouter, ...]] = (
+    actions.router,
+    assets.router,
+    checkpoints.router,
+    finding.router,
+    jobs.router,
+    lists.router,
+    overview.router,
+    roots.router,
+    runs.router,
+    sign_in.router,
+)
+"""Before all others: ``/`` is a page for browsers alone."""
+
+
+def install(app: FastAPI) -> None:
+    """What the application asks of the pages beside their routes."""
+    app.state.problem_page = problem_page

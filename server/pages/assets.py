@@ -1,0 +1,67 @@
+"""Files that pages consist of: in memory, and at addresses that change with what is in them.
+
+So a browser may keep each for ever, and never has a script of another version than the page's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Response
+
+from dcp.server.http.dependencies import public
+from dcp.server.http.middleware.authentication import STATIC_PREFIX
+from dcp.server.problems import NotFoundError
+
+__all__ = ["asset_url", "router"]
+
+_FOLDER: Final = Path(__file__).parent / "static"
+_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FOR_EVER: Final = "public, max-age=31536000, immutable"
+
+router = APIRouter(dependencies=[public], include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file; ``digest`` is the first 16 digits of its SHA-256."""
+
+    body: bytes
+    media_type: str
+    digest: str
+
+
+@cache
+def assets() -> Mapping[str, Asset]:
+    """All files, by their paths below ``static/``; licences are for those who have the package."""
+    found = {}
+    for path in sorted(_FOLDER.rglob("*")):
+        if path.suffix in _TYPES:
+            body = path.read_bytes()
+            digest = hashlib.sha256(body).hexdigest()[:16]
+            found[path.relative_to(_FOLDER).as_posix()] = Asset(body, _TYPES[path.suffix], digest)
+    return found
+
+
+def asset_url(name: str) -> str:
+    """Where a page finds the file ``name``."""
+    return f"{STATIC_PREFIX}{assets()[name].digest}/{name}"
+
+
+@router.get(STATIC_PREFIX + "{digest}/{name:path}")
+async def get_asset(digest: str, name: str) -> Response:
+    """A file. By the address that an older page has it is the one of today, which is not to be kept."""
+    asset = assets().get(name)
+    if asset is None:
+        raise NotFoundError("there is nothing at this path")
+    kept = _FOR_EVER if digest == asset.digest else "no-cache"
+    return Response(asset.body, media_type=asset.media_type, headers={"Cache-Control": kept})

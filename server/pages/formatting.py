@@ -1,0 +1,133 @@
+"""Values as people read them: sizes, counts, times, durations. All give text; templates escape it."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from typing import Any, Final
+
+__all__ = ["FILTERS"]
+
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_AGES: Final = ((60, "s"), (3600, "min"), (86_400, "h"), (30 * 86_400, "d"), (365 * 86_400, "mo"))
+_UNKNOWN: Final = "\N{EN DASH}"
+_TIMES: Final = " \N{MULTIPLICATION SIGN} "
+
+
+def bytes_text(size: float | None) -> str:
+    """``1.25 GiB``: three digits, in powers of 1024."""
+    if size is None:
+        return _UNKNOWN
+    amount, unit = float(size), 0
+    while amount >= 1000 and unit < len(_UNITS) - 1:
+        amount /= 1024
+        unit += 1
+    return f"{size:,} B" if unit == 0 else f"{_three(amount)} {_UNITS[unit]}"
+
+
+def _three(amount: float) -> str:
+    return f"{amount:.0f}" if amount >= 99.95 else f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
+
+
+def count_text(count: float | None) -> str:
+    """``12,345``."""
+    return _UNKNOWN if count is None else f"{count:,}"
+
+
+def large_text(count: float | None) -> str:
+    """``6.74 B``: of elements, in powers of 1000."""
+    if count is None:
+        return _UNKNOWN
+    amount = float(count)
+    for unit in ("", "K", "M", "B"):
+        if amount < 999.5:
+            return f"{amount:.0f}" if not unit else f"{_three(amount)} {unit}"
+        amount /= 1000
+    return f"{_three(amount)} T"
+
+
+def number_text(value: float | None) -> str:
+    """A metric: five digits that count."""
+    if value is None or not math.isfinite(value):
+        return _UNKNOWN if value is None else str(value)
+    return f"{value:.5g}"
+
+
+def time_text(moment: str | None) -> str:
+    """``2026-01-31 12:00:00 UTC`` of a time as the API has it."""
+    return _UNKNOWN if moment is None else f"{moment[:10]} {moment[11:19]} UTC"
+
+
+def ago_text(moment: str | None, now_seconds: float) -> str:
+    """``3 h ago``."""
+    if moment is None:
+        return "never"
+    seconds = now_seconds - _seconds_of(moment)
+    if abs(seconds) < 10:
+        return "just now"
+    return f"{_span(seconds)} ago" if seconds >= 0 else f"in {_span(-seconds)}"
+
+
+def _span(seconds: float) -> str:
+    unit_seconds = 1
+    for end, unit in _AGES:
+        if seconds < end:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+        unit_seconds = end
+    return f"{seconds / unit_seconds:.1f} y"
+
+
+def _seconds_of(moment: str) -> float:
+    return datetime.fromisoformat(moment).astimezone(UTC).timestamp()
+
+
+def seconds_text(seconds: float | None) -> str:
+    """``1 h 02 min``, ``3.2 s``: how long something takes."""
+    if seconds is None:
+        return _UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def between_text(start: str | None, end: str | None) -> str:
+    """How long it was from one time to another."""
+    if start is None or end is None:
+        return _UNKNOWN
+    return seconds_text(max(0.0, _seconds_of(end) - _seconds_of(start)))
+
+
+def shape_text(shape: list[int] | None) -> str:
+    """Lengths with a sign between them; of a scalar that it is one."""
+    if shape is None:
+        return _UNKNOWN
+    return _TIMES.join(map(str, shape)) if shape else "scalar"
+
+
+def json_text(value: Any) -> str:
+    """Indented, with letters as they are; the template escapes it."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def percent_text(share: float) -> str:
+    """``12 %``."""
+    return f"{100 * share:.0f} %"
+
+
+FILTERS: Final[dict[str, Any]] = {
+    "ago": ago_text,
+    "between": between_text,
+    "bytes": bytes_text,
+    "count": count_text,
+    "json": json_text,
+    "large": large_text,
+    "number": number_text,
+    "percent": percent_text,
+    "seconds": seconds_text,
+    "shape": shape_text,
+    "time": time_text,
+}
+"""Of templates."""

@@ -1,0 +1,62 @@
+"""Errors as pages: what went wrong, and what to do. Who is not signed in is sent to where that is done."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Request
+from fastapi.responses import RedirectResponse, Response
+
+from dcp.server.pages.rendering import page
+from dcp.server.problems import ProblemError
+
+__all__ = ["MovedError", "problem_page"]
+
+_ADVICE: Final = {
+    401: "Sign in with an API key.",
+    403: "An administrator can make a key that may: dcp keys create NAME --scope SCOPE.",
+    404: "It may have been renamed, or be in a root that your key does not see.",
+    409: "Something else happened to it meanwhile. Look at it again.",
+    412: "Somebody changed it since you saw it. Look at it again.",
+    429: "Wait a little.",
+    500: "The log of the service has more under the request's id.",
+    503: "It is tried again by itself in a moment.",
+}
+
+
+class MovedError(ProblemError):
+    """Not an error: the page is at another address."""
+
+    status, slug, title = 303, "see-other", "See other"
+
+    def __init__(self, url: str) -> None:
+        super().__init__("it is at another address", headers={"Location": url})
+
+
+def problem_page(problem: ProblemError, scope: Any) -> Response:
+    """The page of a problem."""
+    request = Request(scope)
+    if problem.status == MovedError.status:
+        return RedirectResponse(problem.headers["Location"], problem.status)
+    if problem.status == 401 and request.method == "GET":
+        return _to_sign_in(request)
+    answer = page(
+        request,
+        "problem.html",
+        problem.status,
+        problem=problem.document(),
+        advice=_ADVICE.get(problem.status, ""),
+        request_id=scope.get("state", {}).get("request_id"),
+        retry_seconds=problem.headers.get("Retry-After") if request.method == "GET" else None,
+    )
+    answer.headers.update(problem.headers)
+    return answer
+
+
+def _to_sign_in(request: Request) -> Response:
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    url = "/sign-in" if path == "/" else f"/sign-in?{urlencode({'next': path})}"
+    if request.headers.get("hx-request"):  # a part of a page: the whole of it goes there
+        return Response(status_code=401, headers={"HX-Redirect": url})
+    return RedirectResponse(url, 303)

@@ -1,0 +1,159 @@
+"""Forms of a checkpoint's page: what they do is what the API does, with its scopes and its conditions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from dcp.server.catalog.errors import MissingError
+from dcp.server.http.dependencies import Author, Caller, Db, Precondition, ServiceDep, requires
+from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.inputs import Name
+from dcp.server.jobs.kinds.convert import ConvertParams
+from dcp.server.jobs.kinds.verify import VerifyParams
+from dcp.server.pages.queries import pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.tokens import Form, FormDep
+from dcp.server.problems import UnprocessableError
+from dcp.server.routes.catalog import checkpoints as checkpoints_api
+from dcp.server.routes.catalog import deletion as deletion_api
+from dcp.server.routes.catalog import labels as api
+from dcp.server.routes.jobs.submitting import submit_kind
+from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.labels import AliasChange
+
+__all__ = ["router"]
+
+router = pages_router()
+
+_CHECKPOINT = "/checkpoints/{checkpoint_id}"
+_WRITE, _CONVERT, _DELETE = [requires("write")], [requires("convert")], [requires("delete")]
+_ANY = Precondition(None)
+"""Labels are given whatever else has changed."""
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
+
+
+def _back(checkpoint_id: int, done: str) -> Response:
+    return RedirectResponse(f"/checkpoints/{checkpoint_id}?done={done}", 303)
+
+
+def _seen(form: Form) -> Precondition:
+    """The state that the page has shown: 412 if somebody changed it since."""
+    return Precondition(form.optional("etag"))
+
+
+def _name(form: Form, what: str) -> str:
+    try:
+        return _NAME.validate_python(form.text(what))
+    except ValidationError:
+        raise UnprocessableError(
+            f"{what}: 1 to 128 letters, digits and _./:@+=-, beginning with a letter, a digit or _",
+            field=what,
+        ) from None
+
+
+def _params(model: type[BaseModel], **given: Any) -> Any:
+    try:
+        return model(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UnprocessableError(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
+
+
+@router.post(_CHECKPOINT + "/verify", dependencies=_WRITE)
+def verify_form(
+    checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
+) -> Response:
+    """Read and compare every byte, as a job."""
+    params = VerifyParams(checkpoint_id=checkpoint_id)
+    job = submit_kind("verify", params, service, author, transact, Response())
+    return RedirectResponse(f"/jobs/{job.id}", 303)
+
+
+@router.post(_CHECKPOINT + "/convert", dependencies=_CONVERT)
+def convert_form(
+    checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
+) -> Response:
+    """Make it anew in another format, as a job."""
+    params = _params(
+        ConvertParams,
+        checkpoint_id=checkpoint_id,
+        to=form.text("to"),
+        target_root=form.optional("target_root"),
+        target_key=form.text("target_key"),
+        dtype=form.optional("dtype"),
+        drop_objects=form.is_checked("drop_objects"),
+    )
+    job = submit_kind("convert", params, service, author, transact, Response())
+    return RedirectResponse(f"/jobs/{job.id}", 303)
+
+
+@router.post(_CHECKPOINT + "/tags", dependencies=_WRITE)
+def change_tags_form(checkpoint_id: IdPath, form: FormDep, database: Db, author: Author) -> Response:
+    """Give a tag, or take one away."""
+    if form.text("remove"):
+        api.remove_tag(checkpoint_id, _name(form, "remove"), database, author, _ANY, Response())
+        return _back(checkpoint_id, "untagged")
+    api.add_tag(checkpoint_id, _name(form, "tag"), database, author, _ANY, Response())
+    return _back(checkpoint_id, "tagged")
+
+
+@router.post(_CHECKPOINT + "/pin", dependencies=_WRITE)
+def change_pin_form(checkpoint_id: IdPath, form: FormDep, database: Db, author: Author) -> Response:
+    """Keep it whatever retention says, or let it go again."""
+    act = api.pin_checkpoint if form.is_checked("pinned") else api.unpin_checkpoint
+    act(checkpoint_id, database, author, _ANY, Response())
+    return _back(checkpoint_id, "pinned" if form.is_checked("pinned") else "unpinned")
+
+
+@router.post(_CHECKPOINT + "/alias", dependencies=_WRITE)
+def set_alias_form(
+    checkpoint_id: IdPath, form: FormDep, request: Request, database: Db, author: Author, caller: Caller
+) -> Response:
+    """Let an alias of the run name this checkpoint; one that names another is moved after asking."""
+    name = _name(form, "alias")
+    found = checkpoints_api.get_checkpoint(checkpoint_id, database, caller, Response())
+    etag = form.optional("alias_etag")
+    try:
+        present = api.get_alias(found.run_id, name, database, caller, Response())
+    except MissingError:
+        present = None
+    if present is not None and present.checkpoint_id == checkpoint_id:
+        return _back(checkpoint_id, "aliased")
+    if present is not None and etag is None:
+        holder = checkpoints_api.get_checkpoint(present.checkpoint_id, database, caller, Response())
+        return page(request, "move_alias.html", found=found, holder=holder, alias=present)
+    change = AliasChange(checkpoint_id=checkpoint_id)
+    api.set_alias(found.run_id, name, change, database, author, caller, Precondition(etag), Response())
+    return _back(checkpoint_id, "aliased")
+
+
+@router.post(_CHECKPOINT + "/unalias", dependencies=_WRITE)
+def delete_alias_form(
+    checkpoint_id: IdPath, form: FormDep, database: Db, author: Author, caller: Caller
+) -> Response:
+    """Remove an alias that names this checkpoint."""
+    name = _name(form, "alias")
+    found = checkpoints_api.get_checkpoint(checkpoint_id, database, caller, Response())
+    present = api.get_alias(found.run_id, name, database, caller, Response())
+    if present.checkpoint_id == checkpoint_id:
+        api.delete_alias(found.run_id, name, database, author, caller, Precondition(present.etag))
+    return _back(checkpoint_id, "unaliased")
+
+
+@router.post(_CHECKPOINT + "/delete", dependencies=_DELETE)
+def delete_form(checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author) -> Response:
+    """Delete it; until the grace is over that can be taken back."""
+    deletion_api.delete_checkpoint(checkpoint_id, service, author, _seen(form), Response())
+    return _back(checkpoint_id, "deleted")
+
+
+@router.post(_CHECKPOINT + "/restore", dependencies=_DELETE)
+def restore_form(checkpoint_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
+    """Take the deletion back."""
+    deletion_api.restore_checkpoint(checkpoint_id, author, transact, _seen(form), Response())
+    return _back(checkpoint_id, "restored")

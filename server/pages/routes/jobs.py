@@ -1,0 +1,101 @@
+"""Jobs: all of them, and one as it goes on: the stream of its events has the page look again."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+from urllib.parse import urlencode
+
+from fastapi import Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from dcp.server.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
+from dcp.server.http.idempotent_transaction import IdempotentDep
+from dcp.server.inputs import Name
+from dcp.server.jobs.kinds import KINDS
+from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.tokens import FormDep
+from dcp.server.records.jobs import JobState
+from dcp.server.routes.jobs import jobs as api
+from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.jobs import JobAnswer
+
+__all__ = ["router"]
+
+router = pages_router()
+
+_ACTIVE: Final = ("queued", "planning", "running", "publishing")
+_MAX_TASKS: Final = 100
+_LINES: Final = 30
+
+
+@router.get("/jobs", dependencies=READ)
+def jobs_page(
+    request: Request,
+    database: Db,
+    caller: Caller,
+    params: Page,
+    state: JobState | None = None,
+    kind: Annotated[Name | None, Query()] = None,
+    scans: bool = False,
+) -> Response:
+    """The newest first; scans that the service makes by itself only if they are asked for."""
+    asked = {"state": state, "kind": kind, "scans": "true" if scans else None}
+    given = {name: value for name, value in asked.items() if value}
+    states = [state] if state else None
+    kinds = [kind] if kind else None
+    found = api.list_jobs(database, caller, params, states, kinds, scans=scans)
+    return page(
+        request,
+        "jobs.html",
+        twin=f"/api/v1/jobs?{urlencode(given)}" if given else "/api/v1/jobs",
+        jobs=found.items,
+        next_cursor=found.next_cursor,
+        kinds=sorted(KINDS),
+        state=state,
+        kind=kind,
+        scans=scans,
+    )
+
+
+@router.get("/jobs/{job_id}", dependencies=READ)
+def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db, caller: Caller) -> Response:
+    """One job: state, progress, what it is about, what came of it, its tasks."""
+    job = api.get_job(job_id, database, caller)
+    tasks = api.list_job_tasks(job_id, database, caller, PageParams(_MAX_TASKS, None))
+    kind = KINDS.get(job.kind)
+    return page(
+        request,
+        "job.html",
+        twin=f"/api/v1/jobs/{job_id}",
+        job=job,
+        tasks=tasks.items,
+        has_more_tasks=tasks.next_cursor is not None,
+        log=api.get_job_log(job_id, database, caller, PageParams(_LINES, None)).items,
+        pace=api.get_job_throughput(job_id, service, caller) if job.state in _ACTIVE else None,
+        target=_target_of(job),
+        is_active=job.state in _ACTIVE,
+        may_change=caller.may("admin" if kind is None else kind.scope),
+    )
+
+
+def _target_of(job: JobAnswer) -> str | None:
+    """Where the page of the checkpoint is that a conversion has made."""
+    result = job.result or {}
+    if job.kind != "convert" or not {"root", "key"} <= result.keys():
+        return None
+    return f"/lookup?{urlencode({'root': result['root'], 'key': result['key']})}"
+
+
+@router.post("/jobs/{job_id}/cancel", dependencies=[requires("read")])
+def cancel_form(job_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
+    """Stop it; the scope is that of its kind."""
+    api.cancel_job(job_id, author, transact)
+    return RedirectResponse(f"/jobs/{job_id}", 303)
+
+
+@router.post("/jobs/{job_id}/retry", dependencies=[requires("read")])
+def retry_form(job_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
+    """Begin it anew."""
+    api.retry_job(job_id, author, transact)
+    return RedirectResponse(f"/jobs/{job_id}", 303)

@@ -1,0 +1,77 @@
+"""A run: its steps over time, a metric, its checkpoints, and what retention would leave of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import Query, Request, Response
+
+from dcp.manager.cleanup.retention import Retention
+from dcp.server.http.context import Service
+from dcp.server.http.dependencies import Caller, Db, ServiceDep
+from dcp.server.pages.drawing import polyline, timeline
+from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.lists import listed, loss_of
+from dcp.server.pages.views import RunView
+from dcp.server.retention.planning import plan_run
+from dcp.server.routes.catalog import labels as labels_api
+from dcp.server.routes.catalog import runs as api
+from dcp.server.schemas.administration.retention import RunPreview, TensorBytesAnswer
+from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.queries import TensorBytesQuery, TimelineQuery
+from dcp.server.schemas.runs import RunAnswer
+
+__all__ = ["router"]
+
+router = pages_router()
+
+_BINS: Final = 200
+"""As many as bars can be told apart."""
+
+
+@router.get("/runs/{run_id}", dependencies=READ)
+def run_page(
+    run_id: IdPath,
+    view: Annotated[RunView, Query()],
+    request: Request,
+    database: Db,
+    service: ServiceDep,
+    caller: Caller,
+) -> Response:
+    """All about one run."""
+    run = api.get_run(run_id, database, caller)
+    steps = api.get_run_timeline(run_id, TimelineQuery(points=_BINS), database, caller)
+    metric = view.metric or loss_of(steps.metric_names)
+    series = None if metric is None else api.get_run_series(run_id, database, caller, metric, _BINS)
+    return page(
+        request,
+        "run.html",
+        twin=f"/api/v1/runs/{run_id}",
+        run=run,
+        aliases=labels_api.list_aliases(run_id, database, caller).items,
+        steps=steps,
+        metric_names=steps.metric_names,
+        timeline=timeline(steps.bins),
+        metric=metric,
+        series=series,
+        line=polyline([point.mean for point in series.points], 600, 120) if series else "",
+        preview=_preview(run, view, service),
+        tensor_bytes=_tensor_bytes(run, view, database, caller),
+        **listed(view, database, caller, run_id=run_id),
+    )
+
+
+def _preview(run: RunAnswer, view: RunView, service: Service) -> RunPreview | None:
+    keep = view.keep
+    if keep is None:
+        return None
+    retention = Retention.from_dict(keep.document())
+    with service.database.read() as connection:
+        return RunPreview.of(plan_run(connection, run.id, run.key, retention, service.clock()))
+
+
+def _tensor_bytes(run: RunAnswer, view: RunView, database: Db, caller: Caller) -> TensorBytesAnswer | None:
+    if view.below_step is None:
+        return None
+    return api.get_run_tensor_bytes(run.id, TensorBytesQuery(below_step=view.below_step), database, caller)

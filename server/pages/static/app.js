@@ -1,0 +1,102 @@
+// What pages can do without: copying, colours without a new page, keys, and a word when a part was not loaded.
+"use strict";
+
+(() => {
+  const root = document.documentElement;
+  root.classList.add("has-script");
+
+  const status = document.getElementById("status");
+  let clearing = 0;
+  const say = (text) => {
+    const line = document.createElement("p");
+    line.textContent = text;
+    status.replaceChildren(line);
+    clearTimeout(clearing);
+    clearing = setTimeout(() => status.replaceChildren(), 4000);
+  };
+
+  const put = async (text) => {
+    if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
+    const area = document.createElement("textarea"); // plain HTTP on another host
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const isDone = document.execCommand("copy");
+    area.remove();
+    if (!isDone) throw new Error("not copied");
+  };
+
+  const copied = (button) => {
+    const of = button.dataset.copy ? document.getElementById(button.dataset.copy) : button.previousElementSibling;
+    return of.textContent.trim();
+  };
+
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("[data-copy]");
+    if (button) {
+      try {
+        await put(copied(button));
+        button.classList.add("done");
+        setTimeout(() => button.classList.remove("done"), 1500);
+        say("Copied");
+      } catch {
+        say("The browser did not allow to copy");
+      }
+    }
+    for (const menu of document.querySelectorAll("details.menu[open]")) {
+      if (!menu.contains(event.target)) menu.open = false;
+    }
+  });
+
+  const following = { system: "light", light: "dark", dark: "system" };
+  const themed = (button) => {
+    const theme = root.dataset.theme;
+    button.value = following[theme];
+    button.title = `Colours: ${theme}`;
+    button.setAttribute("aria-label", `Colours: ${theme}. Change to ${following[theme]}`);
+  };
+  document.addEventListener("submit", (event) => {
+    const button = event.submitter;
+    if (!button || !("themeButton" in button.dataset)) return;
+    event.preventDefault();
+    root.dataset.theme = button.value;
+    const secure = location.protocol === "https:" ? "; secure" : "";
+    document.cookie = `dcphub_theme=${button.value}; path=/; max-age=31536000; samesite=lax${secure}`;
+    themed(button);
+    document.dispatchEvent(new CustomEvent("themed"));
+  });
+
+  document.addEventListener("change", (event) => {
+    if ("submits" in event.target.dataset) event.target.form.requestSubmit();
+  });
+
+  document.addEventListener("keydown", (event) => {
+    const isTyping = event.target.closest("input, textarea, select, [contenteditable]");
+    if (event.key === "/" && !isTyping && !event.ctrlKey && !event.metaKey && !event.altKey) {
+      const find = document.getElementById("find");
+      if (find) {
+        event.preventDefault();
+        find.focus();
+        find.select();
+      }
+    } else if (event.key === "Escape") {
+      for (const menu of document.querySelectorAll("details.menu[open]")) menu.open = false;
+      if (event.target.closest(".find")) document.activeElement.blur();
+    } else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+      const find = event.target.closest(".find");
+      if (!find) return;
+      const places = [document.getElementById("find"), ...find.querySelectorAll("#found a")];
+      const next = places[places.indexOf(document.activeElement) + (event.key === "ArrowDown" ? 1 : -1)];
+      if (next) {
+        event.preventDefault();
+        next.focus();
+      }
+    }
+  });
+
+  document.addEventListener("htmx:responseError", (event) => {
+    const code = event.detail.xhr.status;
+    if (code !== 401) say(code === 503 ? "The service is away for a moment" : `The answer was an error (${code}): load the page again`);
+  });
+  document.addEventListener("htmx:sendError", () => say("The service cannot be reached"));
+})();

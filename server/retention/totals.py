@@ -1,0 +1,88 @@
+"""What a policy, or leaving some tensors out, would free in all; nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from sqlalchemy import Connection, case, func, or_, select
+
+from dcp.manager.cleanup.retention import Retention
+from dcp.server.catalog.queries.patterns import check_pattern, matches
+from dcp.server.catalog.runs import get_run
+from dcp.server.database.tables import aliases, checkpoints, structure_tensors
+from dcp.server.records.administration import RetentionTotals, TensorBytes
+from dcp.server.retention.planning import plan_run, runs_of
+
+__all__ = ["OPTIMIZER", "retention_totals", "tensor_bytes"]
+
+OPTIMIZER: Final = ("*optim*",)
+"""Names of what an optimizer keeps, as trainers call it."""
+
+_MAX_PLANNED: Final = 50_000
+
+
+def retention_totals(
+    connection: Connection, root: str, run_glob: str, keep: Retention, now: float
+) -> RetentionTotals:
+    """Of all runs whose keys match, in their order, as long as they have some ten thousand checkpoints."""
+    runs = kept = kept_bytes = deleted = deleted_bytes = unjudged = 0
+    found = runs_of(connection, root, run_glob)
+    for run_id, run in found:
+        plan = plan_run(connection, run_id, run, keep, now)
+        freed = sum(one.bytes for one in plan.deleted)
+        runs += 1
+        deleted += len(plan.deleted)
+        deleted_bytes += freed
+        kept += len(plan.decisions) - len(plan.deleted)
+        kept_bytes += sum(one.bytes for one in plan.decisions) - freed
+        unjudged += bool(plan.unjudged)
+        if kept + deleted >= _MAX_PLANNED:
+            break
+    return RetentionTotals(runs, kept, kept_bytes, deleted, deleted_bytes, unjudged, runs < len(found))
+
+
+def tensor_bytes(
+    connection: Connection,
+    run_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    only: Sequence[str] = OPTIMIZER,
+    below_step: int | None = None,
+) -> TensorBytes:
+    """Of tensors whose names match one of ``only``, in the committed checkpoints of a run with a step below
+    ``below_step``, or in all. `MissingError` for a run that may not be seen."""
+    get_run(connection, run_id, visible)
+    column = checkpoints.c
+    own = [column.run_id == run_id, column.state == "committed"]
+    if below_step is not None:
+        own += [column.step_order >= 0, column.step_order < below_step]
+    named = select(aliases.c.name).where(aliases.c.checkpoint_id == column.id).exists()
+    is_held = case((or_(column.is_pinned, named), 1), else_=0)
+    query = select(column.structure_id, func.count().label("number"), func.sum(is_held).label("held"))
+    rows = connection.execute(query.where(*own).group_by(column.structure_id)).all()
+    free = {row.structure_id: row.number - int(row.held) for row in rows if row.structure_id is not None}
+    sums = _sums(connection, [number for number, count in free.items() if count], only)
+    return TensorBytes(
+        run_id,
+        checkpoints=sum(row.number for row in rows),
+        held=sum(int(row.held) for row in rows),
+        tensors=sum(free[number] * tensors for number, (tensors, _, _) in sums.items()),
+        bytes=sum(free[number] * size for number, (_, size, _) in sums.items()),
+        total_bytes=sum(free[number] * size for number, (_, _, size) in sums.items()),
+    )
+
+
+def _sums(
+    connection: Connection, structures: Sequence[int], only: Sequence[str]
+) -> dict[int, tuple[int, int, int]]:
+    """By structure: how many tensors match, their bytes, and those of all."""
+    table = structure_tensors.c
+    globs = [matches(connection, table.fqn, check_pattern("only", glob)) for glob in only]
+    is_one = case((or_(*globs), 1), else_=0)
+    found = {}
+    for number in structures:
+        query = select(func.sum(is_one), func.sum(is_one * table.bytes), func.sum(table.bytes))
+        row = connection.execute(query.where(table.structure_id == number, table.kind == "tensor")).one()
+        found[number] = (int(row[0] or 0), int(row[1] or 0), int(row[2] or 0))
+    return found

@@ -1,0 +1,20 @@
+"""``/whoami``: who asks, and what that one may."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from dcp.server.http.dependencies import Caller, Db, requires
+from dcp.server.schemas.administration.keys import WhoamiAnswer
+from dcp.server.security.keys import whoami
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["keys"], dependencies=[requires("read")])
+
+
+@router.get("/whoami")
+def get_whoami(database: Db, caller: Caller) -> WhoamiAnswer:
+    """The name, the scopes and the roots of the key; without keys everybody is `local`, and may all."""
+    with database.read() as connection:
+        return WhoamiAnswer.of(whoami(connection, caller))

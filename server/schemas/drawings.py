@@ -1,0 +1,96 @@
+"""What is drawn of a checkpoint: phases of its save, shards, cells and statistics of a tensor."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from dcp.server.inputs import Text
+from dcp.server.records import drawings
+from dcp.server.schemas.queries import Query
+from dcp.server.schemas.records import RecordAnswer, answers
+
+__all__ = [
+    "DriftAnswer",
+    "DriftLayerAnswer",
+    "DriftStepAnswer",
+    "GridAnswer",
+    "GridValue",
+    "PhaseRowAnswer",
+    "PhasesAnswer",
+    "SavePhaseAnswer",
+    "ShardMapAnswer",
+    "ShardMapQuery",
+    "ShardMapRowAnswer",
+    "TensorStatisticsAnswer",
+]
+
+GridValue = Literal["mean", "min", "max", "abs_max", "nonfinite"]
+
+_Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class ShardMapQuery(Query):
+    """Which ranks, bytes and tensors, in how many cells."""
+
+    rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
+    bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
+    first_rank: _Rank | None = None
+    last_rank: _Rank | None = None
+    begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
+    end: Annotated[_Offset, Field(description="Behind the last byte; that of the longest file.")] | None = (
+        None
+    )
+    glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
+
+
+@answers(drawings.SavePhase)
+class SavePhaseAnswer(RecordAnswer):
+    """A phase of a save, over all ranks."""
+
+
+@answers(drawings.PhaseRow)
+class PhaseRowAnswer(RecordAnswer):
+    """Neighbouring ranks, of which there may be one."""
+
+
+@answers(drawings.SavePhases)
+class PhasesAnswer(RecordAnswer):
+    """How long the phases of a save took, by rank."""
+
+
+@answers(drawings.ShardMapRow)
+class ShardMapRowAnswer(RecordAnswer):
+    """Files of neighbouring ranks, of which there may be one."""
+
+
+@answers(drawings.ShardMap)
+class ShardMapAnswer(RecordAnswer):
+    """What lies where: rows of files by rank, bins of bytes. Cells are columns of one length."""
+
+
+@answers(drawings.TensorGrid)
+class GridAnswer(RecordAnswer):
+    """A matrix as cells, row by row. Values that were not asked for are empty."""
+
+
+@answers(drawings.TensorStatistics)
+class TensorStatisticsAnswer(RecordAnswer):
+    """Statistics of one tensor's values."""
+
+
+@answers(drawings.DriftStep)
+class DriftStepAnswer(RecordAnswer):
+    """Two neighbouring steps."""
+
+
+@answers(drawings.DriftLayer)
+class DriftLayerAnswer(RecordAnswer):
+    """The tensors of one layer, by step."""
+
+
+@answers(drawings.RunDrift)
+class DriftAnswer(RecordAnswer):
+    """How the tensors of a run change from step to step."""

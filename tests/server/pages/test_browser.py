@@ -1,0 +1,203 @@
+"""The pages in a real browser, against a real service with real checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from playwright.sync_api import Browser, expect
+
+import dcp
+from tests.support.catalog_api import CatalogApi, create_key
+from tests.support.chromium import Window, accessibility_faults, running_chromium, window
+from tests.support.service import Service, wait_until
+
+SETTINGS: Final = {
+    "auth": "keys",
+    "rate_limit": "100000/minute",
+    "concurrency": 1,
+    "embedded_worker": True,
+    "log_level": "warning",
+}
+STEPS: Final = (100, 200, 400)
+WIDTHS: Final = (360, 1024, 1920)
+COLOURS: Final = ("light", "dark")
+
+
+class Site:
+    """A service, a key for it, and a browser that is signed in with that."""
+
+    def __init__(self, service: Service, key: str, browser: Browser) -> None:
+        self.service = service
+        self.key = key
+        self.browser = browser
+        self.state: Any = None
+
+    def sign_in(self) -> None:
+        """By the form, as everybody does it."""
+        with window(self.browser, self.service.url) as seen:
+            seen.page.goto(f"{self.service.url}/jobs")
+            seen.page.get_by_label("API key").fill(self.key)
+            seen.page.get_by_role("button", name="Sign in").click()
+            seen.page.wait_for_url("**/jobs")
+            assert seen.faults == []
+            self.state = seen.page.context.storage_state()
+
+    def window(self, width: int = 1024, colours: Any = "light") -> Any:
+        """One that is signed in."""
+        return window(self.browser, self.service.url, width, colours, self.state)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """With a run of three steps."""
+    folder = tmp_path_factory.mktemp("site")
+    train(folder / "runs/llama/7b")
+    settings = {**SETTINGS, "roots": {"main": {"url": str(folder / "runs")}}}
+    (folder / "service").mkdir()
+    service = Service(folder / "service", settings)
+    key = create_key(service, "ada", ["admin"])
+    with running_chromium() as browser, service, service.client(key) as client:
+        api = CatalogApi(client)
+        wait_until(lambda: len(api.checkpoints()) == len(STEPS), "the scan finds them")
+        api.finished(api.submit("verify", checkpoint_id=api.checkpoints(sort="step")[0]["id"]))
+        made = Site(service, key, browser)
+        made.sign_in()
+        yield made
+
+
+def train(folder: Path) -> None:
+    """Three steps with metrics."""
+    model = torch.nn.ModuleDict({f"layers_{n}": torch.nn.Linear(16, 16) for n in range(3)})
+    with dcp.CheckpointManager(folder, every_steps=100, no_dist=True) as manager:
+        for step in STEPS:
+            manager.save(step, {"model": model, "step": step}, metrics={"loss": 100 / step, "accuracy": 0.5})
+
+
+PATHS: Final = (
+    "/",
+    "/runs/1?keep_last=1",
+    "/checkpoints?state=any",
+    "/checkpoints/1?prefix=model",
+    "/checkpoints/2?view=list",
+    "/checkpoints/1/files",
+    "/search?q=layers",
+    "/jobs?scans=true",
+    "/jobs/1",
+    "/roots",
+)
+
+
+def resized(seen: Window, width: int, colours: Any) -> None:
+    """The page as it is, in a window of this width and these colours: nothing of it lies outside."""
+    seen.page.set_viewport_size({"width": width, "height": 800})
+    seen.page.emulate_media(color_scheme=colours)
+    wide = seen.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0, (seen.path, width, wide)
+
+
+def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
+    """No scrolling aside, no error, no request elsewhere; nothing serious for those who do not see them."""
+    with site.window() as seen:
+        for path in PATHS:
+            seen.open(path)
+            assert accessibility_faults(seen.page) == [], path
+            for width in WIDTHS:
+                resized(seen, width, "dark")
+            assert accessibility_faults(seen.page, "color-contrast") == [], path
+            resized(seen, 1024, "light")
+        assert seen.faults == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("colours", COLOURS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pages_loaded_at_all_widths_and_colours(site: Site, width: int, colours: str) -> None:
+    """The same, each loaded so, and looked through for all that axe-core knows."""
+    with site.window(width, colours) as seen:
+        for path in PATHS:
+            seen.open(path)
+            resized(seen, width, colours)
+            assert accessibility_faults(seen.page) == [], (path, width, colours)
+        assert seen.faults == []
+
+
+def test_looking_around(site: Site) -> None:
+    """Search by keys as one types, a chart from its table, a filter in the address, the way back, a copy."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/")
+        page.keyboard.press("/")
+        page.keyboard.type("7b")
+        expect(page.locator("#found .hits a").first).to_contain_text("llama/7b")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/runs/1")
+        expect(page.locator(".uplot canvas")).to_be_visible()
+        page.locator("#checkpoints").get_by_role("link", name="good").click()
+        page.wait_for_url("**/runs/1?verification=good")
+        expect(page.locator("#checkpoints tbody tr")).to_have_count(1)
+        page.go_back()
+        page.wait_for_url("**/runs/1")
+        expect(page.locator("#checkpoints tbody tr")).to_have_count(len(STEPS))
+        page.locator("#checkpoints").get_by_role("link", name="400", exact=True).click()
+        page.wait_for_url("**/checkpoints/*")
+        expect(page.locator("#stock, [hx-trigger=load]").first).to_contain_text(
+            "torch.distributed.checkpoint"
+        )
+        page.get_by_label("Name").first.fill("layers_1.*weight")
+        expect(page.locator("#tensors tbody tr")).to_have_count(1)
+        assert "glob=layers_1" in seen.path
+        page.get_by_role("button", name="Copy the key").click()
+        assert page.evaluate("navigator.clipboard.readText()") == "llama/7b/step-00000400"
+        seen.open("/checkpoints/1?prefix=model")
+        expect(page.locator(".treemap a")).to_have_count(3)
+        page.locator(".treemap a").first.click()
+        page.wait_for_url("**/checkpoints/1?prefix=model.layers_*")
+        page.get_by_role("button", name="Colours").click()
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        page.reload()
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        assert seen.faults == []
+
+
+def test_working_on_a_checkpoint(site: Site) -> None:
+    """Converted, with progress that comes by itself; what it made is tagged; deleted and restored."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/checkpoints/2")
+        page.get_by_text("Convert…").click()
+        page.get_by_label("As", exact=True).fill("export/model.safetensors")
+        page.get_by_label("leave out values").check()
+        page.get_by_role("button", name="Convert").click()
+        page.wait_for_url("**/jobs/*")
+        expect(page.locator("#job .head .badge")).to_have_text("succeeded", timeout=120_000)
+        page.get_by_role("link", name="Open what it made").click()
+        page.wait_for_url("**/checkpoints/*")
+        page.get_by_label("New tag").fill("release")
+        page.get_by_role("button", name="Tag", exact=True).click()
+        expect(page.get_by_role("status").filter(has_text="The tag is given.")).to_be_visible()
+        seen.open("/checkpoints/3")
+        page.get_by_text("Delete…").click()
+        page.get_by_role("button", name="Delete Step 400").click()
+        page.get_by_role("button", name="Undo").click()
+        expect(page.get_by_role("status").filter(has_text="It is restored.")).to_be_visible()
+        assert seen.faults == []
+
+
+def test_signing_out(site: Site) -> None:
+    """Ends the session, also for the page behind the back button."""
+    site.sign_in()
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/roots")
+        page.locator("details.menu summary").click()
+        page.get_by_role("button", name="Sign out").click()
+        page.wait_for_url("**/sign-in")
+        assert seen.faults == []
+        page.goto(f"{site.service.url}/roots")
+        page.wait_for_url("**/sign-in?next=%2Froots")
+    site.sign_in()

@@ -1,0 +1,320 @@
+"""What pages show of the catalog, without script: names of any kind, filters, actions, roots, large runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from sqlalchemy import update
+
+from dcp.server.catalog.checkpoints import upsert_checkpoints
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.database.tables import checkpoints
+from tests.support.app import App, running_app
+from tests.support.catalog_rows import T0, add_checkpoint
+from tests.support.pages import Browser, PageText, faults_of
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\"><img src=x onerror='alert(1)'>",
+    "\u202egnp.exe \u2067\u05d0\u05d1",
+    "\U0001f4a5\U0001f469\u200d\U0001f680 caf\u00e9",
+    "{{ 7*7 }}{% raw %}",
+    "x" * 900,
+)
+
+
+@pytest.fixture
+def app(tmp_path: Path, _sqlite_template: Path) -> Iterator[App]:
+    """Without keys."""
+    yield from _started(tmp_path, _sqlite_template, auth="off")
+
+
+@pytest.fixture
+def keyed(tmp_path: Path, _sqlite_template: Path) -> Iterator[App]:
+    """With keys."""
+    yield from _started(tmp_path, _sqlite_template)
+
+
+def _started(tmp_path: Path, template: Path, **settings: Any) -> Iterator[App]:
+    shutil.copy(template, tmp_path / "catalog.sqlite")
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, rate_limit="100000/minute", **settings) as app:
+        yield app
+
+
+def reached(browser: Browser, start: str, most: int = 60) -> dict[str, PageText]:
+    """All pages that links lead to from ``start``, one of each sort and all their JSON."""
+    found: dict[str, PageText] = {}
+    waiting, seen = [start], set()
+    while waiting and len(found) < most:
+        path = waiting.pop(0)
+        parts = urlsplit(path)
+        kind = (re.sub(r"\d+", "1", parts.path), re.sub(r"=[^&]*", "", parts.query))
+        if kind in seen or parts.path in ("/docs", "") or parts.path.endswith(("/download", "/files")):
+            continue
+        seen.add(kind)
+        if parts.path.startswith("/api/"):
+            assert browser.get(path).status_code == 200, path
+            continue
+        found[path] = browser.page(path)
+        waiting += found[path].links
+    return found
+
+
+def test_all_that_is_linked_is_there(app: App) -> None:
+    """Every page that one comes to, with its JSON beside it, and nothing in it that the policy would stop."""
+    first = add_checkpoint(app.service.database, "team/run/step-1", metrics={"loss": 2.0, "acc": 0.1})
+    add_checkpoint(app.service.database, "team/run/step-2", metrics={"loss": 1.0, "acc": 0.3})
+    add_checkpoint(app.service.database, "lonely", root="other", step=None)
+    browser = Browser(app.client())
+    form = browser.page(f"/checkpoints/{first}").form(f"/checkpoints/{first}/verify")
+    assert browser.submit(form).url.path == "/jobs/1"
+    pages = reached(browser, "/") | reached(browser, "/search?q=run")
+    kinds = {re.sub(r"\d+", "1", urlsplit(path).path) for path in pages}
+    assert {
+        "/",
+        "/checkpoints",
+        "/checkpoints/1",
+        "/jobs",
+        "/jobs/1",
+        "/roots",
+        "/runs/1",
+        "/search",
+    } <= kinds
+    for path, page in pages.items():
+        twins = [given["href"] for name, given in page.elements if given.get("class") == "twin"]
+        assert twins, path
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_of_any_kind_are_text(app: App, name: str) -> None:
+    """Of runs, checkpoints and tensors, and in metadata: escaped, isolated, whole in the title."""
+    tensors = (
+        StructureTensor(fqn=f"model.{name * 11}", kind="tensor", dtype="float32", shape=(4,), bytes=16),
+    )
+    key = f"{name.replace('/', '|')[:400]}/{name.replace('/', '|')[:400]}"
+    found = add_checkpoint(
+        app.service.database,
+        key,
+        step=1,
+        structure=StructureFacts(digest="6" * 64, tensors=tensors),
+        user_metadata={name: name},
+        provenance={"torch_version": name},
+    )
+    browser = Browser(app.client())
+    run = key.split("/")[0]
+    for path in ("/", "/checkpoints", "/runs/1", f"/checkpoints/{found}", f"/checkpoints/{found}?view=list"):
+        page = browser.page(path)
+        assert run in page.text.replace("\n", " ") or run.split()[0] in page.text, path
+        isolated = {n for n, given in page.elements} >= {"bdi"}
+        assert isolated, path
+        assert len([1 for n, _ in page.elements if n == "img"]) == 0, path
+    listed = browser.get(f"/checkpoints/{found}?view=list").text
+    assert len(listed) < 200_000 + 3 * len(name) * 11
+    assert faults_of(PageText(browser.get("/search", params={"q": name[:200]}).text)) == []
+
+
+def test_filters_counts_and_pages(app: App) -> None:
+    """What is chosen is in the address; counts say what another choice brings; pages follow each other."""
+    facts = [
+        CheckpointFacts(
+            root="main",
+            key=f"run/step-{step}",
+            format="dcp" if step % 2 else "torch_dcp",
+            observed_seconds=T0,
+            committed_seconds=T0 + step,
+            step=step,
+            save_id=f"s{step}",
+            fingerprint=f"f{step}",
+            bytes=step,
+        )
+        for step in range(1, 121)
+    ]
+    add_checkpoint(app.service.database, "run/step-0")
+    app.service.database.transact(lambda connection: upsert_checkpoints(connection, facts, now=T0))
+    browser = Browser(app.client())
+    first = browser.page("/runs/1?format=torch_dcp")
+    assert "60 checkpoints" in first.text
+    assert "torch_dcp 60" in first.text and "dcp 61" in first.text
+    assert len(_steps(first)) == 50
+    (next_page,) = [given["href"] for _, given in first.elements if given.get("rel") == "next"]
+    assert "format=torch_dcp" in next_page
+    second = browser.page(next_page)
+    assert len(_steps(second)) == 10
+    assert not set(_steps(first)) & set(_steps(second))
+    assert browser.get("/runs/1?format=nonsense").status_code == 422
+    assert browser.get("/runs/1?unknown=1").status_code == 422
+    assert "115 would go" in browser.page("/runs/1?keep_last=3&format=dcp").text  # of both formats, whole
+
+
+def _steps(page: PageText) -> list[str]:
+    """Checkpoints in the list."""
+    places = [given.get("id") for _, given in page.elements]
+    rows = page.elements[places.index("checkpoints") : places.index("retention")]
+    return [given["href"] for name, given in rows if given.get("href", "").startswith("/checkpoints/")]
+
+
+def test_labels_by_forms(app: App) -> None:
+    """Tags and pins are given and taken; an alias that names another one is moved after asking."""
+    one = add_checkpoint(app.service.database, "run/step-1")
+    two = add_checkpoint(app.service.database, "run/step-2")
+    browser = Browser(app.client())
+
+    def send(number: int, action: str, place: int = 0, **fields: str) -> PageText:
+        forms = [f for f in browser.page(f"/checkpoints/{number}").forms if f.action.endswith(f"/{action}")]
+        answer = browser.submit(forms[place], **fields)
+        assert answer.status_code == 200, answer.text
+        return PageText(answer.text)
+
+    assert "The tag is given." in send(one, "tags", tag="release").text
+    assert app.base.get(f"/api/v1/checkpoints/{one}").json()["tags"] == ["release"]
+    assert "The tag is taken away." in send(one, "tags").text
+    assert "It is pinned" in send(one, "pin").text
+    assert "not pinned any more" in send(one, "pin").text
+    assert "names this checkpoint" in send(one, "alias", alias="best").text
+    asked = send(two, "alias", alias="best")
+    assert "Move best ?" in asked.text
+    assert app.base.get("/api/v1/runs/1/aliases/best").json()["checkpoint_id"] == one
+    assert browser.submit(asked.form(f"/checkpoints/{two}/alias")).status_code == 200
+    assert app.base.get("/api/v1/runs/1/aliases/best").json()["checkpoint_id"] == two
+    assert "The alias is removed." in send(two, "unalias").text
+    bad = browser.page(f"/checkpoints/{one}").forms
+    answer = browser.submit(next(form for form in bad if form.action.endswith("/alias")), alias="no blanks")
+    assert answer.status_code == 422
+
+
+def test_deleting_and_undoing(app: App) -> None:
+    """The page that says it is deleted has the button that takes it back; what is old changes nothing."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    before = browser.page(f"/checkpoints/{number}")
+    deleted = PageText(browser.submit(before.form(f"/checkpoints/{number}/delete")).text)
+    assert "Its bytes are there until" in deleted.text
+    restored = PageText(browser.submit(deleted.form(f"/checkpoints/{number}/restore")).text)
+    assert "It is restored." in restored.text
+    assert browser.submit(before.form(f"/checkpoints/{number}/delete")).status_code == 412
+
+
+def test_what_is_damaged_is_not_said_to_load(app: App) -> None:
+    """Nor what is not there: the health of a checkpoint promises nothing that it cannot keep."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text
+    for values in ({"verification": "damaged"}, {"verification": "unverified", "state": "vanished"}):
+        with app.service.database.write() as connection:
+            connection.execute(update(checkpoints).values(**values))
+        text = browser.page(f"/checkpoints/{number}").text
+        strip = text.partition("Loads in stock torch")[2].partition("Facts")[0]
+        assert "any number" not in strip and " yes" not in strip
+        assert "damaged" in strip or "vanished" in strip
+
+
+def test_a_job_is_cancelled_and_begun_anew(app: App) -> None:
+    """By the buttons of its page, which follow from its state; its log says who did it."""
+    number = add_checkpoint(app.service.database, "run/step-1")
+    browser = Browser(app.client())
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    queued = browser.page("/jobs/1")
+    assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
+    assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
+    assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine
+    cancelled = browser.page("/jobs/1")
+    assert app.base.get("/api/v1/jobs/1").json()["state"] == "cancelled"
+    assert "local" in cancelled.text.partition("What happened")[2]
+    assert browser.submit(cancelled.form("/jobs/1/retry")).status_code == 200
+    assert app.base.get("/api/v1/jobs/1").json()["state"] == "queued"
+
+
+def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
+    """A reader sees the facts and the lines that load it, no form of theirs; sent anyway it is refused."""
+    number = add_checkpoint(keyed.service.database, "run/step-1")
+    reader, writer = Browser(keyed.client()), Browser(keyed.client())
+    reader.sign_in(keyed.key("read"))
+    writer.sign_in(keyed.key("read", "write", "convert", "delete"))
+    actions = {"verify", "convert", "delete", "tags", "alias", "pin"}
+    offered = {form.action.rpartition("/")[2] for form in writer.page(f"/checkpoints/{number}").forms}
+    assert actions <= offered
+    page = reader.page(f"/checkpoints/{number}")
+    assert not actions & {form.action.rpartition("/")[2] for form in page.forms}
+    assert "/main" not in page.text.replace("runs/main", ""), "where a root is, only administrators see"
+    token = page.form("/theme").fields["token"]
+    for action in sorted(actions):
+        answer = reader.client.post(f"/checkpoints/{number}/{action}", data={"token": token, "tag": "x"})
+        assert answer.status_code == 403, action
+    assert keyed.client("read", name="r2").get(f"/api/v1/checkpoints/{number}").json()["tags"] == []
+
+
+def test_other_roots_do_not_show(keyed: App) -> None:
+    """Not in lists, counts, search or neighbours; by number they are not there."""
+    own = add_checkpoint(keyed.service.database, "shared-name/step-1")
+    other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
+    browser = Browser(keyed.client())
+    browser.sign_in(keyed.key("read", roots=["main"]))
+    for path in (
+        "/",
+        "/checkpoints",
+        "/checkpoints?state=any",
+        "/search?q=name",
+        "/roots",
+        f"/checkpoints/{own}",
+    ):
+        assert "secret" not in browser.get(path).text, path
+        assert "other" not in PageText(browser.get(path).text).text.replace("Other values", ""), path
+    for path in (f"/checkpoints/{other}", f"/checkpoints/{other}/files", "/runs/2"):
+        assert browser.get(path).status_code == 404, path
+    hidden, missing = browser.get("/?root=other"), browser.get("/?root=another")
+    assert hidden.status_code == missing.status_code == 422
+    assert browser.get("/lookup?root=other&key=secret-name/step-2").status_code == 404
+
+
+def test_large_runs_and_checkpoints_stay_small_pages(app: App) -> None:
+    """5,000 steps and 50,000 tensors: each page is bounded, whatever the catalog has."""
+    tensors = tuple(
+        StructureTensor(f"m.layers.{n}.{part}", "tensor", "float32", (64, 64), 16_384)
+        for n in range(5_000)
+        for part in ("a", "b", "c", "d", "e", "f", "g", "h", "i", "j")
+    )
+    structure = StructureFacts(digest="7" * 64, tensors=tensors)
+    number = add_checkpoint(app.service.database, "big/step-0", structure=structure)
+    facts = [
+        CheckpointFacts(
+            root="main",
+            key=f"big/step-{step}",
+            format="dcp",
+            observed_seconds=T0,
+            committed_seconds=T0 + step,
+            step=step,
+            save_id=f"s{step}",
+            fingerprint=f"f{step}",
+            bytes=step,
+            metrics={"loss": 1.0 / step},
+        )
+        for step in range(1, 5_001)
+    ]
+    for begin in range(0, len(facts), 1000):
+        some = facts[begin : begin + 1000]
+        app.service.database.transact(
+            lambda connection, some=some: upsert_checkpoints(connection, some, now=T0)
+        )
+    browser = Browser(app.client())
+    for path in (
+        "/",
+        "/checkpoints",
+        "/runs/1",
+        f"/checkpoints/{number}",
+        f"/checkpoints/{number}?glob=layers.4",
+    ):
+        begun = time.process_time()
+        answer = browser.get(path)
+        assert answer.status_code == 200, path
+        assert len(answer.content) < 400_000, (path, len(answer.content))
+        assert time.process_time() - begun < 5, path
+    assert "5,001" in browser.page("/runs/1").text
