@@ -19,7 +19,7 @@ WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch check lint types contracts bench packages format sync-client clean
+.PHONY: help demo test test-all test-torch test-trainer browser check lint types contracts bench packages format sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -27,6 +27,7 @@ help:
 	@echo "make test      tries every promise, in some minutes on two cores"
 	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
+	@echo "make test-trainer TRAINER=ray  or torchtitan, megatron: with that package, in an environment of its own"
 	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
@@ -39,6 +40,8 @@ demo: $(DEMO_STAMP)
 
 # Tests start hundreds of processes: what they import is compiled once, whatever the environment says of that.
 test test-all: export PYTHONDONTWRITEBYTECODE =
+
+test test-all: browser
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not exhaustive" $(PYTEST_ARGS)
@@ -67,6 +70,33 @@ $(TORCH_ENV)/.installed: $(STAMP)
 		torch==$(TORCH) --editable '.[dev]' --constraint $(TORCH_ENV)/constraints.txt
 	touch $@
 
+# Trainers that are too large to be beside the others, or cannot. The first call makes the environment.
+TRAINER_ENV ?= .venv-trainers/$(TRAINER)
+TRAINER_PYTHON ?= $(if $(filter megatron,$(TRAINER)),python3.12,$(BIN)/python)
+TRAINER_EXTRAS = $(TRAINER)$(if $(filter ray,$(TRAINER)),$(comma)demo-s3)
+TRAINER_TOOLS = hypothesis psutil pytest pytest-timeout pytest-xdist
+comma = ,
+
+test-trainer: export PYTHONDONTWRITEBYTECODE =
+
+test-trainer: $(TRAINER_ENV)/.installed
+	$(TRAINER_ENV)/bin/python -m pytest tests/dcp/integrations/test_$(TRAINER).py $(PYTEST_ARGS)
+
+$(TRAINER_ENV)/.installed: $(STAMP)
+	@test -n "$(TRAINER)" || { echo "make test-trainer TRAINER=ray, torchtitan or megatron" >&2; exit 1; }
+	$(TRAINER_PYTHON) -m venv --without-pip $(TRAINER_ENV)
+	$(BIN)/python -m pip --disable-pip-version-check --python $(TRAINER_ENV)/bin/python install \
+		torch==$(TORCH) --editable '.[$(TRAINER_EXTRAS)]' $(TRAINER_TOOLS)
+	touch $@
+
+# Tests of the web pages need a browser, which is no package of Python: Debian's, where it may be installed. Without
+# it they fail, and say why.
+browser:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing Chromium for the tests of the web pages."; \
+		apt-get update -q >/dev/null; apt-get install -y -q chromium >/dev/null || true; \
+	fi
+
 check: lint types contracts
 
 lint: $(STAMP)
@@ -93,7 +123,7 @@ sync-client: $(STAMP)
 	$(BIN)/python -m tests.support.sync_client
 
 clean:
-	rm -rf .venv .venv-torch build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-torch .venv-trainers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # On top of all that development needs, with the same torch.
 $(BENCH_STAMP): $(STAMP)

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -157,24 +157,29 @@ class _Suite:
                 self.rows.append(reshard_row(result))
 
     def _memory(self) -> None:
-        from benchmarks.memory import peak_mebibytes
+        from benchmarks.machine.memory import peak_mebibytes
         from benchmarks.targets import memory_row
         from benchmarks.workloads import tensor_specs, total_bytes
 
         for workload in _MEMORY_WORKLOADS:
-            peaks: dict[str, dict[str, float]] = {}
-            for side in ("ours", "stock"):
-                with self._own_folder() as name:
-                    say = self._say(f"memory, {workload}, {side}")
-                    arguments = (workload, self._options.scale, side, Path(name))
-                    (peaks[side],) = run_ranks(
-                        1, peak_mebibytes, *arguments, progress=say, folder=self._folder
-                    )
-                    say(", ".join(f"{name} {value:.0f} MiB" for name, value in peaks[side].items()))
+            peaks = self._peaks(peak_mebibytes, f"memory, {workload}", workload, ("ours", "stock"))
             gigabytes = total_bytes(tensor_specs(workload, self._options.scale)) / 1e9
             for operation in ("save", "load"):
                 ours, stock = peaks["ours"][operation], peaks["stock"][operation]
                 self.rows.append(memory_row(workload, operation, gigabytes, ours, stock))
+
+    def _peaks(
+        self, measure: Callable[..., dict[str, float]], what: str, workload: str, sides: Sequence[str]
+    ) -> dict[str, dict[str, float]]:
+        """MiB by side and figure, each side in a process of its own."""
+        peaks: dict[str, dict[str, float]] = {}
+        for side in sides:
+            with self._own_folder() as name:
+                say = self._say(f"{what}, {side}")
+                arguments = (workload, self._options.scale, side, Path(name))
+                (peaks[side],) = run_ranks(1, measure, *arguments, progress=say, folder=self._folder)
+                say(", ".join(f"{name} {value:.0f} MiB" for name, value in peaks[side].items()))
+        return peaks
 
     def _save_asynchronously(self, workload: str) -> None:
         from benchmarks.asynchronous.saving import (
@@ -210,15 +215,8 @@ class _Suite:
         from benchmarks.targets import async_memory_row
         from benchmarks.workloads import tensor_specs, total_bytes
 
-        found: dict[str, dict[str, float]] = {}
-        for side in ("ours_thread", "ours_process", "stock"):
-            with self._own_folder() as name:
-                say = self._say(f"async, {workload}, memory, {side}")
-                arguments = (workload, self._options.scale, side, Path(name))
-                (found[side],) = run_ranks(
-                    1, peak_async_mebibytes, *arguments, progress=say, folder=self._folder
-                )
-                say(", ".join(f"{name} {value:.0f} MiB" for name, value in found[side].items()))
+        sides = ("ours_thread", "ours_process", "stock")
+        found = self._peaks(peak_async_mebibytes, f"async, {workload}, memory", workload, sides)
         gigabytes = total_bytes(tensor_specs(workload, self._options.scale)) / 1e9
         for kind in ("thread", "process"):
             for figure in ("peak", "kept"):
@@ -286,7 +284,7 @@ class _Suite:
                 self.rows += conversion_rows(measured, peaks)
 
     def _object_store(self) -> None:
-        from benchmarks.s3.service import Service
+        from benchmarks.s3.service import S3Service
         from benchmarks.s3.store import not_installed
         from dcp.demo.s3_server import S3Server, S3ServerError
 
@@ -297,7 +295,7 @@ class _Suite:
             except S3ServerError as error:
                 raise BenchmarkError(str(error)) from error
             try:
-                service = Service(server.environment, server.pid)
+                service = S3Service(server.environment, server.pid)
                 self._left_out += not_installed(service)
                 for workload in _OBJECT_WORKLOADS:
                     self._save_and_load_objects(workload, service)

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.process_tree import descendants
+from benchmarks.machine.process_tree import descendants
 
 __all__ = ["BenchmarkError", "Progress", "run_ranks"]
 
@@ -30,7 +30,7 @@ _context.set_forkserver_preload(
     [
         "benchmarks.rounds",
         "benchmarks.resharding",
-        "benchmarks.memory",
+        "benchmarks.machine.memory",
         "benchmarks.asynchronous.saving",
         "benchmarks.s3.store",
         "benchmarks.converting.conversion",

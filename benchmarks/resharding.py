@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from benchmarks import page_cache
+from benchmarks.machine import page_cache
 from benchmarks.processes import Progress
-from benchmarks.rounds import rotated, sum_over_ranks, synchronize, timed
+from benchmarks.rounds import Timings, rotated, sum_over_ranks, synchronize, timed
 from benchmarks.sides import OURS, STOCK
 from benchmarks.workloads import build_state
 
@@ -21,8 +21,8 @@ _WORKLOAD = "W1"
 
 
 @dataclass
-class Resharding:
-    """Seconds and read/needed bytes of one case, warm: sample r of both sides was taken in round r."""
+class Resharding(Timings):
+    """Those of one case, warm, and the bytes read for those that are needed."""
 
     ranks: int
     dim: int
@@ -58,12 +58,9 @@ def load_resharded(
         for name in rotated(list(sides), number):
             _warm(rank, folder / name)
             before = _bytes_read_so_far()
-            sample = timed(partial(sides[name].load, state.state_dict, folder / name))
+            result.note(name, timed(partial(sides[name].load, state.state_dict, folder / name)))
             result.bytes_read[name] = int(sum_over_ranks(_bytes_read_so_far() - before))
-            result.samples.setdefault(name, []).append(sample.seconds)
-            result.others.setdefault(name, []).append(sample.others)
-        ours, stock = (result.samples[name][-1] for name in ("ours", "stock"))
-        progress(f"round {number + 1}/{rounds}: ours {ours:.3f} s, stock {stock:.3f} s")
+        progress(f"round {number + 1}/{rounds}: {result.latest()}")
     return result
 
 

@@ -6,7 +6,8 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import limits, page_cache
+from benchmarks.machine import limits, page_cache
 from benchmarks.peers import peer_sides
 from benchmarks.processes import Progress
 from benchmarks.sides import OURS, SAVERS, STOCK, Side
@@ -25,6 +26,7 @@ __all__ = [
     "Measurement",
     "Sample",
     "Spec",
+    "Timings",
     "busy_seconds",
     "max_over_ranks",
     "measure",
@@ -50,12 +52,40 @@ class Spec:
     folder: Path
 
 
-@dataclass
-class Measurement:
-    """Seconds by contender, one a round; sample r of all contenders was taken in round r.
+class Sample(NamedTuple):
+    """One timing: seconds, and the cores that processes other than ours (the kernel's too) kept busy."""
+
+    seconds: float
+    others: float
+
+
+class Timings:
+    """Seconds by contender, one a round: sample r of all contenders was taken in round r.
 
     ``others`` are the cores that other processes kept busy meanwhile.
     """
+
+    samples: dict[str, list[float]]
+    others: dict[str, list[float]]
+
+    def note(self, name: str, sample: Sample) -> None:
+        """One more of a contender."""
+        self.samples.setdefault(name, []).append(sample.seconds)
+        self.others.setdefault(name, []).append(sample.others)
+
+    def take(self, number: int, contenders: Mapping[str, Callable[[], Sample]]) -> None:
+        """Round ``number``: one of each."""
+        for name in rotated(list(contenders), number):
+            self.note(name, contenders[name]())
+
+    def latest(self) -> str:
+        """The seconds of the last round, for whoever waits."""
+        return ", ".join(f"{name} {seconds[-1]:.3f} s" for name, seconds in self.samples.items())
+
+
+@dataclass
+class Measurement(Timings):
+    """Those of one operation of a workload."""
 
     workload: str
     ranks: int
@@ -89,13 +119,6 @@ def sum_over_ranks(value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()
-
-
-class Sample(NamedTuple):
-    """One timing: seconds, and the cores that processes other than ours (the kernel's too) kept busy."""
-
-    seconds: float
-    others: float
 
 
 def timed(operation: Callable[[], object], server_seconds: Callable[[], float] = lambda: 0.0) -> Sample:
@@ -140,14 +163,11 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
 def measure(rank: int, world_size: int, progress: Progress, spec: Spec) -> list[Measurement]:
     """All rounds of a job on this rank; rank 0's return value counts."""
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
-    job = _Job(spec, state, rank, progress)
-    try:
-        return job.run()
-    finally:
-        job.close()
+    with closing(_SavesAndLoads(spec, state, rank, progress)) as rounds:
+        return rounds.run()
 
 
-class _Job:
+class _SavesAndLoads:
     def __init__(self, spec: Spec, state: State, rank: int, progress: Progress) -> None:
         self._spec = spec
         self._state = state
@@ -176,11 +196,7 @@ class _Job:
         self._warm_up()
         for number in range(spec.rounds):
             for operation, result in results.items():
-                contenders = self._contenders(operation)
-                for name in rotated(list(contenders), number):
-                    sample = contenders[name]()
-                    result.samples.setdefault(name, []).append(sample.seconds)
-                    result.others.setdefault(name, []).append(sample.others)
+                result.take(number, self._contenders(operation))
                 ours = result.samples["ours"][-1]
                 self._progress(f"round {number + 1}/{spec.rounds}, {operation}: ours {ours:.3f} s")
         for operation in ("load cold",):

@@ -13,10 +13,10 @@ from benchmarks.resharding import Resharding
 from benchmarks.rounds import Measurement
 
 __all__ = [
+    "Promise",
+    "PromiseCheck",
     "Row",
     "Spread",
-    "Target",
-    "Verdict",
     "async_memory_row",
     "async_row",
     "device_row",
@@ -27,6 +27,7 @@ __all__ = [
     "plan_row",
     "ratios",
     "reshard_row",
+    "row_beside_stock",
     "save_load_row",
 ]
 
@@ -56,7 +57,7 @@ _AT_MOST = (
 
 
 @dataclass(frozen=True)
-class Target:
+class Promise:
     """A bound for one figure of a row; at least, or at most for costs."""
 
     kind: Kind
@@ -64,7 +65,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromiseCheck:
     """A target with the figure that was measured."""
 
     text: str
@@ -130,18 +131,18 @@ class Row:
     stock_mebibytes: float | None = None
     percentile_90: float | None = None
     stock_percentile_90: float | None = None
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[PromiseCheck, ...] = ()
 
-    def judge(self, targets: Sequence[Target]) -> Row:
+    def judge(self, targets: Sequence[Promise]) -> Row:
         """Fill in the verdicts."""
         self.verdicts = tuple(self._verdict(target) for target in targets)
         return self
 
-    def _verdict(self, target: Target) -> Verdict:
+    def _verdict(self, target: Promise) -> PromiseCheck:
         found = getattr(self, target.kind)
         value = float("nan") if found is None else found.median if isinstance(found, Spread) else found
         met = value <= target.bound if target.kind in _AT_MOST else value >= target.bound
-        return Verdict(_TEXTS[target.kind].format(bound=target.bound, peer=self.peer_name), value, met)
+        return PromiseCheck(_TEXTS[target.kind].format(bound=target.bound, peer=self.peer_name), value, met)
 
 
 _TEXTS: dict[Kind, str] = {
@@ -158,15 +159,15 @@ _TEXTS: dict[Kind, str] = {
     "peer_gain": "{peer} is <= {bound:g}x as fast",
 }
 
-_DURABLE = (Target("ratio", 1.6), Target("ratio_tuned", 1.1), Target("of_limit", 0.85))
-_SMALL = (Target("ratio", 10), Target("microseconds", 20))
-_TARGETS: dict[tuple[str, int, str], tuple[Target, ...]] = {
-    ("W1", 1, "load warm"): (Target("ratio", 5), Target("of_limit", 0.6)),
-    ("W1", 1, "load cold"): (Target("ratio", 3.5), Target("of_limit", 0.9)),
+_DURABLE = (Promise("ratio", 1.6), Promise("ratio_tuned", 1.1), Promise("of_limit", 0.85))
+_SMALL = (Promise("ratio", 10), Promise("microseconds", 20))
+_TARGETS: dict[tuple[str, int, str], tuple[Promise, ...]] = {
+    ("W1", 1, "load warm"): (Promise("ratio", 5), Promise("of_limit", 0.6)),
+    ("W1", 1, "load cold"): (Promise("ratio", 3.5), Promise("of_limit", 0.9)),
     ("W1", 1, "save durable"): _DURABLE,
     ("W1", 4, "save durable"): _DURABLE,
-    ("W1", 1, "save"): (Target("ratio", 2), Target("ratio_tuned", 1.3)),
-    ("W1-opt", 1, "load warm"): (Target("ratio", 2), Target("of_limit", 0.6)),
+    ("W1", 1, "save"): (Promise("ratio", 2), Promise("ratio_tuned", 1.3)),
+    ("W1-opt", 1, "load warm"): (Promise("ratio", 2), Promise("of_limit", 0.6)),
     ("W2", 1, "save durable"): _SMALL,
     ("W2", 1, "save"): _SMALL,
     ("W2", 1, "load warm"): _SMALL,
@@ -198,9 +199,14 @@ def others_cores(others: dict[str, list[float]]) -> float | None:
 
 def save_load_row(measured: Measurement) -> Row:
     """The row of one operation of one workload."""
-    samples = measured.samples
-    ours = samples["ours"]
-    limit = min(_LIMITS[measured.operation], key=lambda name: statistics.median(samples[name]))
+    row = row_beside_stock(measured, _LIMITS[measured.operation])
+    return row.judge(_TARGETS.get((measured.workload, measured.ranks, measured.operation), ()))
+
+
+def row_beside_stock(measured: Measurement, limits: Sequence[str]) -> Row:
+    """Ours beside stock, and beside that of the ``limits`` whose median is the smallest."""
+    samples, ours = measured.samples, measured.samples["ours"]
+    limit = min(limits, key=lambda name: statistics.median(samples[name]))
     row = Row(
         measured.workload,
         measured.ranks,
@@ -219,7 +225,7 @@ def save_load_row(measured: Measurement) -> Row:
         row.ratio_tuned = ratios(samples["stock_2_threads"], ours)
     if measured.workload == "W2":
         row.microseconds = row.ours.median / measured.tensors * 1e6
-    return row.judge(_TARGETS.get((measured.workload, measured.ranks, measured.operation), ()))
+    return row
 
 
 def peer_rows(measured: Measurement, kind: str | None = None) -> list[Row]:
@@ -261,8 +267,8 @@ def reshard_row(measured: Resharding) -> Row:
         others=others_cores(measured.others),
     )
     if measured.dim == 0:
-        return row.judge((Target("ratio", 1), Target("read_per_needed", 1.02)))
-    return row.judge((Target("ratio", 2),))
+        return row.judge((Promise("ratio", 1), Promise("read_per_needed", 1.02)))
+    return row.judge((Promise("ratio", 2),))
 
 
 def memory_row(workload: str, operation: str, gigabytes: float, ours: float, stock: float) -> Row:
@@ -270,7 +276,7 @@ def memory_row(workload: str, operation: str, gigabytes: float, ours: float, sto
     nothing = float("nan")
     row = Row(workload, 1, f"{operation}, peak memory", gigabytes, Spread(nothing, nothing, nothing))
     row.mebibytes, row.stock_mebibytes = ours, stock
-    return row.judge((Target("mebibytes", 64),))
+    return row.judge((Promise("mebibytes", 64),))
 
 
 _ASYNC_LIMITS = {
@@ -278,7 +284,7 @@ _ASYNC_LIMITS = {
     "async_save": ("memory_copy", "memory_copy_2_threads"),
     "async_save committed": ("raw_direct_write",),
 }
-_BLOCKING = (Target("times_limit", 1.3), Target("ratio", 2))
+_BLOCKING = (Promise("times_limit", 1.3), Promise("ratio", 2))
 
 
 def async_row(measured: Measurement, kind: str) -> Row:
@@ -343,7 +349,7 @@ def loop_rows(measured: Measurement) -> list[Row]:
             stock_cost=Spread.of(costs[stock]),
             others=others_cores(measured.others),
         )
-        rows.append(row.judge((Target("lost", 0.05),) if kind == "process" else ()))
+        rows.append(row.judge((Promise("lost", 0.05),) if kind == "process" else ()))
     return rows
 
 
@@ -361,7 +367,7 @@ def plan_row(measured: Measurement) -> Row:
         others=others_cores(measured.others),
     )
     row.milliseconds = row.ours.median * 1e3
-    return row.judge((Target("milliseconds", 50),) if measured.operation.startswith("plan again") else ())
+    return row.judge((Promise("milliseconds", 50),) if measured.operation.startswith("plan again") else ())
 
 
 _DEVICE_SIDES = {
@@ -393,4 +399,4 @@ def device_row(measured: Measurement) -> Row:
     if limit in samples:
         row.limit_name, row.limit = limit, Spread.of(samples[limit])
         row.of_limit = ratios(samples[limit], ours).median
-    return row.judge((Target("of_limit", 0.8),) if measured.operation == "stage" else ())
+    return row.judge((Promise("of_limit", 0.8),) if measured.operation == "stage" else ())

@@ -19,7 +19,6 @@ from dcp.demo.s3_server import S3Server
 from dcp.planners.garbage_collection import garbage_collection_paused
 from tests.support.fault_proxy import FaultProxy
 from tests.support.forking import set_preload
-from tests.support.warm_writers import use_warm_writers
 
 # Alike on every machine: the same examples, however long a busy one takes to make and to try them. Others are
 # tried with --hypothesis-profile=default.
@@ -88,6 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What all tests share is there, and no garbage: each ``gc.collect()`` of a test took 0.4 s to find
     that out. The fork server starts with the first test that needs a process."""
+    from tests.support.warm_writers import use_warm_writers  # above it would import torch too early
+
     gc.collect()
     gc.freeze()
     set_preload()

@@ -12,6 +12,7 @@ import pytest
 
 import dcp
 from dcp.storage.torch_compat import VERSION
+from tests.support.programs import run_program
 
 TORCH = "torch.distributed.checkpoint"
 ROOT = Path(__file__).parents[1]
@@ -280,7 +281,6 @@ def test_format_utils_converts_from_the_command_line_as_torchs_does(
 
 def test_format_utils_refuses_a_source_that_is_not_there(tmp_path: Path) -> None:
     """Converting nothing is an error, not a success with a printed remark."""
-    command = [sys.executable, "-m", "dcp.format_utils", "dcp_to_torch", str(tmp_path / "none"), "x.pt"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = run_program("-m", "dcp.format_utils", "dcp_to_torch", tmp_path / "none", "x.pt")
     assert run.returncode == 2
     assert "no checkpoint folder" in run.stderr

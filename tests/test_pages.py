@@ -19,6 +19,7 @@ import torch
 import dcp
 from dcp.demo.places import newest_checkpoint
 from dcp.demo.s3_server import S3Server
+from tests.support.programs import Program
 from tests.support.s3 import raw_s3
 
 ROOT = Path(__file__).parents[1]
@@ -97,12 +98,12 @@ def steps_of(folder: Path) -> list[int]:
         return manager.all_steps()
 
 
-def run_until_saved(folder: Path, command: list[str], by: signal.Signals) -> int:
+def run_until_saved(folder: Path, arguments: list[str], by: signal.Signals) -> int:
     """Run until there is a new step, then send a signal; the step that it began with."""
     before = max(steps_of(folder), default=0)
     # unbuffered: a rank may be done before torchrun's signal reaches it, and is ended by that without a flush
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with Program(*arguments, cwd=folder, env=environment, stdout=subprocess.PIPE) as process:
         deadline = time.monotonic() + 240
         while max(steps_of(folder), default=0) <= before:
             assert process.poll() is None, f"ended by itself, with status {process.returncode}"
@@ -117,10 +118,21 @@ def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
     """As the page says: killed, started again, it begins with the step after the newest; SIGTERM ends it."""
     (script,) = blocks_of("docs/quick-start.md")
     (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "train.py"]
-    assert run_until_saved(tmp_path, command, signal.SIGKILL) == 1
+    assert run_until_saved(tmp_path, ["train.py"], signal.SIGKILL) == 1
     newest = max(steps_of(tmp_path))
-    assert run_until_saved(tmp_path, command, signal.SIGTERM) == newest + 1
+    assert run_until_saved(tmp_path, ["train.py"], signal.SIGTERM) == newest + 1
+    damage_a_byte(tmp_path)
+
+
+def damage_a_byte(folder: Path) -> None:
+    """As the page tells to; it is a tensor's."""
+    page = (ROOT / "docs/quick-start.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith(("STEP=", "printf "))]
+    assert len(lines) == 2
+    script = "\n".join([*lines, f"{sys.executable} -m dcp verify $STEP"])
+    verified = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True)
+    assert verified.returncode == 1, verified.stderr
+    assert re.search(r"checksum: .*'training\.", verified.stdout + verified.stderr)
 
 
 @pytest.mark.exhaustive
@@ -128,11 +140,10 @@ def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
     """Sharded, from what one process saved, and back."""
     (script,) = blocks_of("docs/quick-start.md")
     (tmp_path / "train.py").write_text(script)
-    alone = [sys.executable, "train.py"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command in (alone, [*torchrun, "train.py"], alone):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for arguments in (["train.py"], [*torchrun, "train.py"], ["train.py"]):
         newest = max(steps_of(tmp_path), default=0)
-        assert run_until_saved(tmp_path, command, signal.SIGTERM) == newest + 1
+        assert run_until_saved(tmp_path, arguments, signal.SIGTERM) == newest + 1
 
 
 def test_every_page_is_two_links_away() -> None:

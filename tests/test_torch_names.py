@@ -47,8 +47,8 @@ def own_names(trees: dict[Path, ast.Module]) -> set[str]:
                 names.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
-                names |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
     return names
 
 
@@ -69,7 +69,7 @@ def torchs_names(path: Path, tree: ast.Module, own: set[str]) -> list[str]:
         texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         own = own | {text for text in texts if isinstance(text, str)}
     for node in ast.walk(tree) if uses_torch else ():
-        if isinstance(node, ast.Attribute) and node.attr not in own:
+        if isinstance(node, ast.Attribute) and node.attr not in own and is_private(node.attr):
             holder = ast.unparse(node.value)
             if holder.partition(".")[0] not in {*OTHERS, "self", "cls"}:
                 found.append(f"torch?.{node.attr}")

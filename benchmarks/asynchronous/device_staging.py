@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,11 @@ def accelerator() -> str | None:
 
 def stage_from_device(rank: int, world_size: int, progress: Progress, spec: DeviceSpec) -> list[Measurement]:
     """Measurements of staging, of the wait, and of kernels that run meanwhile."""
-    job = _Job(spec, progress)
-    try:
-        return job.run()
-    finally:
-        job.close()
+    with closing(_StagingRounds(spec, progress)) as rounds:
+        return rounds.run()
 
 
-class _Job:
+class _StagingRounds:
     def __init__(self, spec: DeviceSpec, progress: Progress) -> None:
         self._spec = spec
         self._progress = progress
@@ -87,8 +85,8 @@ class _Job:
         operations = ("stage", "async_save on device", "async_save overlapping", "kernels while staging")
         results = {operation: self._measurement(operation) for operation in operations}
         for number in range(self._spec.rounds):
-            _note(results["stage"], "device_to_host", timed(self._copy_to_host))
-            _note(results["kernels while staging"], "kernels_alone", timed(self._run_kernels))
+            results["stage"].note("device_to_host", timed(self._copy_to_host))
+            results["kernels while staging"].note("kernels_alone", timed(self._run_kernels))
             for name in rotated(list(ways), number):
                 self._round(name, ways[name], results)
             staged = results["stage"].samples["ours"][-1]
@@ -121,15 +119,15 @@ class _Job:
         returned, staged, response = self._save(way)
         overlaps = name in ("ours_overlap", "stock_pinned")
         if overlaps:
-            _note(results["async_save overlapping"], name, Sample(returned, 0.0))
-        _note(results["async_save on device"], name, Sample(staged, 0.0))
+            results["async_save overlapping"].note(name, Sample(returned, 0.0))
+        results["async_save on device"].note(name, Sample(staged, 0.0))
         if name.startswith("ours"):
             seconds = response.outcome.seconds["staging"]
-            _note(results["stage"], name, Sample(seconds, 0.0))
+            results["stage"].note(name, Sample(seconds, 0.0))
         else:
-            _note(results["stage"], name, Sample(staged, 0.0))
+            results["stage"].note(name, Sample(staged, 0.0))
         if overlaps:
-            _note(results["kernels while staging"], name, self._kernels_beside(way))
+            results["kernels while staging"].note(name, self._kernels_beside(way))
 
     def _save(self, way: Callable[[Path], Any]) -> tuple[float, float, Any]:
         """Seconds until the call returned and until the state may change, and what the call gave."""
@@ -201,8 +199,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _moved(item, device) for key, item in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _note(measured: Measurement, name: str, sample: Sample) -> None:
-    measured.samples.setdefault(name, []).append(sample.seconds)
-    measured.others.setdefault(name, []).append(sample.others)

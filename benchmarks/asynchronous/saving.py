@@ -10,6 +10,7 @@ import gc
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import limits
 from benchmarks.asynchronous.sides import ASYNC_SIDES, AsyncSide
+from benchmarks.machine import limits
+from benchmarks.machine.process_tree import PeakMemory, cpu_seconds, resident_mebibytes
 from benchmarks.peers import peer_sides
-from benchmarks.process_tree import PeakMemory, cpu_seconds, resident_mebibytes
 from benchmarks.processes import Progress
 from benchmarks.rounds import (
     Measurement,
@@ -79,11 +80,8 @@ def async_peers(workload: str, ranks: int) -> tuple[str, ...]:
 def save_in_one_life(rank: int, world_size: int, progress: Progress, spec: AsyncSpec) -> list[Measurement]:
     """Measurements of `OPERATIONS` by one life; rank 0's return value counts."""
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
-    life = _Life(spec, state, rank, progress)
-    try:
+    with closing(_Life(spec, state, rank, progress)) as life:
         return life.run()
-    finally:
-        life.close()
 
 
 def merge_lives(lives: Sequence[list[Measurement]]) -> list[Measurement]:
@@ -121,23 +119,22 @@ class _Life:
         ]
         committed.facts["cpu_seconds"] = {name: [] for name in spec.contenders}
         for name in rotated(spec.contenders, spec.life):
-            _note(first, name, self._save(name, check=spec.life == 0).blocked)
-        _note(first, "first_copy_2_threads", timed(lambda: self._copy.first_copy(2)))
+            first.note(name, self._save(name, check=spec.life == 0).blocked)
+        first.note("first_copy_2_threads", timed(lambda: self._copy.first_copy(2)))
         for number in range(spec.later_saves):
             for name in rotated((*spec.contenders, *_LIMITS), spec.life + number):
                 if name == "memory_copy":
-                    _note(later, name, timed(self._copy.copy))
+                    later.note(name, timed(self._copy.copy))
                 elif name == "memory_copy_2_threads":
-                    _note(later, name, timed(lambda: self._copy.copy(2)))
+                    later.note(name, timed(lambda: self._copy.copy(2)))
                 elif name == "raw_direct_write":
-                    _note(committed, name, self._raw_write())
+                    committed.note(name, self._raw_write())
                 else:
                     timing = self._save(name)
-                    _note(later, name, timing.blocked)
-                    _note(committed, name, timing.committed)
+                    later.note(name, timing.blocked)
+                    committed.note(name, timing.committed)
                     committed.facts["cpu_seconds"][name].append(timing.cpu_seconds)
-            blocked = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in later.samples.items())
-            self._progress(f"life {spec.life + 1}, round {number + 1}/{spec.later_saves}: {blocked}")
+            self._progress(f"life {spec.life + 1}, round {number + 1}/{spec.later_saves}: {later.latest()}")
         return results
 
     def close(self) -> None:
@@ -191,11 +188,6 @@ class _Life:
         if self._rank == 0:
             remove_durably(folder)
         synchronize()
-
-
-def _note(measured: Measurement, name: str, sample: Sample) -> None:
-    measured.samples.setdefault(name, []).append(sample.seconds)
-    measured.others.setdefault(name, []).append(sample.others)
 
 
 def peak_async_mebibytes(

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from benchmarks.asynchronous.sides import ASYNC_SIDES, AsyncSide
-from benchmarks.process_tree import cpu_seconds
+from benchmarks.machine.process_tree import cpu_seconds
 from benchmarks.processes import Progress
 from benchmarks.rounds import Measurement, Sample, busy_seconds, remove_durably, rotated
 
@@ -142,12 +142,10 @@ class _Loop:
         for number in range(self._spec.rounds):
             for name in rotated((_NO_SAVES, *self._sides), number):
                 segment = self._segment(name, self._spec.steps)
-                result.samples.setdefault(name, []).append(segment.step.seconds)
-                result.others.setdefault(name, []).append(segment.step.others)
+                result.note(name, segment.step)
                 if name in costs:
                     costs[name].append(segment.cost_seconds)
-            steps = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in result.samples.items())
-            self._progress(f"round {number + 1}/{self._spec.rounds}, a step: {steps}")
+            self._progress(f"round {number + 1}/{self._spec.rounds}, a step: {result.latest()}")
         return result
 
     def close(self) -> None:

@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import page_cache
-from benchmarks.process_tree import descendants
+from benchmarks.machine import page_cache
+from benchmarks.machine.process_tree import descendants
 from benchmarks.processes import BenchmarkError, Progress
 from benchmarks.rounds import Measurement, rotated
-from benchmarks.targets import Row, Spread, Target, ratios
+from benchmarks.targets import Promise, Row, Spread, ratios
 
 __all__ = ["CASES", "SAVING_RANKS", "conversion_rows", "measure_conversion", "save_for_conversion"]
 
@@ -139,7 +139,7 @@ def conversion_rows(measured: Measurement, peaks: dict[str, float]) -> list[Row]
         limit=Spread.of(measured.samples["loop"]),
         of_limit=ratios(measured.samples["loop"], ours).median,
     )
-    row.judge([Target("ratio", speed), Target("of_limit", 0.6)])
+    row.judge([Promise("ratio", speed), Promise("of_limit", 0.6)])
     nothing = Spread(float("nan"), float("nan"), float("nan"))
     memory = Row(
         WORKLOAD,
@@ -150,4 +150,4 @@ def conversion_rows(measured: Measurement, peaks: dict[str, float]) -> list[Row]
         mebibytes=peaks["ours"],
         stock_mebibytes=peaks["stock"],
     )
-    return [row, memory.judge([Target("mebibytes", 300)])]
+    return [row, memory.judge([Promise("mebibytes", 300)])]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import page_cache
+from benchmarks.machine import page_cache
 
 _PIECE_BYTES = 16 << 20
 

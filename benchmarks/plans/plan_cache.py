@@ -97,8 +97,7 @@ class _Planning:
                 measured, side, save = contenders[name]
                 sample = self._timed(save)
                 if number >= 0:
-                    measured.samples.setdefault(side, []).append(sample.seconds)
-                    measured.others.setdefault(side, []).append(sample.others)
+                    measured.note(side, sample)
                     if name == "ours again" and self._rank == 0:
                         self._note_phases()
             if number >= 0:

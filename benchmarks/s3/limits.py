@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from benchmarks.processes import Progress
-from benchmarks.s3.service import Buckets, Service
+from benchmarks.s3.service import Buckets, S3Service
 
 __all__ = ["CLIENTS", "RawLoops", "Setting"]
 
@@ -52,7 +52,7 @@ class RawClient(ABC):
     operations: tuple[str, ...] = ("put", "get")
     """Of these it is a way of its own."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: S3Service) -> None:
         self._service = service
 
     @abstractmethod
@@ -67,7 +67,7 @@ class RawClient(ABC):
 class BotocoreClient(RawClient):
     """botocore in threads; bodies are read into place."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: S3Service) -> None:
         super().__init__(service)
         self._client = service.client()
 
@@ -90,12 +90,7 @@ class BotocoreClient(RawClient):
         def fetch(piece: tuple[int, memoryview]) -> None:
             begin, target = piece
             body = self._client.get_object(Bucket=bucket, Key=key, Range=_range(begin, target))["Body"]
-            done = 0
-            while done < len(target):
-                count = body.readinto(target[done:])
-                if not count:
-                    raise OSError(f"a body of {len(target)} bytes ended after {done}")
-                done += count
+            _receive(body, target, len(target))
 
         with ThreadPoolExecutor(setting.at_a_time) as pool:
             list(pool.map(fetch, pieces))
@@ -124,21 +119,26 @@ class SignedUrlClient(BotocoreClient):
             body = connection().getresponse()
             if body.status != http.client.PARTIAL_CONTENT or body.length != len(target):
                 raise OSError(f"{body.status} with {body.length} bytes instead of {len(target)}")
-            done = 0
-            while done < len(target):
-                count = body.readinto(target[done : done + _READ_BYTES])
-                if not count:
-                    raise OSError(f"a body of {len(target)} bytes ended after {done}")
-                done += count
+            _receive(body, target, _READ_BYTES)
 
         with ThreadPoolExecutor(setting.at_a_time) as pool:
             list(pool.map(fetch, pieces))
 
 
+def _receive(body: Any, target: memoryview, most_bytes: int) -> None:
+    """All of a body, by reads of so many bytes at the most."""
+    done = 0
+    while done < len(target):
+        count = body.readinto(target[done : done + most_bytes])
+        if not count:
+            raise OSError(f"a body of {len(target)} bytes ended after {done}")
+        done += count
+
+
 class S3fsClient(RawClient):
     """The client that s3fs has, on its event loop; bodies are copied into place as they arrive."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: S3Service) -> None:
         super().__init__(service)
         from fsspec.asyn import sync
         from s3fs import S3FileSystem
@@ -194,7 +194,7 @@ class S3fsClient(RawClient):
 class ObstoreClient(RawClient):
     """The Rust client; what it fetched is copied into place."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: S3Service) -> None:
         super().__init__(service)
         self._module: Any = import_module("obstore")
 
@@ -255,7 +255,7 @@ async def _at_a_time(count: int, jobs: Iterable[Coroutine[Any, Any, Any]]) -> li
 class RawLoops:
     """Every client that is installed, each with the setting that suits it best, on a state's bytes."""
 
-    def __init__(self, service: Service, size_bytes: int, buckets: Buckets, progress: Progress) -> None:
+    def __init__(self, service: S3Service, size_bytes: int, buckets: Buckets, progress: Progress) -> None:
         self.size_bytes = size_bytes
         self._buckets = buckets
         self._clients = {

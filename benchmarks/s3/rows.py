@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 from benchmarks.resharding import Resharding
 from benchmarks.rounds import Measurement
 from benchmarks.s3.store import LOAD, SAVE
-from benchmarks.targets import Row, Spread, Target, others_cores, ratios
+from benchmarks.targets import Promise, Row, Spread, others_cores, ratios, row_beside_stock
 
 __all__ = ["client_row", "object_reshard_row", "object_row"]
 
 _CONNECTOR = "s3torchconnector"
-_NEARLY_RAW = (Target("of_limit", 0.8), Target("ratio_peer", 1))
-_TARGETS: dict[tuple[str, str], tuple[Target, ...]] = {
-    ("W1", SAVE): (Target("ratio", 1.5), *_NEARLY_RAW),
-    ("W1", LOAD): (Target("ratio", 5), *_NEARLY_RAW),
-    ("W2", LOAD): (Target("ratio", 20),),
+_NEARLY_RAW = (Promise("of_limit", 0.8), Promise("ratio_peer", 1))
+_TARGETS: dict[tuple[str, str], tuple[Promise, ...]] = {
+    ("W1", SAVE): (Promise("ratio", 1.5), *_NEARLY_RAW),
+    ("W1", LOAD): (Promise("ratio", 5), *_NEARLY_RAW),
+    ("W2", LOAD): (Promise("ratio", 20),),
 }
 _RAW = {SAVE: "raw_put_", LOAD: "raw_get_"}
 _PYTHON_CLIENTS = ("s3fs", "botocore", "http.client")
@@ -25,30 +24,14 @@ _PYTHON_CLIENTS = ("s3fs", "botocore", "http.client")
 
 def object_row(measured: Measurement) -> Row:
     """Ours beside stock; the limit is the client whose plain requests have the smallest median."""
-    samples, ours = measured.samples, measured.samples["ours"]
-    prefix = _RAW[measured.operation]
-    limit = _fastest(measured, [name for name in samples if name.startswith(prefix)])
-    row = Row(
-        measured.workload,
-        measured.ranks,
-        measured.operation,
-        measured.size_bytes / 1e9,
-        Spread.of(ours),
-        stock=Spread.of(samples["stock"]),
-        ratio=ratios(samples["stock"], ours),
-        limit_name=limit,
-        limit=Spread.of(samples[limit]),
-        of_limit=ratios(samples[limit], ours).median,
-        others=others_cores(measured.others),
-    )
-    if "stock_2_threads" in samples:
-        row.stock_tuned = Spread.of(samples["stock_2_threads"])
-        row.ratio_tuned = ratios(samples["stock_2_threads"], ours)
+    samples = measured.samples
+    row = row_beside_stock(measured, [name for name in samples if name.startswith(_RAW[measured.operation])])
     if _CONNECTOR in samples:
         row.peer_name = _CONNECTOR
-        row.peer, row.ratio_peer = Spread.of(samples[_CONNECTOR]), ratios(samples[_CONNECTOR], ours)
-    if measured.workload == "W2":
-        row.microseconds = row.ours.median / measured.tensors * 1e6
+        row.peer, row.ratio_peer = (
+            Spread.of(samples[_CONNECTOR]),
+            ratios(samples[_CONNECTOR], samples["ours"]),
+        )
     targets = _TARGETS.get((measured.workload, measured.operation), ())
     return row.judge([target for target in targets if row.peer_name or target.kind != "ratio_peer"])
 
@@ -58,7 +41,8 @@ def client_row(measured: Measurement) -> Row | None:
     samples, prefix = measured.samples, _RAW[measured.operation]
     if f"{prefix}obstore" not in samples:
         return None
-    python = _fastest(measured, [prefix + name for name in _PYTHON_CLIENTS if prefix + name in samples])
+    there = [prefix + name for name in _PYTHON_CLIENTS if prefix + name in samples]
+    python = min(there, key=lambda name: statistics.median(samples[name]))
     row = Row(
         measured.workload,
         measured.ranks,
@@ -71,7 +55,7 @@ def client_row(measured: Measurement) -> Row | None:
         others=others_cores(measured.others),
     )
     row.peer_gain = ratios(samples[python], samples[f"{prefix}obstore"]).median
-    return row.judge((Target("peer_gain", 1.3),))
+    return row.judge((Promise("peer_gain", 1.3),))
 
 
 def object_reshard_row(measured: Resharding) -> Row:
@@ -88,8 +72,4 @@ def object_reshard_row(measured: Resharding) -> Row:
         read_per_needed=measured.bytes_read["ours"] / measured.size_bytes,
         others=others_cores(measured.others),
     )
-    return row.judge((Target("read_per_needed", 1.05),) if measured.dim == 0 else ())
-
-
-def _fastest(measured: Measurement, names: Sequence[str]) -> str:
-    return min(names, key=lambda name: statistics.median(measured.samples[name]))
+    return row.judge((Promise("read_per_needed", 1.05),) if measured.dim == 0 else ())

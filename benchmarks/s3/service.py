@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.process_tree import cpu_seconds
+from benchmarks.machine.process_tree import cpu_seconds
 
-__all__ = ["Buckets", "Service"]
+__all__ = ["Buckets", "S3Service"]
 
 _POOL_CONNECTIONS = 64
 _LOOK_SECONDS = 0.25
@@ -21,7 +21,7 @@ _IDLE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Service:
+class S3Service:
     """A running server: AWS_* variables as every client reads them, and its process."""
 
     environment: dict[str, str]
@@ -82,7 +82,7 @@ class Service:
 class Buckets:
     """A bucket for each save, because the server gives space back at once for whole buckets only."""
 
-    def __init__(self, service: Service, prefix: str) -> None:
+    def __init__(self, service: S3Service, prefix: str) -> None:
         self._client = service.client()
         self._names = (f"{prefix}-{number}" for number in itertools.count(1))
 

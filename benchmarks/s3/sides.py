@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import dcp
-from benchmarks.s3.service import Service
+from benchmarks.s3.service import S3Service
 
 __all__ = ["ObjectSide", "connector_side", "ours", "stock_side"]
 
@@ -57,7 +57,7 @@ def stock_side(threads: int = 1) -> ObjectSide:
     return ObjectSide("stock" if threads == 1 else f"stock_{threads}_threads", save, load)
 
 
-def connector_side(service: Service) -> ObjectSide | None:
+def connector_side(service: S3Service) -> ObjectSide | None:
     """`S3StorageWriter` and `S3StorageReader` of s3torchconnector; None where it is not installed."""
     try:
         storages = import_module("s3torchconnector.dcp")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.processes import Progress
 from benchmarks.resharding import CASES, SAVING_RANKS, Resharding
-from benchmarks.rounds import Measurement, Sample, rotated, sum_over_ranks, synchronize, timed
+from benchmarks.rounds import Measurement, Sample, sum_over_ranks, synchronize, timed
 from benchmarks.s3.limits import CLIENTS, RawLoops
-from benchmarks.s3.service import Buckets, Service
+from benchmarks.s3.service import Buckets, S3Service
 from benchmarks.s3.sides import ObjectSide, connector_side, ours, stock_side
 from benchmarks.workloads import State, build_state
 
@@ -40,10 +41,10 @@ class ObjectSpec:
     workload: str
     scale: float
     rounds: int
-    service: Service
+    service: S3Service
 
 
-def not_installed(service: Service) -> list[str]:
+def not_installed(service: S3Service) -> list[str]:
     """Contenders that are left out, because their packages are not there."""
     missing = [] if connector_side(service) else ["s3torchconnector[dcp]"]
     try:
@@ -57,14 +58,11 @@ def measure_objects(rank: int, world_size: int, progress: Progress, spec: Object
     """All rounds of saving and loading by one rank."""
     spec.service.enter()
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
-    job = _Job(spec, state, progress)
-    try:
-        return job.run()
-    finally:
-        job.close()
+    with closing(_ObjectRounds(spec, state, progress)) as rounds:
+        return rounds.run()
 
 
-class _Job:
+class _ObjectRounds:
     def __init__(self, spec: ObjectSpec, state: State, progress: Progress) -> None:
         self._spec = spec
         self._state = state
@@ -94,14 +92,8 @@ class _Job:
         self, result: Measurement, contenders: Callable[[], dict[str, Callable[[], Sample]]], rounds: int
     ) -> None:
         for number in range(rounds):
-            these = contenders()
-            for name in rotated(list(these), number):
-                sample = these[name]()
-                result.samples.setdefault(name, []).append(sample.seconds)
-                result.others.setdefault(name, []).append(sample.others)
-            latest = {name: samples[-1] for name, samples in result.samples.items()}
-            shown = ", ".join(f"{name} {seconds:.2f}" for name, seconds in latest.items())
-            self._progress(f"round {number + 1}/{rounds}, {result.operation}: {shown}")
+            result.take(number, contenders())
+            self._progress(f"round {number + 1}/{rounds}, {result.operation}: {result.latest()}")
 
     def close(self) -> None:
         """Remove all buckets."""
@@ -154,7 +146,7 @@ class _Job:
 
 
 def save_for_resharding_objects(
-    rank: int, world_size: int, progress: Progress, scale: float, service: Service, buckets: dict[str, str]
+    rank: int, world_size: int, progress: Progress, scale: float, service: S3Service, buckets: dict[str, str]
 ) -> None:
     """Both sides' checkpoints, sharded on dimension 0, each in its bucket."""
     service.enter()
@@ -184,19 +176,18 @@ def load_resharded_objects(
             result.bytes_read[side.name] = int(sum_over_ranks(fetched))
         if not state.is_intact():
             raise RuntimeError(f"{side.name} loaded other bytes than were saved")
+    loads = {
+        name: partial(_timed, partial(side.load, state.state_dict, _url(buckets[name])), spec.service)
+        for name, side in sides.items()
+    }
     for number in range(spec.rounds):
-        for name in rotated(list(sides), number):
-            load = partial(sides[name].load, state.state_dict, _url(buckets[name]))
-            sample = _timed(load, spec.service)
-            result.samples.setdefault(name, []).append(sample.seconds)
-            result.others.setdefault(name, []).append(sample.others)
-        latest = ", ".join(f"{name} {result.samples[name][-1]:.3f} s" for name in sides)
-        progress(f"round {number + 1}/{spec.rounds}: {latest}")
+        result.take(number, loads)
+        progress(f"round {number + 1}/{spec.rounds}: {result.latest()}")
     synchronize()
     return result
 
 
-def _timed(operation: Callable[[], object], service: Service) -> Sample:
+def _timed(operation: Callable[[], object], service: S3Service) -> Sample:
     service.settle()
     return timed(operation, service.cpu_seconds)
 

@@ -30,7 +30,7 @@ from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
 
-__all__ = ["Result", "main"]
+__all__ = ["CatalogResult", "main"]
 
 _LIST_TARGET_SECONDS: Final = 0.050
 _DETAIL_TARGET_SECONDS: Final = 0.030
@@ -41,7 +41,7 @@ _SCAN_BATCH: Final = 250
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CatalogResult:
     """What was measured at one size on one database; times in seconds, of requests."""
 
     database: str
@@ -107,7 +107,7 @@ def _database(kind: str, folder: Path) -> Iterator[str]:
         server.cleanup()
 
 
-def _measure(kind: str, url: str, folder: Path, size: int, requests: int) -> Result:
+def _measure(kind: str, url: str, folder: Path, size: int, requests: int) -> CatalogResult:
     database = Database(url)
     upgrade(database)
     begin = time.monotonic()
@@ -126,7 +126,7 @@ def _measure(kind: str, url: str, folder: Path, size: int, requests: int) -> Res
     all_lists = [seconds for times in lists.values() for seconds in times]
     by_question = {name: _percentile(times, 0.99) for name, times in lists.items()}
     slowest = max(by_question, key=by_question.__getitem__)
-    return Result(
+    return CatalogResult(
         database=kind,
         checkpoints=size,
         filled_per_second=filled,
@@ -244,7 +244,7 @@ def _write_like_a_scanner(url: str, first: int) -> int:
     return 1
 
 
-def _line(result: Result) -> str:
+def _line(result: CatalogResult) -> str:
     met = result.list_p99 <= _LIST_TARGET_SECONDS and result.detail_p99 <= _DETAIL_TARGET_SECONDS
     return (
         f"K1 {result.database} {result.checkpoints:,} checkpoints: "

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import httpx
 
-__all__ = ["Result", "main", "measure"]
+__all__ = ["DownloadResult", "main", "measure"]
 
 _TENSOR_BYTES: Final = 64 << 20
 _SMALL_TENSORS: Final = 200
@@ -47,7 +47,7 @@ with socket.create_connection((host, port)) as client:
 
 
 @dataclass(frozen=True)
-class Result:
+class DownloadResult:
     """Of one contender: seconds of each round, of the whole and until the first bytes."""
 
     contender: str
@@ -181,7 +181,7 @@ def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
                 samples[name].append(_get(*place))
         peak = _memory_mebibytes(server.pid, "VmHWM:")
     results = [
-        Result(name, size, tuple(total for *_, total in found), tuple(first for _, first, _ in found))
+        DownloadResult(name, size, tuple(total for *_, total in found), tuple(first for _, first, _ in found))
         for name, found in samples.items()
     ]
     return {

@@ -32,7 +32,7 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
 
 __all__ = ["main", "measure"]
 

@@ -103,7 +103,7 @@ def test_lives_are_put_together() -> None:
 
 _PARENT = """
 import subprocess, sys
-from benchmarks.process_tree import PeakMemory, cpu_seconds
+from benchmarks.machine.process_tree import PeakMemory, cpu_seconds
 work = "import sys; block = b'x' * (64 << 20); print(sum(range(3_000_000)), flush=True); sys.stdin.read()"
 with PeakMemory() as memory:
     before = cpu_seconds()

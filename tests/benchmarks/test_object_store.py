@@ -10,7 +10,7 @@ from benchmarks.__main__ import main
 from benchmarks.resharding import Resharding
 from benchmarks.rounds import Measurement
 from benchmarks.s3.rows import client_row, object_reshard_row, object_row
-from benchmarks.s3.service import Buckets, Service
+from benchmarks.s3.service import Buckets, S3Service
 from benchmarks.s3.store import (
     LOAD,
     SAVE,
@@ -23,16 +23,16 @@ from dcp.demo.s3_server import S3Server
 
 
 @pytest.fixture
-def service(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Service:
+def service(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Service:
     """The tests' own server, as the benchmark knows it."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    return Service(s3_server.environment, s3_server.pid)
+    return S3Service(s3_server.environment, s3_server.pid)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of libraries that contenders use
 @pytest.mark.exhaustive  # test_smoke.py has a whole run
-def test_contenders_save_and_load_on_a_real_server(service: Service) -> None:
+def test_contenders_save_and_load_on_a_real_server(service: S3Service) -> None:
     """One tiny round: every contender's figures make a row, checkpoints load as saved, no bucket is left."""
     said: list[str] = []
     saving, loading = measure_objects(0, 1, said.append, ObjectSpec("W2", 0.001, 1, service))
@@ -51,7 +51,7 @@ def test_contenders_save_and_load_on_a_real_server(service: Service) -> None:
 
 
 @pytest.mark.exhaustive  # test_smoke.py has a whole run
-def test_resharding_counts_what_was_fetched(service: Service) -> None:
+def test_resharding_counts_what_was_fetched(service: S3Service) -> None:
     """One rank alone fetches no less than it needs, and each side loads its own checkpoint."""
     buckets = Buckets(service, "reshard")
     kept = {side: buckets.make() for side in ("ours", "stock")}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import page_cache
+from benchmarks.machine import page_cache
 from benchmarks.patterns import fill, is_intact
 from benchmarks.rounds import Measurement, rotated
 from benchmarks.targets import memory_row, save_load_row

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 
 import dcp
+from tests.support.programs import run_program
 from tests.support.service import Service, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +48,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(environment: dict[str, str], *arguments: object) -> str:
     """What ``dcp`` or a program prints, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_program(*map(str, arguments), env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -94,8 +91,7 @@ def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path],
     assert {row["fqn"] for row in shown["tensors"]} == MODEL.keys()
     run(installed, "-m", "dcp", "verify", url)
     run(installed, "-m", "dcp", "convert", url, tmp_path / "out.pt", "--to", "torch")
-    onto = [sys.executable, "-m", "dcp", "convert", url, f"{top}/out", "--to", "dcp"]
-    refused = subprocess.run(onto, env=installed, capture_output=True, text=True, timeout=300)
+    refused = run_program("-m", "dcp", "convert", url, f"{top}/out", "--to", "dcp", env=installed)
     assert (refused.returncode, "a ZipStore can only be read" in refused.stderr) == (3, True)
     assert_equal(torch.load(tmp_path / "out.pt"))
     loaded = tmp_path / "loaded.pt"

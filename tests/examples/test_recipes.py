@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dcp
+from tests.support.programs import Program, run_program
 from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,10 +25,9 @@ UPSTREAM_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".json")
 
 
 def command(script: str, folder: Path, *options: object, ranks: int = 0) -> list[str]:
-    """The command line; with ``ranks``, of torchrun on a free port of this machine."""
+    """What follows ``python``; with ``ranks``, of torchrun on a free port of this machine."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [
-        sys.executable,
         *(torchrun if ranks else []),
         str(EXAMPLES / script),
         *("--checkpoints", str(folder / "checkpoints")),
@@ -37,19 +37,17 @@ def command(script: str, folder: Path, *options: object, ranks: int = 0) -> list
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, so that ranks do not fight for the cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """One thread a process, so that ranks do not fight for the cores; and a script's neighbours, which are
+    not found by its place where it is forked."""
+    path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+    return {**os.environ, **settings}
 
 
 def run(script: str, folder: Path, *options: object, ranks: int = 0) -> str:
     """Run to the end; what was printed."""
-    done = subprocess.run(
-        command(script, folder, *options, ranks=ranks),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    words = command(script, folder, *options, ranks=ranks)
+    done = run_program(*words, env=environment(), timeout_seconds=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,9 +56,8 @@ def stop(script: str, folder: Path, *options: object, at_line: int, by: signal.S
     """Run until the losses have ``at_line`` lines, then send a signal; the exit status."""
     losses = folder / "losses.jsonl"
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    with subprocess.Popen(
-        command(script, folder, *options), env=environment(), stdout=subprocess.DEVNULL
-    ) as process:
+    words = command(script, folder, *options)
+    with Program(*words, env=environment(), stdout=subprocess.DEVNULL) as process:
         while not losses.exists() or losses.read_text().count("\n") < at_line:
             assert process.poll() is None, f"ended by itself, with status {process.returncode}"
             assert time.monotonic() < deadline
@@ -144,6 +141,29 @@ def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tm
     assert lines(folders[1]) == expected[6:]
     train("plain_pytorch", folders[2], *options, ranks=1)
     assert steps(lines(folders[2])) == list(range(7, 18))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 2)])
+def test_plain_pytorch_deals_out_what_is_left_of_an_epoch(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two changes of the number of ranks each sample is seen once."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import plain_pytorch
+
+    seen: list[int] = []
+    state = [plain_pytorch.Position(60, 0, 1).state_dict()["position"].value]
+    for ranks in (before, after, 1):
+        positions = [plain_pytorch.Position(60, rank, ranks) for rank in range(ranks)]
+        for rank, position in enumerate(positions):
+            position.load_state_dict(
+                {"position": dcp.PerRank(plain_pytorch.what_is_left(state, rank, ranks))}
+            )
+            own = list(position)[: 6 if ranks > 1 else 60]
+            position.taken += len(own)
+            seen += own
+        state = [position.state_dict()["position"].value for position in positions]
+    assert sorted(seen) == list(range(60))
 
 
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

@@ -22,9 +22,9 @@ from safetensors.torch import save
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening.sources import open_source
 from dcp.storage.formats.safetensors.file import MAX_HEADER_BYTES
 from dcp.storage.formats.safetensors.index import index_of_safetensors_file
-from dcp.storage.formats.sources import open_source
 from dcp.storage.formats.torch import structure as torch_structure
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.stores import PosixStore

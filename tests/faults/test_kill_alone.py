@@ -158,7 +158,23 @@ def look(scenario: Scenario, folder: Path, step: str, killed: bool) -> Crash:
     return crash
 
 
-@pytest.fixture(scope="module", params=SCENARIOS)
+COMBINED = (
+    "first, no fsync",
+    "first, two files",
+    "bare over bare",
+    "compatible over bare",
+    "bare over stock",
+)
+"""What each of them combines, others have; and the commit of one kind over another is interrupted at every
+operation by tests/storage/test_commit_interleavings.py."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in COMBINED else name for name in SCENARIOS
+    ],
+)
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     """A scenario with all of its crashes."""
     root = tmp_path_factory.mktemp("killed")

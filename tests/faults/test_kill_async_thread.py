@@ -268,9 +268,9 @@ def cases_of(steps: list[list[str]], *, exhaustive: bool) -> list[Case]:
     them, in all other phases, and at the steps of the other rank, too."""
     numbers = [range(1, len(own) + 1) for own in steps]
     if not exhaustive:
-        alone: list[Case] = [((0,), 0, number) for number in numbers[0][::4]]
-        alone += [((1,), 1, phase) for phase in (*numbers[1][::2], "after the copies")]
-        return [*alone, *(((0, 1), 0, phase) for phase in ("staged", *numbers[0][1::7]))]
+        alone: list[Case] = [((0,), 0, number) for number in numbers[0][::6]]
+        alone += [((1,), 1, phase) for phase in (*numbers[1][::4], "after the copies")]
+        return [*alone, *(((0, 1), 0, phase) for phase in ("staged", *numbers[0][1::12]))]
     phases = [[*PHASES, *own] for own in numbers]
     cases: list[Case] = [((0, 1), 0, phase) for phase in phases[0]]
     cases += [((victim,), victim, phase) for victim in (0, 1) for phase in phases[victim]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dcp
 from dcp.background.process.writer import ProcessWriter
-from dcp.manager.save_executor import _BackgroundExecutor
+from dcp.manager.saving.executor import _BackgroundExecutor
 from tests.faults.test_kill_async_thread import (
     NEXT,
     NOBODY,
@@ -57,7 +57,10 @@ def die_while_copying(rank: int, world_size: int, root: Path) -> tuple[list[str]
 def stop_while_writing(rank: int, world_size: int, root: Path) -> tuple[list[str], float]:
     """Rank 1 is stopped in the middle of its write, and killed only when the other has given up."""
 
-    stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)  # a busy machine stops the main thread first, and this one some writes later
+
     killing = KillingManager(root, 2 if rank == 1 else NOBODY, stop, timeout_seconds=LATE_SECONDS)
     try:
         return train(rank, killing)

@@ -15,7 +15,7 @@ import dcp
 from dcp.ranks.collectives import Ranks
 from dcp.storage.commit import Names, discard
 from dcp.storage.stores import open_store
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from tests.support.crashes import wait_for_end
 from tests.support.loaded import Unpicklable, values
 from tests.support.ranks import RankDied, RankRaised, run_ranks

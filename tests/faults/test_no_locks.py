@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.programs import run_program
 
 _WITHOUT_FLOCK = """
 import ctypes, errno, fcntl, platform, struct, sys
@@ -74,7 +74,6 @@ assert not list(root.rglob(".lock"))
 
 def test_saves_replace_race_and_go_by_retention(tmp_path: Path) -> None:
     """All that locks are for works without them, but keeping out other processes, of which one line warns."""
-    command = [sys.executable, "-c", _WITHOUT_FLOCK + _PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    ended = run_program("-c", _WITHOUT_FLOCK + _PROGRAM, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("on a file system without locks") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,52 @@ def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
             for rank, given in enumerate(MANAGER_OPTIONS[name]):
                 value = "given" if name == "every_seconds" and given else given
                 assert f"rank {rank}: {name}={value!r}" in message, message
+
+
+def wrong_on_one_rank(rank: int, world_size: int, root: Path, kind: str) -> Any:
+    """Rank 1 gives `async_save` an argument that cannot be; for each the outcome, and that of a good save."""
+    kinds: dict[str, Any] = {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType[kind]}
+    good: dict[str, Any] = {"checkpoint_id": root / "new"}
+    wrong: dict[str, dict[str, Any]] = {
+        "no place": {"checkpoint_id": None},
+        "no writer": {"storage_writer": 3},
+        "metadata": {"user_metadata": {"x": object()}},
+    }
+    found = {}
+    for name, given in wrong.items():
+        arguments = good | (given if rank == 1 else {})
+        found[name] = outcome(lambda: dcp.async_save(STATE, **kinds, **arguments).result(200))  # noqa: B023
+    assert not (root / "new").exists()
+    dcp.async_save(STATE, **kinds, **good).result(200)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.exhaustive)])
+def test_a_wrong_argument_of_an_asynchronous_save_on_one_rank_fails_all(tmp_path: Path, kind: str) -> None:
+    """The others would wait for that rank in the background until the timeout; the group serves on."""
+    others, own = run_ranks(2, wrong_on_one_rank, tmp_path, kind)
+    for name, said in {"no place": "must be specified", "no writer": "no storage_writer"}.items():
+        assert said in own[name][1]
+        assert said in others[name][1] and "failed on rank 1" in others[name][1]
+    assert "OptionError" in own["metadata"][0] and "OptionError" in others["metadata"][0]
+    assert all(seconds < 60 for _, _, _, seconds in others.values())
+
+
+def catalog_without_client(rank: int, world_size: int, root: Path) -> Any:
+    """httpx is not there on rank 0 alone."""
+    registration: Any = importlib.import_module("dcp.manager.catalog.registration")
+    find = registration.find_spec
+    if rank == 0:
+        registration.find_spec = lambda name: None
+    try:
+        dcp.CheckpointManager(root, catalog="http://127.0.0.1:1", timeout_seconds=120)
+    except (ModuleNotFoundError, dcp.CheckpointError) as error:
+        return str(error)
+    finally:
+        registration.find_spec = find
+    return ""
+
+
+def test_a_package_that_is_missing_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    """At once, with what to install."""
+    assert all("dcphub[catalog]" in said for said in run_ranks(2, catalog_without_client, tmp_path))

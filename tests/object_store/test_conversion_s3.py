@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.dcp import cli_support
 from tests.support.conversion import assert_same, training_state
 from tests.support.fault_plan import HANG
 from tests.support.fault_proxy import FaultProxy
+from tests.support.programs import Program, run_program
 from tests.support.s3 import raw_s3
 
 
@@ -188,7 +187,7 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
     proxy.spoil(HANG, operation="UploadPart", times=None)
     before = len(proxy.requests("UploadPart"))
     arguments = [str(source), url, json.dumps(_options(proxy)), json.dumps(settings)]
-    process = subprocess.Popen([sys.executable, "-c", _KILLED, *arguments])
+    process = Program("-c", _KILLED, *arguments)
     try:
         deadline = time.monotonic() + 120
         while len(proxy.requests("UploadPart")) == before:
@@ -230,7 +229,7 @@ def test_what_was_finished_and_not_noted_is_compared(
     name, settings = _LARGE_TARGETS[kind]
     url, options = f"{s3_root}/{name}", _options(s3_server)
     arguments = [str(large), url, json.dumps(options), json.dumps(settings)]
-    killed = subprocess.run([sys.executable, "-c", _KILLED_WHEN_FINISHED, *arguments], timeout=120)
+    killed = run_program("-c", _KILLED_WHEN_FINISHED, *arguments)
     assert killed.returncode == -signal.SIGKILL
 
     def again() -> None:

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
 from dcp.demo.s3_server import S3Server
-from dcp.storage import reader as reading
-from dcp.storage import writer as writing
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, PlanError
 from dcp.storage.stores import PosixStore
 from dcp.storage.stores.objects.store import FsspecStore
+from dcp.storage.torch_storage import reader as reading
+from dcp.storage.torch_storage import writer as writing
 from tests.support.s3 import raw_s3
 from tests.support.versions import version_of, version_state
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from dcp.demo.s3_server import S3Server
-from dcp.storage.stores.base import Views
+from dcp.storage.stores.handles import Views
 from dcp.storage.stores.objects.client import Failure, RequestError
 from dcp.storage.stores.objects.options import ObjectOptions
 from dcp.storage.stores.objects.s3.direct import SignedUrl

@@ -16,7 +16,7 @@ import torch
 import dcp
 from dcp.demo.s3_server import S3Server
 from dcp.errors import CheckpointConflictError
-from dcp.manager.save_executor import Mode
+from dcp.manager.saving.executor import Mode
 from dcp.watching.cursor import Acknowledged
 from tests.support.crashes import Child, in_lab
 from tests.support.fault_plan import Fault, Kind

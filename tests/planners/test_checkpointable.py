@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as stock
 
 import dcp
-from dcp.planners.layout.checkpointable import Claim, claim_of, with_claim
+from dcp.planners.layout.checkpointable import ShardClaim, claim_of, with_claim
 from dcp.planners.layout.local import collect_tensors
 from dcp.staging import DefaultStager, StagingOptions
 from dcp.storage.errors import PlanError, StagingError
@@ -27,7 +27,7 @@ def rows(begin: int, end: int, *, filled: bool = True) -> torch.Tensor:
     places = [(middle, end, 0), (begin, middle, end - middle + 2)]
     for first, last, at in places if filled else ():
         tensor[at : at + last - first, 1:6] = GLOBAL[first:last]
-    claim = Claim(
+    claim = ShardClaim(
         tuple(GLOBAL.shape),
         tuple((first, 0) for first, _, _ in places),
         tuple((at, 1) for _, _, at in places),
@@ -43,7 +43,7 @@ def same(loaded: torch.Tensor, begin: int, end: int) -> bool:
 
 def test_boxes_are_those_of_the_global_tensor() -> None:
     """The two elements at offset 2 of four are stored as such, not as two at offset 0."""
-    tensor = with_claim(torch.tensor([3.0, 4.0]), Claim((4,), ((2,),), ((0,),), ((2,),)))
+    tensor = with_claim(torch.tensor([3.0, 4.0]), ShardClaim((4,), ((2,),), ((0,),), ((2,),)))
     columns = collect_tensors({"w": tensor, "plain": torch.ones(3)}).columns
     assert columns.fqns == ("w", "plain")
     assert columns.shape_values.tolist() == [4, 3]
@@ -65,7 +65,7 @@ def test_a_tensor_of_several_boxes_comes_back_with_its_padding(tmp_path: Path) -
 
 def test_one_box_within_padding_comes_back(tmp_path: Path) -> None:
     """Elements of a local tensor outside of its only box are neither stored nor filled."""
-    claim = Claim((2, 3), ((0, 0),), ((1, 2),), ((2, 3),))
+    claim = ShardClaim((2, 3), ((0, 0),), ((1, 2),), ((2, 3),))
     state = {"w": with_claim(torch.arange(24.0).reshape(4, 6), claim)}
     dcp.save(state, checkpoint_id=tmp_path)
     target = {"w": with_claim(torch.full((4, 6), PADDING), claim)}
@@ -77,8 +77,8 @@ def test_one_box_within_padding_comes_back(tmp_path: Path) -> None:
 
 def test_parts_of_a_scalar_and_of_nothing() -> None:
     """A scalar holds itself, and a tensor may hold no box."""
-    scalar = with_claim(torch.tensor(5.0), Claim((), ((),), ((),), ((),)))
-    none = with_claim(torch.zeros(2), Claim((4,), (), (), ()))
+    scalar = with_claim(torch.tensor(5.0), ShardClaim((), ((),), ((),), ((),)))
+    none = with_claim(torch.zeros(2), ShardClaim((4,), (), (), ()))
     columns = collect_tensors({"scalar": scalar, "none": none}).columns
     assert columns.item_tensors.tolist() == [0]
     assert columns.shape_values.tolist() == [4]
@@ -87,15 +87,24 @@ def test_parts_of_a_scalar_and_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("claim", "words"),
     [
-        (Claim((4,), ((3,),), ((0,),), ((2,),)), r"global_offsets\[0\] \(3,\) of sizes \(2,\) is outside"),
-        (Claim((4,), ((0,),), ((1,),), ((2,),)), r"local_offsets\[0\] \(1,\) of sizes \(2,\) is outside"),
-        (Claim((4,), ((-1,),), ((0,),), ((2,),)), r"global_offsets\[0\]"),
-        (Claim((4,), ((0,),), ((0,), (0,)), ((2,),)), "same length"),
-        (Claim((4, 1), ((0, 0),), ((0,),), ((2, 1),)), r"local_offsets\[0\] and local_sizes must have 1"),
-        (Claim((4,), ((0, 0),), ((0,),), ((2,),)), r"global_offsets\[0\] and local_sizes must have 1"),
+        (
+            ShardClaim((4,), ((3,),), ((0,),), ((2,),)),
+            r"global_offsets\[0\] \(3,\) of sizes \(2,\) is outside",
+        ),
+        (
+            ShardClaim((4,), ((0,),), ((1,),), ((2,),)),
+            r"local_offsets\[0\] \(1,\) of sizes \(2,\) is outside",
+        ),
+        (ShardClaim((4,), ((-1,),), ((0,),), ((2,),)), r"global_offsets\[0\]"),
+        (ShardClaim((4,), ((0,),), ((0,), (0,)), ((2,),)), "same length"),
+        (
+            ShardClaim((4, 1), ((0, 0),), ((0,),), ((2, 1),)),
+            r"local_offsets\[0\] and local_sizes must have 1",
+        ),
+        (ShardClaim((4,), ((0, 0),), ((0,),), ((2,),)), r"global_offsets\[0\] and local_sizes must have 1"),
     ],
 )
-def test_what_torch_refuses_is_refused_by_name(claim: Claim, words: str, tmp_path: Path) -> None:
+def test_what_torch_refuses_is_refused_by_name(claim: ShardClaim, words: str, tmp_path: Path) -> None:
     """Boxes outside of the tensor or of the global one, and rows that do not go together."""
     with pytest.raises(PlanError, match=words) as caught:
         dcp.save({"layer": with_claim(torch.zeros(2), claim)}, checkpoint_id=tmp_path)
@@ -178,7 +187,7 @@ def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path / "none")
     dcp.save({"w": rows(0, 8)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
     tensor = rows(0, 8)
-    swapped = Claim((8, 5), ((0, 0), (4, 0)), claim_of(tensor).local_offsets, ((4, 5), (4, 5)))  # type: ignore[union-attr]
+    swapped = ShardClaim((8, 5), ((0, 0), (4, 0)), claim_of(tensor).local_offsets, ((4, 5), (4, 5)))  # type: ignore[union-attr]
     dcp.save({"w": with_claim(tensor, swapped)}, storage_writer=writer, checkpoint_id=tmp_path / "2")
     loaded = {"w": torch.zeros(8, 5)}
     dcp.load(loaded, checkpoint_id=tmp_path / "2")
@@ -205,7 +214,7 @@ def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:
         return
     protocol = importlib.import_module("torch.distributed.checkpoint.protocol")
     assert isinstance(tensor, protocol.CheckpointableTensor)
-    assert set(protocol.CheckpointableTensor.__annotations__) == set(Claim._fields)
+    assert set(protocol.CheckpointableTensor.__annotations__) == set(ShardClaim._fields)
     plans = []
     for planner in (dcp.DefaultSavePlanner(), stock.DefaultSavePlanner()):
         planner.set_up_planner({"w": tensor}, is_coordinator=True)

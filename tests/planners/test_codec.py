@@ -42,7 +42,7 @@ paths = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(
     data=st.data(),
     shapes=tensor_shapes,

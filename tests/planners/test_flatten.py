@@ -58,7 +58,7 @@ def torch_result(state_dict: dict[Any, Any], *, legacy: bool) -> Any:
         _version._derived_version = None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(state_dict=state_dicts, legacy=st.booleans())
 def test_keys_and_paths_are_those_of_torch(state_dict: dict[Any, Any], legacy: bool) -> None:
     """Same keys in the same order with the same values and paths, by today's rules and by those before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -226,6 +226,19 @@ def test_freed_memory_is_refused() -> None:
     tensor.untyped_storage().resize_(0)
     with pytest.raises(PlanError, match=r"'w'.*memory was freed"):
         collect_tensors({"w": tensor})
+
+
+@pytest.mark.parametrize("purpose", ["save", "load"])
+def test_memory_that_was_freed_in_part_is_refused(purpose: Literal["save", "load"]) -> None:
+    """Beyond the end of a storage that was made smaller lies memory of others, also for views of it."""
+    flat = torch.zeros(12)
+    state = {"rows": flat.view(3, 4).t(), "tail": flat[8:], "head": flat[:4], "none": flat[12:]}
+    collect_tensors(state, purpose=purpose)
+    flat.untyped_storage().resize_(4 * 10)
+    with pytest.raises(PlanError) as caught:
+        collect_tensors(state, purpose=purpose)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["'rows'", "'tail'"]
+    assert all("freed in part" in problem for problem in caught.value.problems)
 
 
 def test_what_counts_as_a_tensor() -> None:

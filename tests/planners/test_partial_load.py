@@ -22,7 +22,7 @@ from dcp.planners.save.global_plan import plan_save
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.storage.errors import MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.torch_metadata import LazyMetadata
+from dcp.storage.torch_storage.metadata import LazyMetadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -176,7 +176,7 @@ def test_a_hit_writes_what_a_fresh_plan_would(world: list[dict[str, Held]], spli
 
 
 @given(tensor_shapes.flatmap(worlds), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_hit_hides_no_mismatch_of_tensors(world: list[dict[str, Held]], data: st.DataObject) -> None:
     """After one element changed on one rank, there is a hit exactly where a full plan finds nothing wrong."""
     job, parts = Job.of(len(world)), held_parts(world)
@@ -198,7 +198,7 @@ def test_a_hit_hides_no_mismatch_of_tensors(world: list[dict[str, Held]], data: 
 
 
 @given(st.lists(st.lists(st.sampled_from([0, 1, 2]), min_size=3, max_size=3), min_size=2, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_hit_hides_no_mismatch_of_objects(digests: list[list[int]]) -> None:
     """Values that cannot be compared (0) stay so, and the others are compared as in a full plan."""
     first = [plain_part({}, {"a": int(a > 0), "b": int(b > 0), "c": int(c > 0)}) for a, b, c in digests]

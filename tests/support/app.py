@@ -15,6 +15,7 @@ from dcp.server.app import create_app
 from dcp.server.security.keys import create_key
 from dcp.server.security.principal import Scope
 from dcp.server.settings import Settings
+from tests.support.databases import migrated_sqlite
 
 __all__ = ["App", "running_app"]
 
@@ -51,10 +52,16 @@ class App:
 
 @contextmanager
 def running_app(database_url: str, folder: Path, **settings: Any) -> Iterator[App]:
-    """The application over ``database_url``, with the roots "main" and "other" below ``folder``."""
+    """The application over ``database_url``, with the roots "main" and "other" below ``folder``.
+
+    A file of SQLite that is not there is made, and migrated unless ``migrate`` is False.
+    """
     roots = {name: {"url": str(folder / name)} for name in ("main", "other")}
     for name in roots:
         (folder / name).mkdir(parents=True, exist_ok=True)
+    file = Path(database_url.removeprefix("sqlite:///"))
+    if database_url.startswith("sqlite:///") and settings.get("migrate", True) and not file.exists():
+        file.write_bytes(migrated_sqlite())
     given = {"roots": roots, "auth": "keys", "log_level": "warning", **settings}
     app = create_app(Settings(database_url=SecretStr(database_url), **given))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as base:

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
+from tests.support.programs import run_program
 from tests.support.service import DcpProcess, ServiceError, wait_until
 
 __all__ = ["CatalogApi", "create_key"]
 
 _JOB_SECONDS = 400.0
-_COMMAND_SECONDS = 120.0
 
 
 def create_key(process: DcpProcess, name: str, scopes: Sequence[str], roots: Sequence[str] = ()) -> str:
     """A key, made by `dcp keys create` as an operator does it; ``process`` need not run."""
-    command = [sys.executable, "-m", "dcp", "keys", "create", name]
-    command += [part for scope in scopes for part in ("--scope", scope)]
-    command += [part for root in roots for part in ("--root", root)]
-    done = subprocess.run(
-        command,
-        cwd=process.folder,
-        env=process.environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_COMMAND_SECONDS,
-    )
+    given = [part for scope in scopes for part in ("--scope", scope)]
+    given += [part for root in roots for part in ("--root", root)]
+    command = ("-m", "dcp", "keys", "create", name, *given)
+    done = run_program(*command, cwd=process.folder, env=process.environment())
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -10,6 +10,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ __all__ = [
     "database",
     "empty_database",
     "make_database",
+    "migrated_sqlite",
     "postgres_server",
     "shared_database",
 ]
@@ -66,10 +68,10 @@ class PostgresServer:
         url = make_url(self._server.get_uri(database=name)).set(drivername="postgresql+psycopg")
         return url.render_as_string(hide_password=False)
 
-    def create(self, *, template: str = "template0") -> str:
+    def create(self, *, template: str = "template0", options: str = "") -> str:
         """The name of a new database."""
         name = f"test_{uuid.uuid4().hex}"
-        self._execute(f'CREATE DATABASE "{name}" TEMPLATE {template} STRATEGY file_copy')
+        self._execute(f'CREATE DATABASE "{name}" TEMPLATE {template} STRATEGY file_copy {options}')
         return name
 
     def create_migrated(self) -> str:
@@ -106,21 +108,30 @@ class PostgresServer:
         engine.dispose()
 
 
+@cache
+def migrated_sqlite() -> bytes:
+    """The file of a migrated database."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "catalog.sqlite"
+        database = Database(f"sqlite:///{path}")
+        upgrade(database)
+        database.close()  # the last connection that closes writes the log into the file
+        return path.read_bytes()
+
+
+@pytest.fixture(scope="session")
+def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("database") / "template.sqlite"
+    path.write_bytes(migrated_sqlite())
+    return path
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """One PostgreSQL for this test process, started by the first test that wants it."""
     server = PostgresServer()
     yield server
     server.close()
-
-
-@pytest.fixture(scope="session")
-def _sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("database") / "template.sqlite"
-    database = Database(f"sqlite:///{path}")
-    upgrade(database)
-    database.close()  # the last connection that closes writes the log into the file
-    return path
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -130,7 +141,7 @@ def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ma
 
     def on_sqlite() -> str:
         path = tmp_path / f"catalog-{len(made)}.sqlite"
-        shutil.copyfile(request.getfixturevalue("_sqlite_template"), path)
+        path.write_bytes(migrated_sqlite())
         made.append(str(path))
         return f"sqlite:///{path}"
 
@@ -162,7 +173,7 @@ def shared_database(
     """A migrated database that the tests of a module share: for those that only read."""
     if request.param == "sqlite":
         path = tmp_path_factory.mktemp("shared") / "catalog.sqlite"
-        shutil.copyfile(request.getfixturevalue("_sqlite_template"), path)
+        path.write_bytes(migrated_sqlite())
         opened = Database(f"sqlite:///{path}")
         yield opened
         opened.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["die_in_commit"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.posix import PosixStore
+from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["FileGate", "open_gated"]
 

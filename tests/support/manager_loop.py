@@ -1,16 +1,9 @@
-"""A training script with a manager, run by torchrun: a worker is killed in its first life.
-
-    manager_loop.py ROOT STEPS KILL_STEP
-
-Writes `ROOT/rank-<n>.json`: what each rank ended with, and from which step its last life went on.
-"""
+"""A training loop with a manager, for workers of torchrun's agent: one is killed in its first life."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +12,7 @@ import torch.distributed as dist
 
 import dcp
 
-__all__ = ["train"]
+__all__ = ["main"]
 
 
 class Trainer:
@@ -48,7 +41,10 @@ class Trainer:
 
 
 def train(root: Path, steps: int, kill_step: int, life: int) -> dict[str, Any]:
-    """Train; in its first life the last rank is killed at ``kill_step``, and the others find out."""
+    """Train; in its first life the last rank is killed at ``kill_step``, and the others find out.
+
+    Says from which step this life went on, and what it ended with.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     trainer = Trainer(rank)
     with dcp.CheckpointManager(root / "ckpt", every_steps=2, timeout_seconds=240.0) as manager:
@@ -67,10 +63,11 @@ def train(root: Path, steps: int, kill_step: int, life: int) -> dict[str, Any]:
     return {"life": life, "first": first, "drawn": drawn, "weight": trainer.weight.tolist()}
 
 
-if __name__ == "__main__":
-    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def main(root: Path, steps: int, kill_step: int) -> dict[str, Any]:
+    """A worker of torchrun's agent: what its last life ended with."""
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    result = train(folder, int(sys.argv[2]), int(sys.argv[3]), life)
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    try:
+        return train(root, steps, kill_step, life)
+    finally:
+        dist.destroy_process_group()

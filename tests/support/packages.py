@@ -3,6 +3,10 @@
 For each Python and each extra there is an environment of its own, which pip makes of the wheel and of the
 index, and which is removed again. What an extra promises is tried by `package_trials.py`. Ends with a table,
 and with status 1 where anything failed.
+
+Where torch's packages are several GB, ``--base`` names an environment with torch, and nothing else, for each
+Python: those of an extra that brings torch begin with hard links of its packages. ``--uv`` installs with uv,
+which is several times faster than pip; what it may choose from follows from its own settings.
 """
 
 from __future__ import annotations
@@ -70,11 +74,10 @@ def brings_torch(extra: str) -> bool:
     return "torch" in members(extra)
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, tools: Path) -> Path:
     """The wheel of a clean clone; the sdist beside it is whole, as its own wheel is the same."""
-    tools = folder / "tools"
     run(sys.executable, "-m", "venv", tools)
-    run(tools / "bin/pip", "install", "--quiet", "build", "twine")
+    run(tools / "bin/pip", "install", "--quiet", "--upgrade", "build", "pip", "twine", "uv")
     clone, out = folder / "clone", folder / "dist"
     run("git", "clone", "--quiet", ROOT, clone)
     run(tools / "bin/python", "-m", "build", "--wheel", "--outdir", folder / "direct", clone)
@@ -93,53 +96,87 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def try_extra(python: str, version: str, extra: str, wheel: Path, constraints: Path) -> Outcome:
-    """In an environment that has nothing but pip before, and is gone afterwards."""
-    trouble, packages, size = "", 0, 0
-    with tempfile.TemporaryDirectory(prefix="dcphub-packages-") as name:
-        environment = Path(name) / "env"
-        inside = environment / "bin/python"
-        wanted = str(wheel) if extra == NOTHING else f"{wheel}[{extra}]"
-        try:
-            run(python, "-m", "venv", environment)
-            run(inside, "-m", "pip", "install", "--quiet", wanted, "--constraint", constraints)
-            packages = len(run(inside, "-m", "pip", "list", "--format", "freeze").split())
-            run(inside, "-m", "pip", "check")
-            run(inside, "-I", TRIALS, *sorted(members(extra) - {NOTHING}), cwd=Path(name))
-        except CommandError as error:
-            trouble = str(error)
-        size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file()) >> 20
-    return Outcome(version, extra, packages, size, trouble)
+@dataclass(frozen=True)
+class Kit:
+    """What all environments are made with."""
+
+    tools: Path
+    wheel: Path
+    constraints: Path
+    bases: dict[str, Path]
+    """Environments with torch, by the version of their Python."""
+    uses_uv: bool
+
+    def try_extra(self, python: str, version: str, extra: str) -> Outcome:
+        """In an environment that is empty before, without pip even, and gone afterwards."""
+        trouble, packages, size = "", 0, 0
+        with tempfile.TemporaryDirectory(prefix="dcphub-packages-") as name:
+            environment = Path(name) / "env"
+            try:
+                run(python, "-m", "venv", "--without-pip", environment)
+                if brings_torch(extra) and version in self.bases:
+                    share_packages(self.bases[version], environment)
+                packages = self.install(environment / "bin/python", extra)
+                run(
+                    environment / "bin/python",
+                    "-I",
+                    TRIALS,
+                    *sorted(members(extra) - {NOTHING}),
+                    cwd=Path(name),
+                )
+            except CommandError as error:
+                trouble = str(error)
+            size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file()) >> 20
+        return Outcome(version, extra, packages, size, trouble)
+
+    def install(self, inside: Path, extra: str) -> int:
+        """As by a user; how many packages there are then, none of which lacks another."""
+        pip = (self.tools / "bin/python", "-m", "pip", "--python", inside)
+        installer = (
+            (self.tools / "bin/uv", "pip", "install", "--python", inside)
+            if self.uses_uv
+            else (*pip, "install")
+        )
+        wanted = str(self.wheel) if extra == NOTHING else f"{self.wheel}[{extra}]"
+        run(*installer, "--quiet", wanted, "--constraint", self.constraints)
+        run(*pip, "check")
+        return len(run(*pip, "list", "--format", "freeze").split())
 
 
-def version_of(python: str) -> str | None:
+def share_packages(base: Path, environment: Path) -> None:
+    """Hard links, which pip takes for installed packages, and replaces as such."""
+    (source,), (target,) = (folder.glob("lib/python3*/site-packages") for folder in (base, environment))
+    run("cp", "--archive", "--link", f"{source}/.", target)
+
+
+def version_of(python: str | Path) -> str | None:
     """Of an interpreter that runs and can make environments; None otherwise."""
-    program = "import ensurepip, platform, venv; print(platform.python_version())"
     try:
-        return run(python, "-c", program).strip()
+        return run(python, "-c", "import platform, venv; print(platform.python_version())").strip()
     except (CommandError, OSError):
         return None
 
 
 def try_all(arguments: argparse.Namespace, folder: Path) -> list[Outcome]:
     """Every extra on every Python that is there."""
-    wheel = build(folder)
+    wheel = build(folder, tools := folder / "tools")
     commit = run("git", "rev-parse", "--short", "HEAD", cwd=ROOT).strip()
     print(f"{wheel.name} and its sdist, of commit {commit}", flush=True)
     constraints = folder / "constraints"
     constraints.write_text("\n".join(arguments.constraint))
-    outcomes = []
+    bases = {str(version_of(base / "bin/python")): base for base in arguments.base}
+    kit, outcomes = Kit(tools, wheel, constraints, bases, arguments.uv), []
     for python in arguments.python or PYTHONS:
         version = version_of(python)
         if version is None:
-            print(f"{python}: not found, or without ensurepip; nothing was tried on it")
+            print(f"{python}: not found, or without venv; nothing was tried on it")
             continue
         for extra in arguments.extra or [NOTHING, *(name for name in declared_extras() if name != "dev")]:
             if arguments.without_torch and brings_torch(extra):
                 print(f"{version} [{extra}]: brings torch, left out")
                 continue
             start = time.monotonic()
-            outcomes.append(outcome := try_extra(python, version, extra, wheel, constraints))
+            outcomes.append(outcome := kit.try_extra(python, version, extra))
             print(
                 f"{version} [{extra}]: {outcome.trouble or 'well'}, {time.monotonic() - start:.0f} s",
                 flush=True,
@@ -148,12 +185,18 @@ def try_all(arguments: argparse.Namespace, folder: Path) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """As Markdown."""
-    lines = ["| Python | extra | packages | MB | |", "|---|---|---|---|---|"]
-    for outcome in outcomes:
-        state = "FAILED" if outcome.trouble else "passed"
+    """As Markdown: a line for each extra, a column for each Python, with how many packages there are then."""
+    pythons = list(dict.fromkeys(outcome.python for outcome in outcomes))
+    lines = ["| extra | " + " | ".join(pythons) + " |", "|---" * (len(pythons) + 1) + "|"]
+    cells = {
+        (outcome.extra, outcome.python): "FAILED"
+        if outcome.trouble
+        else f"passed: {outcome.packages}, {outcome.megabytes} MB"
+        for outcome in outcomes
+    }
+    for extra in dict.fromkeys(outcome.extra for outcome in outcomes):
         lines.append(
-            f"| {outcome.python} | {outcome.extra} | {outcome.packages} | {outcome.megabytes} | {state} |"
+            "| " + " | ".join([extra, *(cells.get((extra, python), "") for python in pythons)]) + " |"
         )
     return "\n".join(lines)
 
@@ -168,6 +211,8 @@ def main() -> int:
         help=f"of pyproject.toml, several with commas, or {NOTHING}; else each but dev",
     )
     parser.add_argument("--without-torch", action="store_true", help="leave out the extras that bring it")
+    parser.add_argument("--base", action="append", default=[], type=Path, help="an environment with torch")
+    parser.add_argument("--uv", action="store_true", help="install with uv")
     parser.add_argument("--constraint", action="append", default=[], help="for pip, such as torch==2.13.0")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dcphub-packages-") as name:

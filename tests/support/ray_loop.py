@@ -1,8 +1,9 @@
 """A training function of Ray Train, in a program of its own.
 
-    python -m tests.support.ray_loop STORAGE WORKERS STEPS [crash | preempt]
+    python -m tests.support.ray_loop FOLDER WORKERS STEPS [crash | preempt] [URL]
 
-Prints a line RESULT with what Ray knows in the end, and what the last worker's weights are.
+The run's storage is the folder, or the URL. Prints a line RESULT with what Ray knows in the end, and what the
+last worker's weights are.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def train(config: dict[str, Any]) -> None:
         Path(f"{config['flag']}.{rank}").write_text(json.dumps(told))
 
 
-def main(storage: str, workers: int, steps: int, event: str = "") -> None:
+def main(folder: str, workers: int, steps: int, event: str = "", url: str = "") -> None:
     """Fit."""
-    flag = str(Path(storage) / "flag")
+    flag = str(Path(folder) / "flag")
     ray.init(num_cpus=workers + 1, include_dashboard=False)
     trainer = TorchTrainer(
         train,
@@ -57,7 +58,7 @@ def main(storage: str, workers: int, steps: int, event: str = "") -> None:
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=workers),
         run_config=ray.train.RunConfig(
-            name="run", storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=1)
+            name="run", storage_path=url or folder, failure_config=ray.train.FailureConfig(max_failures=1)
         ),
     )
     result: Any = trainer.fit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import botocore.session
@@ -75,11 +76,17 @@ class RawS3:
         return {item["UploadId"]: item["Key"] for item in answer.get("Uploads", [])}
 
 
+@cache
+def _session() -> botocore.session.Session:
+    """One for all clients: each would parse the service's description again, for a tenth of a second."""
+    return botocore.session.get_session()
+
+
 @contextmanager
 def raw_s3(server: _Reachable, *, read_timeout_seconds: float = 60) -> Iterator[RawS3]:
     """A client of ``server``, or of anything with its ``storage_options``."""
     options = server.storage_options
-    client = botocore.session.get_session().create_client(
+    client = _session().create_client(
         "s3",
         endpoint_url=options["endpoint_url"],
         aws_access_key_id=options["key"],

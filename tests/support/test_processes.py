@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dcp.server.jobs.executors import subprocesses
 from dcp.server.monitoring import processes as monitoring
@@ -71,3 +72,8 @@ def test_a_process_of_a_test_has_imported_what_it_needs() -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_torch_has_the_threads_that_it_was_given() -> None:
+    """One, of OpenMP's: it reads the variable as torch is imported, and tests/conftest.py sets it before."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

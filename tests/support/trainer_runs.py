@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 import dcp
 import dcp.integrations.accelerate
 from dcp.integrations.huggingface import DcpTrainer
-from dcp.storage.writer import FileSystemWriter
+from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["HuggingFaceRun", "LoopRun", "fsdp_on_cpu", "llama"]
 
@@ -42,13 +42,16 @@ def writer_that_dies_at(name: str | None) -> Callable[[str], FileSystemWriter]:
 
 @contextmanager
 def fsdp_on_cpu(enabled: bool = True) -> Iterator[None]:
-    """Accelerate ignores FSDP where there is no GPU, though on the CPU all of it works as well."""
+    """Accelerate ignores FSDP where there is no GPU, though on the CPU all of it works as well. One process
+    alone has none, as on GPUs."""
     original = AcceleratorState.__init__
 
     def patched(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
+        if fsdp_plugin is not None and PartialState._shared_state["num_processes"] > 1:
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = fsdp_plugin
 
     if "RANK" in os.environ:  # what torchrun sets besides
@@ -123,6 +126,7 @@ class HuggingFaceRun:
     die_at: str | None = None
     sigterm_at: int | None = None
     fsdp: bool = False
+    tied: bool = False
     peft: bool = False
     trainer: type[Any] = DcpTrainer
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -152,7 +156,7 @@ class HuggingFaceRun:
         if issubclass(self.trainer, DcpTrainer):
             writer = {"writer": writer_that_dies_at(self.die_at)} if self.die_at else {}
             options["checkpoint_options"] = (self.checkpoint_options or {}) | writer
-        model: nn.Module = llama(tied=not self.fsdp)
+        model: nn.Module = llama(self.tied)
         if self.peft:
             model = with_adapters(model)
         return self.trainer(model, arguments, train_dataset=Sentences(), eval_dataset=Sentences(), **options)

@@ -3,15 +3,13 @@
 The fork server of the tests (`tests.support.forking`) forks that process once it has imported all. A writer
 gets what a new process would: a session of its own, the environment, the folder and the output of its
 trainer, and no descriptor but its socket. `cold_writers` has them started as users have it, and so has what
-runs as a program of its own.
+runs as a program of its own, but for those of `tests.support.programs`, which come from that process, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -22,7 +20,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +31,7 @@ from dcp.background.process.main import main
 from tests.support.forking import ensure_fork_server
 from tests.support.processes import lives
 
-__all__ = ["cold_writers", "fork_off", "use_warm_writers"]
+__all__ = ["cold_writers", "fork_off", "fork_one", "start_warm", "use_warm_writers"]
 
 _ADDRESS: Final = "TESTS_WARM_WRITERS"
 """The variable that names the socket, in the environment of all processes of one test process."""
@@ -44,12 +43,14 @@ _PR_SET_PDEATHSIG: Final = 1
 _OUTPUTS: Final = (1, 2)
 _EXECUTABLE: Final = sys.executable
 _start_cold: Final = child._popen
+_processes_with_fork_server: Final[set[int]] = set()
 
 
 def use_warm_writers() -> None:
     """In this process, and in those that the fork server makes from now on."""
     os.environ[_ADDRESS] = f"tests-{uuid.uuid4().hex}"
-    child._popen = _start
+    _processes_with_fork_server.add(os.getpid())
+    child._popen = start_warm
 
 
 @contextlib.contextmanager
@@ -95,17 +96,30 @@ def _receive_number(connection: socket.socket) -> int:
     return number
 
 
-def _start(theirs: socket.socket, nice: int) -> Any:
+def start_warm(theirs: socket.socket, nice: int) -> Any:
+    """In place of `subprocess.Popen` of a writer."""
     if sys.executable != _EXECUTABLE:  # a test is about what happens where it is not there
         return _start_cold(theirs, nice)
-    order = pickle.dumps((os.getpid(), nice, str(Path.cwd()), child.child_environment()))
+    order = (os.getpid(), nice, str(Path.cwd()), child.child_environment())
+    return _Started(_ask(_be_writer, order, [theirs.fileno(), *_OUTPUTS]))
+
+
+def fork_one(what: Callable[..., None], order: tuple[Any, ...], fds: list[int]) -> int:
+    """The id of a process that calls ``what(fds, *order)``, outside of all that could catch what it raises.
+    Its parent ends at once."""
+    with _ask(what, order, fds) as connection:
+        return _receive_number(connection)
+
+
+def _ask(what: Callable[..., None], order: tuple[Any, ...], fds: list[int]) -> socket.socket:
+    data = pickle.dumps((what, order))
     connection = _connect()
-    socket.send_fds(connection, [_NUMBER.pack(len(order)) + order], [theirs.fileno(), *_OUTPUTS])
-    return _Started(connection)
+    socket.send_fds(connection, [_NUMBER.pack(len(data)) + data], fds)
+    return connection
 
 
 def _connect() -> socket.socket:
-    if multiprocessing.parent_process() is None:
+    if os.getpid() in _processes_with_fork_server:
         ensure_fork_server()
     give_up = time.monotonic() + _START_SECONDS
     while True:
@@ -123,11 +137,11 @@ def _connect() -> socket.socket:
 # -- the process that is forked ------------------------------------------------------------------------------
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener: socket.socket) -> Callable[[], None]:
+    """Returns in the processes that are asked for only: what each has to do."""
     os.closerange(3, listener.fileno())
     os.closerange(listener.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()
     while True:
         connection, _ = listener.accept()
         with contextlib.suppress(ChildProcessError):
@@ -135,30 +149,37 @@ def _serve(listener: socket.socket) -> None:
                 pass
         if os.fork() == 0:
             listener.close()
-            _keep(connection)
+            return _keep(connection)
         connection.close()
 
 
-def _keep(connection: socket.socket) -> None:
-    """Start one writer, tell of its end, and end."""
+def _keep(connection: socket.socket) -> Callable[[], None]:
+    """Start one process, tell of it, and end; returns in that process only: what it has to do."""
+    (what, order), fds = _received(connection)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        return partial(what, fds, *order)
+    for fd in fds:
+        os.close(fd)
     try:
-        data, fds, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 1 + len(_OUTPUTS))
-        length = _NUMBER.unpack(data[: _NUMBER.size])[0]
-        order = data[_NUMBER.size :]
-        while len(order) < length:
-            order += connection.recv(length - len(order))
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _be_writer(fds, *pickle.loads(order))
-        for fd in fds:
-            os.close(fd)
         connection.sendall(_NUMBER.pack(pid))
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(OSError):
+        if what is _be_writer:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             connection.sendall(_NUMBER.pack(status))
+    except OSError:
+        pass
     finally:
         os._exit(0)
+
+
+def _received(connection: socket.socket) -> tuple[Any, list[int]]:
+    data, fds, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 1 + len(_OUTPUTS))
+    length = _NUMBER.unpack(data[: _NUMBER.size])[0]
+    order = data[_NUMBER.size :]
+    while len(order) < length:
+        order += connection.recv(length - len(order))
+    return pickle.loads(order), fds
 
 
 def _be_writer(fds: list[int], trainer: int, nice: int, folder: str, environment: dict[str, str]) -> None:
@@ -189,8 +210,8 @@ def fork_off() -> None:
     server = os.getpid()
     if os.fork() == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == server:
-            _serve(listener)
-        os._exit(0)
+        if os.getppid() != server:
+            os._exit(0)
+        _serve(listener)()
     listener.close()
-    child._popen = _start
+    child._popen = start_warm
