@@ -54,6 +54,17 @@ def number_text(value: float | None) -> str:
     return f"{value:.5g}"
 
 
+def edge_text(value: float) -> str:
+    """The edge of a bin: two digits that count, whole powers of two as they are."""
+    if math.isinf(value):
+        return "-\N{INFINITY}" if value < 0 else "\N{INFINITY}"
+    return (
+        f"{value:.0f}"
+        if 1 <= abs(value) < 10_000
+        else f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
+    )
+
+
 def time_text(moment: str | None) -> str:
     """``2026-01-31 12:00:00 UTC`` of a time as the API has it."""
     return _UNKNOWN if moment is None else f"{moment[:10]} {moment[11:19]} UTC"
@@ -112,6 +123,12 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
+def share_text(share: float) -> str:
+    """``0.012 %``: two digits that count, so that what is rare is not none."""
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 9.5 or not percent else f"{percent:.2g} %"
+
+
 def percent_text(share: float) -> str:
     """``12 %``."""
     return f"{100 * share:.0f} %"
@@ -122,12 +139,14 @@ FILTERS: Final[dict[str, Any]] = {
     "between": between_text,
     "bytes": bytes_text,
     "count": count_text,
+    "edge": edge_text,
     "json": json_text,
     "large": large_text,
     "number": number_text,
     "percent": percent_text,
     "seconds": seconds_text,
     "shape": shape_text,
+    "share": share_text,
     "time": time_text,
 }
 """Of templates."""

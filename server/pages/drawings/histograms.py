@@ -1,0 +1,107 @@
+"""Histograms of tensors' values as bars, of several tensors on common edges. Drawn by `histogram.html`."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["HistogramBar", "HistogramPicture", "histogram_picture"]
+
+_LEAST: Final = 0.8
+"""Per cent of the height that a bar of one element has, so that a single outlier is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramBar:
+    """Values from ``low`` to ``high``, infinite where float64 has no such number. ``x`` is in per cent;
+    of each tensor the ``counts``, their ``shares`` of its finite values, and ``heights`` in per cent."""
+
+    low: float
+    high: float
+    x: float
+    counts: tuple[int, ...]
+    shares: tuple[float, ...]
+    heights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramPicture:
+    """Bars of one width from left to right. ``ticks`` are some of the edges: places in per cent, values."""
+
+    names: tuple[str, ...]
+    bars: tuple[HistogramBar, ...]
+    width: float
+    ticks: tuple[tuple[float, float], ...]
+
+
+def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> HistogramPicture | None:
+    """Of the ``histogram`` of the statistics of each tensor, as the API has it, by what it is called.
+
+    Edges are powers of two, so that bins of different histograms are added up where they have to be, and
+    never divided. None if no tensor has a histogram; one that has none is left out.
+    """
+    known = {name: found for name, found in tensors.items() if found and found["counts"]}
+    if not known:
+        return None
+    sides = [(_numbers(found["edges"]), found["counts"]) for found in known.values()]
+    edges = _common_edges([own for own, _ in sides])
+    columns = [_gathered(edges, own, counts) for own, counts in sides]
+    parts = [[count / (sum(column) or 1) for count in column] for column in columns]
+    shares = list(zip(*parts, strict=True))
+    highest = max(map(max, shares)) or 1.0
+    width = 100 / len(shares)
+    bars = tuple(
+        HistogramBar(
+            edges[place],
+            edges[place + 1],
+            round(place * width, 3),
+            tuple(column[place] for column in columns),
+            of_each,
+            tuple(round(max(100 * one / highest, _LEAST if one else 0), 2) for one in of_each),
+        )
+        for place, of_each in enumerate(shares)
+    )
+    return HistogramPicture(tuple(known), bars, round(width, 3), _ticks(edges))
+
+
+def _numbers(edges: Sequence[float | None]) -> list[float]:
+    """JSON has no infinity: what is null at an end is one."""
+    last = len(edges) - 1
+    infinite = {0: -math.inf, last: math.inf}
+    return [infinite.get(place, math.nan) if edge is None else edge for place, edge in enumerate(edges)]
+
+
+def _common_edges(of_each: Sequence[Sequence[float]]) -> list[float]:
+    """Those that cut no bin of any, from the least to the greatest. Zero is within a bin, not between two."""
+    candidates = sorted({edge for edges in of_each for edge in edges})
+    found = [edge for edge in candidates if all(_is_free(edge, edges) for edges in of_each)]
+    inner = [edge for edge in found[1:-1] if edge != 0]
+    return [found[0], *inner, found[-1]]
+
+
+def _is_free(edge: float, edges: Sequence[float]) -> bool:
+    return edge in edges or not edges[0] < edge < edges[-1]
+
+
+def _gathered(edges: Sequence[float], own: Sequence[float], counts: Sequence[int]) -> list[int]:
+    """``counts`` between the edges ``own``, in the wider bins of ``edges``."""
+    found = [0] * (len(edges) - 1)
+    for place, count in enumerate(counts):
+        low, high = own[place], own[place + 1]
+        at = bisect_right(edges, low if math.isinf(low) else low + (high - low) / 2) - 1
+        found[min(max(at, 0), len(found) - 1)] += count
+    return found
+
+
+def _ticks(edges: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Both ends, where zero is, and the middle between."""
+    last = len(edges) - 1
+    zero = bisect_right(edges, 0.0) - 1
+    places = {0, last} if not 0 < zero < last else {0, zero // 2, last - (last - zero - 1) // 2, last}
+    ticks = [(round(100 * place / last, 2), edges[place]) for place in sorted(places)]
+    if 0 <= zero < last and edges[zero] < 0 < edges[zero + 1]:
+        ticks.append((round(100 * (zero + 0.5) / last, 2), 0.0))
+    return tuple(sorted(ticks))
