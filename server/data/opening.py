@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from dcp.server.catalog.values import short_name
 from dcp.server.data.sharing import SharedValues
-from dcp.server.problems import UnavailableError
+from dcp.server.problems import NotFoundError, UnavailableError
 from dcp.server.roots import StorageRoot
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.stores.base import Store
@@ -57,6 +58,18 @@ class OpenCheckpoint:
         from dcp.storage.formats.opening.sources import complete_index  # only here, as all that reads tensors
 
         return complete_index(self.store, self.index)
+
+    def row(self, fqn: str) -> int:
+        """The row in the index of the tensor that is called so, or so in the catalog, which cuts names that
+        are very long. Raises NotFoundError."""
+        row = self.index.position.get(fqn)
+        if row is None and ("..." in fqn or "\\" in fqn):
+            row = next((at for at, name in enumerate(self.index.fqns) if short_name(name) == fqn), None)
+        if row is None:
+            is_value = fqn in self.index.objects.position
+            what = "a value, and no tensor" if is_value else "not in the checkpoint"
+            raise NotFoundError(f"{fqn[:200]!r} is {what}")
+        return row
 
     def etag(self, *facts: object) -> str:
         """A strong entity tag for what is made of this checkpoint by ``facts``."""

@@ -67,6 +67,12 @@ def sharded_tensors(
 def _chunk(index: CheckpointIndex, chunk: int, ranks: list[int | None]) -> Chunk:
     file = int(index.chunk_files[chunk])
     offsets, sizes = index.box(chunk)
+    at = int(index.payload_offsets[chunk])
     return Chunk(
-        ranks[file], clean_text(index.files[file]), offsets, sizes, int(index.payload_lengths[chunk])
+        ranks[file],
+        clean_text(index.files[file]),
+        offsets,
+        sizes,
+        int(index.payload_lengths[chunk]),
+        None if at == UNKNOWN else at,
     )

@@ -19,7 +19,7 @@ from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.data.sending.bodies import Body
 from dcp.server.data.sending.planned import ArrayBody, PlannedBody
 from dcp.server.data.slices import TensorFormat
-from dcp.server.problems import NotFoundError, UnprocessableError
+from dcp.server.problems import UnprocessableError
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
@@ -48,10 +48,7 @@ def plan_tensor(opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: Ten
     for slices that do not fit.
     """
     index = opened.index
-    row = index.position.get(fqn)
-    if row is None:
-        what = "a value, and no tensor" if fqn in index.objects.position else "not in the checkpoint"
-        raise NotFoundError(f"{fqn[:200]!r} is {what}")
+    row = opened.row(fqn)
     dtype = index.dtype(row)
     shape = select(index.shape(row), slices, fqn).shape
     target = dtype if to == "safetensors" else _npy_dtype(dtype)

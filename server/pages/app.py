@@ -9,20 +9,24 @@ from fastapi import APIRouter, FastAPI
 from dcp.server.pages import assets
 from dcp.server.pages.problems import problem_page
 from dcp.server.pages.routes import actions, checkpoints, finding, jobs, lists, overview, roots, runs, sign_in
+from dcp.server.pages.routes.values import changes, layers, tensors
 
 __all__ = ["ROUTERS", "install"]
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     actions.router,
     assets.router,
+    changes.router,
     checkpoints.router,
     finding.router,
     jobs.router,
+    layers.router,
     lists.router,
     overview.router,
     roots.router,
     runs.router,
     sign_in.router,
+    tensors.router,
 )
 """Before all others: ``/`` is a page for browsers alone."""
 

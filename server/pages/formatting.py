@@ -126,6 +126,8 @@ def json_text(value: Any) -> str:
 def share_text(share: float) -> str:
     """``0.012 %``: two digits that count, so that what is rare is not none."""
     percent = 100 * share
+    if 0 < percent < 0.01:
+        return "< 0.01 %"
     return f"{percent:.0f} %" if percent >= 9.5 or not percent else f"{percent:.2g} %"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Snippet", "snippets_of"]
+__all__ = ["Snippet", "snippets_of", "tensor_snippets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,42 @@ class Snippet:
 
 def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
     """For a checkpoint as the API has it: where its storage is, if that may be known, and by the catalog."""
-    place = None if root is None or root.url is None else f"{root.url.rstrip('/')}/{found.key}"
-    code = _by_format(found.format, repr(place or f"WHERE {found.root} IS/{found.key}"))
+    code = _by_format(found.format, repr(_place(found, root)))
     client = (
         "from dcp.server.client import Client\n\n"
         f"with Client({base_url.rstrip('/')!r}) as client:\n"
         f'    client.download({found.id}, "checkpoint.safetensors", drop_objects=True)'
     )
     return [*([Snippet("From storage", code)] if code else []), Snippet("From this catalog", client)]
+
+
+def tensor_snippets(found: Any, root: Any, fqn: str, base_url: str) -> list[Snippet]:
+    """For one tensor of it; no other is read."""
+    return [
+        Snippet(
+            "As a tensor", f"import dcp\n\nstate = dcp.read({_place(found, root)!r}, only={_escaped(fqn)!r})"
+        ),
+        Snippet(
+            "From this catalog, as an array",
+            "from dcp.server.client import Client\n\n"
+            f"with Client({base_url.rstrip('/')!r}) as client:\n"
+            f"    array = client.tensor({found.id}, {fqn!r})",
+        ),
+    ]
+
+
+def _place(found: Any, root: Any) -> str:
+    """Where it is in storage; where that may not be known, what to put there."""
+    return (
+        f"WHERE {found.root} IS/{found.key}"
+        if root is None or root.url is None
+        else f"{root.url.rstrip('/')}/{found.key}"
+    )
+
+
+def _escaped(fqn: str) -> str:
+    """A glob that matches this name."""
+    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in fqn)
 
 
 def _by_format(name: str, place: str) -> str | None:

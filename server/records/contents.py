@@ -78,6 +78,7 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     bytes: int
+    file_offset: Annotated[int | None, Shown("Of its first byte in the file; null: not known.")] = None
 
 
 @dataclass(frozen=True, slots=True)

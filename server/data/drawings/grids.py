@@ -15,7 +15,7 @@ from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.catalog.values import clean_text
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
-from dcp.server.problems import NotFoundError, UnprocessableError
+from dcp.server.problems import UnprocessableError
 from dcp.server.records.drawings import TensorGrid, TensorStatistics
 
 __all__ = ["tensor_grid", "tensor_statistics"]
@@ -32,15 +32,6 @@ _DIGITS: Final = 7
 Floats = npt.NDArray[np.float64]
 
 
-def _row(opened: OpenCheckpoint, fqn: str) -> int:
-    """The row of a tensor in the index; NotFoundError if there is none."""
-    row = opened.index.position.get(fqn)
-    if row is None:
-        what = "a value, and no tensor" if fqn in opened.index.objects.position else "not in the checkpoint"
-        raise NotFoundError(f"{fqn[:200]!r} is {what}")
-    return row
-
-
 def tensor_grid(
     opened: OpenCheckpoint, fqn: str, slices: Slices | None = None, *, rows: int = 128, columns: int = 128
 ) -> TensorGrid:
@@ -50,7 +41,7 @@ def tensor_grid(
     part of each cell is. Raises NotFoundError, UnprocessableError, PlanError and errors of
     reading.
     """
-    row = _row(opened, fqn)
+    row = opened.row(fqn)
     dtype = opened.index.dtype(row)
     if is_opaque(dtype) or "complex" in dtype.name:
         raise UnprocessableError(f"{dtype.name} has no values that can be ordered", field="fqn")
@@ -84,7 +75,7 @@ def tensor_grid(
 def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> TensorStatistics:
     """Of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError, UnprocessableError for a
     larger one, and errors of reading."""
-    row = _row(opened, fqn)
+    row = opened.row(fqn)
     dtype, shape = opened.index.dtype(row), opened.index.shape(row)
     if math.prod(shape) * dtype.itemsize > _MAX_BYTES:
         raise UnprocessableError(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference
     from dcp.storage.formats.index import CheckpointIndex
 
-__all__ = ["DriftKind", "DriftParams"]
+__all__ = ["DriftKind", "DriftParams", "in_order", "layer_of"]
 
 _MAX_LAYERS: Final = 512
 _NUMBERED: Final = re.compile(r"^(.*?(?:^|\.)[0-9]+)\.")
@@ -111,7 +111,7 @@ class DriftKind(Kind[DriftParams]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         names = list(dict.fromkeys(name for result in results for name in result["layers"]))
-        shown = sorted(names, key=_in_order)[:_MAX_LAYERS]
+        shown = sorted(names, key=in_order)[:_MAX_LAYERS]
         layers = [
             {
                 "name": name,
@@ -197,13 +197,13 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
     that changed; how many of these are not finite. A tensor that was all 0 has no relative L2."""
     layers: dict[str, _Layer] = {}
     for fqn in found.equal:
-        layer = layers.setdefault(_layer_of(fqn), _Layer())
+        layer = layers.setdefault(layer_of(fqn), _Layer())
         layer.elements += elements.get(fqn, 0)
         layer.compared += elements.get(fqn, 0)
     for one in found.tensors:
         if one.values is None:
             continue
-        layer = layers.setdefault(_layer_of(one.fqn), _Layer())
+        layer = layers.setdefault(layer_of(one.fqn), _Layer())
         layer.elements += one.values.elements
         layer.differing += one.values.differing
         layer.nonfinite += one.values.nonfinite
@@ -214,13 +214,13 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
     return {name: layer.document() for name, layer in layers.items()}
 
 
-def _layer_of(fqn: str) -> str:
+def layer_of(fqn: str) -> str:
     """A name to its first number, as of a block of a model; without one, to its last dot."""
     numbered = _NUMBERED.match(fqn)
     return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
 
 
-def _in_order(name: str) -> list[Any]:
+def in_order(name: str) -> list[Any]:
     """As people count: layers.2 before layers.10."""
     parts = re.split(r"([0-9]+)", name)
     return [int(part) if place % 2 else part for place, part in enumerate(parts)]

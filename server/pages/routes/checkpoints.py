@@ -11,6 +11,7 @@ from dcp.server.data.access import DataDep
 from dcp.server.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.values.changes import changes_below, changes_of_list, diff_job
 from dcp.server.pages.snippets import snippets_of
 from dcp.server.routes.catalog import checkpoints as api
 from dcp.server.routes.catalog import lineage as lineage_api
@@ -21,6 +22,7 @@ from dcp.server.routes.jobs import jobs as jobs_api
 from dcp.server.routes.jobs import verification as verification_api
 from dcp.server.schemas.checkpoints import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.jobs import JobAnswer
 from dcp.server.schemas.queries import CheckpointQuery
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.formats.registry import target_names
@@ -43,6 +45,7 @@ class TensorView(BaseModel):
     kind: Literal["tensor", "object"] | None = None
     prefix: Annotated[str, Field(max_length=4096)] = ""
     view: Literal["tree", "list"] = "tree"
+    colour: Literal["dtype", "bytes", "change"] = "dtype"
     cursor: Annotated[str, Field(max_length=16_384)] | None = None
     done: Annotated[str, Field(max_length=32)] | None = None
 
@@ -71,6 +74,7 @@ def checkpoint_page(
     found = api.get_checkpoint(checkpoint_id, database, caller, Response())
     roots = {root.name: root for root in roots_api.list_all(service, caller).items}
     jobs = jobs_api.list_jobs(database, caller, PageParams(5, None), _ACTIVE, checkpoint_id=checkpoint_id)
+    before = _neighbour(found, database, caller, is_next=False)
     return page(
         request,
         "checkpoint.html",
@@ -79,34 +83,50 @@ def checkpoint_page(
         run_link=f"/runs/{found.run_id}",
         verifications=verification_api.list_verifications(checkpoint_id, database, caller, 5).items,
         lineage=lineage_api.get_lineage(checkpoint_id, database, caller),
-        before=_neighbour(found, database, caller, is_next=False),
+        before=before,
         after=_neighbour(found, database, caller, is_next=True),
         snippets=snippets_of(found, roots.get(found.root), str(request.base_url)),
         jobs=jobs.items,
         roots=[root for root in roots.values() if root.is_configured and not root.readonly],
         targets=target_names(),
         is_readonly=found.root not in roots or roots[found.root].readonly,
-        **_tensors(checkpoint_id, view, database, data, caller),
+        **_tensors(found, before, view, database, data, caller),
     )
 
 
 def _tensors(
-    checkpoint_id: int, view: TensorView, database: Db, data: DataDep, caller: Caller
+    of: CheckpointDetailAnswer,
+    before: CheckpointAnswer | None,
+    view: TensorView,
+    database: Db,
+    data: DataDep,
+    caller: Caller,
 ) -> dict[str, Any]:
     params = PageParams(_TENSORS, view.cursor)
     if view.is_list:
         found: Any = tensors_api.list_tensors(
-            checkpoint_id, database, data, caller, params, view.pattern, view.kind, view.dtype
+            of.id, database, data, caller, params, view.pattern, view.kind, view.dtype
         )
     else:
-        found = tensors_api.tensor_tree(checkpoint_id, database, data, caller, params, view.prefix)
+        found = tensors_api.tensor_tree(of.id, database, data, caller, params, view.prefix)
     largest = max((item.bytes for item in found.items), default=0) or 1
+    compared = before is not None and view.colour == "change"
+    job = diff_job(of, before, database, caller) if compared and before is not None else None
     return {
         "view": view,
+        "change_job": job,
+        "changes": _changes(job, view, found.items),
         "entries": [(item, 100 * item.bytes / largest) for item in found.items],
         "next_cursor": found.next_cursor,
         "parents": _parents(view.prefix),
     }
+
+
+def _changes(job: JobAnswer | None, view: TensorView, entries: Any) -> dict[str, Any] | None:
+    """By name; None where no job has compared them yet."""
+    if job is None or job.state != "succeeded":
+        return None
+    return changes_of_list(job, entries) if view.is_list else changes_below(job, view.prefix, entries)
 
 
 def _parents(prefix: str) -> list[tuple[str, str]]:

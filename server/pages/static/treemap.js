@@ -16,6 +16,7 @@
         label: size.textContent,
         href: link ? link.href : null,
         dtype: row.dataset.dtype || "",
+        colour: row.dataset.colour || "",
       };
     });
 
@@ -28,11 +29,11 @@
   };
 
   const cell = (svg, leaf, colours) => {
-    const { name, label, href, dtype } = leaf.data;
+    const { name, label, href, dtype, colour } = leaf.data;
     const width = leaf.x1 - leaf.x0;
     const height = leaf.y1 - leaf.y0;
     const place = href ? add(svg, "a", { href, tabindex: -1 }) : add(svg, "g", {});
-    const kind = dtype ? `c${colours.indexOf(dtype) % 6}` : "inner";
+    const kind = colour || (dtype ? `c${colours.indexOf(dtype) % 6}` : "inner");
     add(place, "rect", { x: leaf.x0, y: leaf.y0, width, height, rx: 2, class: kind });
     add(place, "title", {}, `${name}\n${label}${dtype ? `\n${dtype}` : ""}`);
     if (width < 44 || height < 18) return;

@@ -84,6 +84,9 @@ PATHS: Final = (
     "/checkpoints/1?prefix=model",
     "/checkpoints/2?view=list",
     "/checkpoints/1/files",
+    "/checkpoints/1/layers",
+    "/checkpoints/2/tensors?fqn=model.layers_0.weight",
+    "/checkpoints/2/tensors/slice?fqn=model.layers_0.weight&d0=0:8&d1=:",
     "/search?q=layers",
     "/jobs?scans=true",
     "/jobs/1",
@@ -161,6 +164,43 @@ def test_looking_around(site: Site) -> None:
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         page.reload()
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        assert seen.faults == []
+
+
+def test_the_values_of_a_tensor(site: Site) -> None:
+    """From the list to its picture, closer by dragging; what a job finds comes by itself."""
+    with site.window() as seen:
+        page = seen.page
+        seen.open("/checkpoints/3?glob=layers_1.weight")
+        page.locator("#entries tbody a").click()
+        page.wait_for_url("**/checkpoints/3/tensors?fqn=model.layers_1.weight")
+        expect(page.locator("#values .histogram svg")).to_be_visible()
+        expect(page.locator("#steps tbody tr")).to_have_count(len(STEPS))
+        canvas = page.locator("#slice canvas")
+        expect(canvas).to_be_visible()
+        box = canvas.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * 0.02, box["y"] + box["height"] * 0.02)
+        expect(page.locator("[data-told]")).to_contain_text("0, 0:")
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.48, box["y"] + box["height"] * 0.23)
+        page.mouse.up()
+        page.wait_for_url("**/tensors/slice?**")
+        expect(page.get_by_label("Dimension 0")).to_have_value("0:4")
+        expect(page.get_by_label("Dimension 1")).to_have_value("0:8")
+        page.get_by_label("A cell shows").select_option("abs_max")
+        page.wait_for_url("**value=abs_max**")
+        expect(page.locator("#slice canvas")).to_be_visible()
+        page.go_back()
+        page.go_back()
+        page.wait_for_url("**/checkpoints/3/tensors?fqn=**")
+        seen.open("/checkpoints/3/layers")
+        page.get_by_role("button", name="Compute statistics").click()
+        expect(page.locator("#layers tbody tr")).to_have_count(3, timeout=120_000)
+        seen.open("/checkpoints/3?prefix=model&colour=change")
+        page.get_by_role("button", name="Compare with step 200").click()
+        expect(page.locator(".legend.changes")).to_be_visible(timeout=120_000)
+        expect(page.locator(".treemap .q0").first).to_be_visible()
         assert seen.faults == []
 
 

@@ -58,7 +58,11 @@ def reached(browser: Browser, start: str, most: int = 60) -> dict[str, PageText]
         path = waiting.pop(0)
         parts = urlsplit(path)
         kind = (re.sub(r"\d+", "1", parts.path), re.sub(r"=[^&]*", "", parts.query))
-        if kind in seen or parts.path in ("/docs", "") or parts.path.endswith(("/download", "/files")):
+        if (
+            kind in seen
+            or parts.path in ("/docs", "")
+            or parts.path.endswith(("/download", "/files", "/tensors"))
+        ):
             continue
         seen.add(kind)
         if parts.path.startswith("/api/"):

@@ -1,0 +1,90 @@
+"""The layers of a checkpoint: which are dead, which explode, how large they are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import Query, Request, Response
+
+from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
+from dcp.server.data.access import DataAccess, DataDep
+from dcp.server.http.dependencies import Caller, Db
+from dcp.server.jobs.kinds.drift import in_order, layer_of
+from dcp.server.pages.drawings.layers import Layer, layers_of
+from dcp.server.pages.drawings.marks import LARGE
+from dcp.server.pages.queries import READ, pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.routes.values.tensors import statistics_jobs
+from dcp.server.routes.catalog import checkpoints as api
+from dcp.server.schemas.common import IdPath
+from dcp.server.security.principal import Principal
+
+__all__ = ["router"]
+
+router = pages_router()
+
+_ROWS: Final = 200
+_Order = Literal["name", "norm", "largest", "zeros", "gradient"]
+_KEYS: Final[dict[str, Any]] = {
+    "name": lambda layer: in_order(layer.name),
+    "norm": lambda layer: -layer.norm,
+    "largest": lambda layer: -(layer.largest or 0.0),
+    "zeros": lambda layer: -layer.zeros / max(1, layer.elements),
+    "gradient": lambda layer: -(layer.gradient_rms or 0.0),
+}
+
+
+@router.get("/checkpoints/{checkpoint_id}/layers", dependencies=READ)
+def layers_page(
+    checkpoint_id: IdPath,
+    request: Request,
+    database: Db,
+    data: DataDep,
+    caller: Caller,
+    mark: Literal["any", "dead", "exploding"] | None = None,
+    sort: _Order = "name",
+    cursor: Annotated[int, Query(ge=0, le=10**7)] = 0,
+) -> Response:
+    """By layer, what the statistics of its tensors say; those that are marked by themselves."""
+    found = api.get_checkpoint(checkpoint_id, database, caller, Response())
+    layers = _layers(checkpoint_id, database, data, caller)
+    shown = [
+        layer
+        for layer in layers or ()
+        if mark is None or (layer.marks if mark == "any" else layer.marks[mark])
+    ]
+    shown.sort(key=_KEYS[sort])
+    return page(
+        request,
+        "layers.html",
+        twin=f"/api/v1/checkpoints/{checkpoint_id}" + ("" if layers is None else "/statistics"),
+        found=found,
+        is_known=layers is not None,
+        layers=shown[cursor : cursor + _ROWS],
+        count=len(layers or ()),
+        next_cursor=cursor + _ROWS if len(shown) > cursor + _ROWS else None,
+        is_first=cursor == 0,
+        totals={kind: sum(layer.marks[kind] for layer in layers or ()) for kind in ("exploding", "dead")},
+        jobs=statistics_jobs(checkpoint_id, database, caller),
+        mark=mark,
+        sort=sort,
+        large=LARGE,
+    )
+
+
+def _layers(checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[Layer] | None:
+    """None where no job has computed statistics of what the checkpoint is now."""
+    from dcp.server.data.optimizer_states import OptimizerStates  # only here, as all that reads checkpoints
+
+    with database.read() as connection:
+        kept = get_statistics(connection, checkpoint_id, caller.roots)
+        if kept is None or kept.is_stale:
+            return None
+        tensors = statistics_tensors(connection, checkpoint_id, 0, kept.tensor_count)
+    readable = data.open(checkpoint_id, caller)
+    with readable.problems():
+        states = OptimizerStates(readable.opened.whole_index)
+    weights = {
+        name: kept.weights[0] for kept in states if len(kept.weights) == 1 for name in kept.states.values()
+    }
+    return layers_of(tensors, weights, states.is_state, layer_of)
