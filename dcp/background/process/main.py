@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from dcp.background.process.wire import Connection, watch_process
+from dcp.background.process.wire import Connection, watch_parent
 
 __all__ = ["main"]
 
@@ -28,9 +28,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     os.set_inheritable(fd, False)  # what custom storages start must not hold the connection
-    watch = watch_process(trainer)
-    # a trainer that died before it could be watched has left the socket closed
-    connection = Connection(socket.socket(fileno=fd), watch if os.getppid() == trainer else -1)
+    connection = Connection(socket.socket(fileno=fd), watch_parent(trainer))
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,
@@ -38,11 +36,17 @@ def main(arguments: Sequence[str]) -> None:
     )
     from dcp.background.process.serving import WriterLoop
 
-    WriterLoop(connection).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo and store threads are left as they are: tearing them down can only fail or hang
-    os._exit(0)
+    status = 1
+    try:
+        WriterLoop(connection).run()
+        status = 0
+    except Exception:
+        logging.getLogger(__name__).exception("this process ends by what no save expects")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # gloo and store threads are left as they are: tearing them down can only fail or hang
+        os._exit(status)
 
 
 if __name__ == "__main__":

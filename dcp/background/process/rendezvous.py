@@ -74,9 +74,14 @@ def own_client(store: Any) -> Any:
 
 
 def own_store(address: Address, listener_fd: int | None, timeout_seconds: float) -> Store:
-    """In a writer process: the writers' store; hosted here where ``listener_fd`` is given (and taken)."""
+    """In a writer process: the writers' store; hosted here where ``listener_fd`` is given (and taken).
+
+    Raises ConnectionRefusedError where its host is gone: it listened before anybody knew the address, and
+    the store's client would try again until its timeout.
+    """
     timeout = timedelta(seconds=timeout_seconds)
     if listener_fd is None:
+        _see_that_it_listens(address, timeout_seconds)
         return TCPStore(address.host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
     return TCPStore(
         address.host,
@@ -86,6 +91,15 @@ def own_store(address: Address, listener_fd: int | None, timeout_seconds: float)
         timeout=timeout,
         master_listen_fd=listener_fd,
     )
+
+
+def _see_that_it_listens(address: Address, timeout_seconds: float) -> None:
+    try:
+        socket.create_connection((address.host, address.port), timeout_seconds).close()
+    except ConnectionRefusedError:
+        raise
+    except OSError:  # the client says more of it
+        return
 
 
 def _read(store: Any, key: str, rank: int, deadline: float, check: Callable[[], None]) -> bytes:

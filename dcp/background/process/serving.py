@@ -92,11 +92,17 @@ class WriterLoop:
         try:
             while (message := self._connection.receive()) is not None:
                 self._take(message)
-        except OSError as error:
-            logger.error("the connection to the trainer broke: %s", error)
-        # Nobody is left to say that all ranks are ready for the saves received; they are carried out anyway.
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing more is heard of the trainer
+            logger.error("the connection to the trainer broke: %s: %s", type(error).__name__, error)
+        finally:
+            self._go_on_alone()
+
+    def _go_on_alone(self) -> None:
+        """Nobody is left to say that all ranks are ready for the saves received; they are carried out
+        anyway."""
         self._alone = True
-        self._meeting.expect_nothing_more()
+        if self._meeting.expect_nothing_more(needed=bool(self._saves)):
+            os._exit(0)  # the main thread waits for the other writers, for no save
         for save in list(self._saves.values()):
             save.go.set()
         self._tasks.put(None)
@@ -205,6 +211,8 @@ class _Meeting:
         self._address: Address | None = None
         self._listener: int | None = None
         self._informed = threading.Event()
+        self._joining = threading.Lock()
+        self._needed = True
         self._presence: Presence | None = None
         self._store: Store | None = None
         self._failure: CollectiveTimeoutError | None = None
@@ -216,8 +224,12 @@ class _Meeting:
         self._address, self._listener = address, fds[0] if fds else None
         self._informed.set()
 
-    def expect_nothing_more(self) -> None:
+    def expect_nothing_more(self, *, needed: bool) -> bool:
+        """The trainer is gone, and no save will come but those that it has sent; the group is ``needed`` for
+        one. Whether the main thread is just joining one that is not."""
+        self._needed = needed
         self._informed.set()
+        return not needed and self._store is None and self._joining.locked()
 
     def ranks(self, timeout_seconds: float, abort: threading.Event) -> Ranks:
         """The ranks of one save; joins the group before the first."""
@@ -237,17 +249,21 @@ class _Meeting:
             return
         if self._failure is not None:
             raise self._failure
+        with self._joining:
+            self._store = self._joined()
+
+    def _joined(self) -> Store:
         bound = self._timeout_seconds - agreeing_seconds(self._timeout_seconds)
         deadline = time.monotonic() + bound
         informed = self._informed.wait(bound)
-        if self._address is None:
+        if self._address is None or not self._needed:
             why = "their trainers ended before" if informed else "their trainers did not all start them"
             raise CollectiveTimeoutError(
                 f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
             )
         try:
-            self._store = self._init(self._address, max(1.0, deadline - time.monotonic()))
-        except RuntimeError as error:
+            return self._init(self._address, max(1.0, deadline - time.monotonic()))
+        except (RuntimeError, OSError) as error:
             missing = self._missing()
             self._failure = CollectiveTimeoutError(
                 f"the writer process of rank {self.rank} could not reach that of rank "

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-__all__ = ["Connection", "Message", "watch_process"]
+__all__ = ["Connection", "Message", "watch_parent", "watch_process"]
 
 _HEADER = struct.Struct("<QBB")
 """Length of the body; 1 if the body is in the last descriptor; number of descriptors."""
@@ -39,8 +39,9 @@ class Message(NamedTuple):
 class Connection:
     """One end. Any thread may send, one receives.
 
-    ``peer`` is a pidfd of the process at the other end (-1 for none). It tells of that process's end also
-    where a fork of it still holds the socket open. The connection owns ``sock`` and ``peer``.
+    ``peer`` is what `watch_process` or `watch_parent` gives for the process at the other end (-1 for none).
+    It tells of that process's end also where a fork of it still holds the socket open. The connection owns
+    ``sock`` and ``peer``.
     """
 
     def __init__(self, sock: socket.socket, peer: int = -1) -> None:
@@ -145,6 +146,17 @@ def watch_process(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError:
         return -1
+
+
+def watch_parent(pid: int) -> int:
+    """`watch_process` of the process ``pid`` that has started this one, and may have ended since: its id may
+    be another's by now."""
+    peer = watch_process(pid)
+    if os.getppid() == pid:
+        return peer
+    if peer >= 0:
+        os.close(peer)
+    return os.eventfd(1)  # readable, as the pidfd of a process that has ended
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from dcp.background.error_codec import Ending, error_from_data, error_to_data, v
 from dcp.background.process import pickled_state
 from dcp.background.process.child import child_environment
 from dcp.background.process.rendezvous import Address, meet, own_store
-from dcp.background.process.wire import Connection, watch_process
+from dcp.background.process.wire import Connection, watch_parent, watch_process
 from dcp.ranks.failures import failure_of
 from dcp.storage.errors import (
     CheckpointError,
@@ -129,6 +129,18 @@ def test_a_peers_end_shows_though_a_fork_holds_its_socket() -> None:
     theirs.close()
     os.close(ready)
     os.close(go)
+
+
+def test_a_trainers_end_shows_that_was_before_anybody_watched() -> None:
+    """Its id may be another process's by now: that one's life means nothing, nor does the open socket."""
+    ours, theirs = socket.socketpair()
+    Connection(theirs).send({"last": "words"})
+    connection = Connection(ours, watch_parent(os.getpid()))  # which is not the parent of this process
+    message = connection.receive()
+    assert message is not None and message.body == {"last": "words"}
+    assert connection.receive() is None
+    connection.close()
+    theirs.close()
 
 
 def through(value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,23 @@ import pytest
 import torch
 
 import dcp
-from dcp.background.error_codec import Verdict
+from dcp.background.error_codec import Verdict, error_from_data, plain_error
 from dcp.background.future import SaveFuture
+from dcp.background.process import child
+from dcp.background.process.rendezvous import Address, own_store
+from dcp.background.process.wire import Connection
+from dcp.background.process.writer import ProcessWriter
 from dcp.background.results import end_future
 from dcp.background.session import AsyncSession
 from dcp.engines import save_engine
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.engine import SaveOrder
 from dcp.saving.options import SaveOptions
-from dcp.storage.errors import WriterProcessError
+from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.stores import PosixStore
+from dcp.version import __version__
 from tests.support.gates import FileGate, open_gated
-from tests.support.processes import mapped_files
+from tests.support.processes import lives, mapped_files
 from tests.support.programs import Program
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
 from tests.support.writer_process import TIMEOUT_SECONDS, pid_of
@@ -88,6 +96,113 @@ def test_a_save_still_in_the_socket_outlives_sigterm_and_its_trainer(tmp_path: P
     got = {"w": torch.zeros(3)}
     dcp.load(got, checkpoint_id=tmp_path / "2", no_dist=True)
     assert got["w"].tolist() == [1, 1, 1]
+
+
+_FORKED = """
+import os, signal, sys, time, dcp
+from dcp.background.session import AsyncSession
+from tests.support.warm_writers import cold_writers
+sys.path.insert(0, sys.argv[1])  # where a sitecustomize keeps the writer from looking at its trainer
+with cold_writers():
+    session = AsyncSession(no_dist=True, kind=dcp.AsyncCheckpointerType.PROCESS, start=True)
+forked = os.fork()
+if forked == 0:
+    signal.pause()
+open(sys.argv[1] + "/pids", "w").write(f"{session._worker.pid} {forked}")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+_HELD = """
+import os, time
+while not os.path.exists({gate!r}):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_writer_ends_though_its_trainer_died_before_and_left_a_fork(tmp_path: Path) -> None:
+    """Such as a data loader's worker, which holds the writer's socket open for as long as it lives."""
+    gate = tmp_path / "gate"
+    (tmp_path / "sitecustomize.py").write_text(_HELD.format(gate=str(gate)))
+    assert Program("-c", _FORKED, tmp_path).wait(240) == -signal.SIGKILL
+    writer, forked = map(int, (tmp_path / "pids").read_text().split())
+    gate.touch()
+    try:
+        assert becomes_true(lambda: not lives(writer))
+        assert lives(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_a_writer_that_does_not_understand_its_trainer_ends(tmp_path: Path) -> None:
+    """Whatever it fails by: it would never hear of another save, and nobody of its own."""
+    own = AsyncSession(no_dist=True, kind=PROCESS, timeout_seconds=TIMEOUT_SECONDS, start=True)
+    assert isinstance(own._worker, ProcessWriter) and own._worker._child is not None
+    own._worker._child.send({"kind": "join", "address": {"no": "such"}})
+    future = own.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "1"))
+    with pytest.raises(WriterProcessError, match="ended"):
+        future.result(TIMEOUT_SECONDS)
+    own.close(240)
+
+
+@contextlib.contextmanager
+def writer_of(rank: int, port: int, fds: list[int]) -> Iterator[tuple[Connection, Any]]:
+    """The writer process of one of two ranks, and what its trainer has of it; told where the two meet."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = child._popen(theirs, 0)
+    trainer = Connection(ours)
+    trainer.send(
+        {
+            "kind": "hello",
+            "version": __version__,
+            "rank": rank,
+            "world_size": 2,
+            "timeout_seconds": DEFAULT_TIMEOUT_SECONDS,
+        }
+    )
+    trainer.send({"kind": "join", "address": vars(Address("127.0.0.1", port, True))}, fds)
+    try:
+        yield trainer, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_writer_ends_with_its_trainer_while_it_waits_for_the_other_writers() -> None:
+    """They may never come, and there is no save to do with them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with writer_of(0, port, [listener.fileno()]) as (trainer, process):
+            store = own_store(Address("127.0.0.1", port, True), None, TIMEOUT_SECONDS)
+            assert becomes_true(lambda: store.check(["meeting/alive/0"]))
+            trainer.close()
+            assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_a_refused_connection_to_where_writers_meet_is_final() -> None:
+    """Its host listened before anybody was told, so that it is gone: the save fails without a wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with writer_of(1, port, []) as (trainer, _):
+        trainer.send(
+            {
+                "kind": "save",
+                "serial": 1,
+                "go": True,
+                "place": "somewhere",
+                "together": True,
+                "on_columns": True,
+                "timeout_seconds": DEFAULT_TIMEOUT_SECONDS,
+                "progress": False,
+                "refused": plain_error(CheckpointError("not reached")),
+            }
+        )
+        message = trainer.receive()
+        assert message is not None and message.body["broken"]
+        error = error_from_data(message.body["error"], 1)
+        assert "could not reach that of rank 0" in str(error)
+        trainer.close()
 
 
 def _only_in(pid: int) -> OnlyHere:
