@@ -153,11 +153,13 @@ class AsyncSession:
         try:
             yield
         except Exception as error:
-            if self.world_size > 1 and not self._closed:
-                self._refuse(error)
+            self.refuse(error)
             raise
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
+        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+        if self.world_size == 1 or self._closed:
+            return
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         engine = save_engine_again(RefusedWriter(error), on_columns=True)

@@ -236,7 +236,8 @@ class CheckpointManager(KeptSteps):
                 raised.
         """
         self._check_open()
-        step = whole_step(step)
+        with self._saver.refused_by_all():
+            step = whole_step(step)
         self._saver.exchange(step, last=last)
         return self._coordinator.reason(step, last=last) is not None
 
@@ -281,27 +282,38 @@ class CheckpointManager(KeptSteps):
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
-        step = whole_step(step)
-        check_top_level(state_dict)  # here: in the background each save would fail, and only be told
-        check_weights(state_dict, self._options.saved_first)
         saver = self._saver
+        with saver.refused_by_all():
+            step = whole_step(step)
         reason = saver.begin_step(step, last=last, force=force)
         if reason is None:
+            self._check_state(state_dict)  # not only once it is saved
             return None
-        described = user_metadata_of(step, metrics, self._options.run, user_metadata)
         if not saver.may_begin(step, reason):
             return None
-        if reason == "stop":
-            return self._last_save(step, state_dict, described).run()
-        return saver.begin(step, reason, state_dict, self._writer_of(step), described, overlap=overlap)
 
-    def _last_save(self, step: int, state_dict: dict[str, Any], described: Mapping[str, Any]) -> LastSave:
+        def prepare() -> tuple[FileSystemWriter, dict[str, Any]]:
+            with saver.refused_by_all(step, reason):
+                self._check_state(state_dict)
+                described = user_metadata_of(step, metrics, self._options.run, user_metadata)
+                return self._writer_of(step), described
+
+        if reason == "stop":
+            return self._last_save(step, state_dict, prepare).run()
+        return saver.begin(step, reason, state_dict, *prepare(), overlap=overlap)
+
+    def _check_state(self, state_dict: Any) -> None:
+        """In the background each save would fail by it, and only be told."""
+        check_top_level(state_dict)
+        check_weights(state_dict, self._options.saved_first)
+
+    def _last_save(
+        self, step: int, state_dict: dict[str, Any], prepare: Callable[[], tuple[FileSystemWriter, Any]]
+    ) -> LastSave:
         def is_whole() -> bool:
             return self.rank == 0 and self._folders.has_whole(step)
 
-        make_writer = partial(self._writer_of, step)
-        weights = self._options.saved_first
-        return LastSave(self._saver, step, state_dict, make_writer, described, weights, is_whole)
+        return LastSave(self._saver, step, state_dict, prepare, self._options.saved_first, is_whole)
 
     def _writer_of(self, step: int) -> FileSystemWriter:
         return with_options(self._options.make_writer(self.checkpoint_id(step)), self._opener)
@@ -418,7 +430,7 @@ class CheckpointManager(KeptSteps):
             self._coordinator.meet()
         except PlanError as error:
             if error.saving:
-                self._saver.refuse(self._writer_of(int(error.step or 0)), error)
+                self._executor.refuse(error)
             raise
 
     # -- the end ---------------------------------------------------------------------------------------------

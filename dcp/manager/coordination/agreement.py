@@ -57,14 +57,15 @@ class Votes:
 
 
 class _Turn(NamedTuple):
-    """What else a rank tells, of which all see the maxima: its step; its rank where it is at a step, or where
-    it restores; whether it saves the step."""
+    """What else a rank tells, of which all see the maxima: its step; its rank where it is at a step, where it
+    restores, or where it refuses what it was called with; whether it saves the step."""
 
     latest: int
     negative_earliest: int
-    steps: int
-    restores: int
-    saves: int
+    steps: int = _NOBODY
+    restores: int = _NOBODY
+    refuses: int = _NOBODY
+    saves: int = 0
 
 
 class Agreement:
@@ -81,6 +82,11 @@ class Agreement:
     def meet(self) -> None:
         """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
         and whether it is being saved (``saving``) among its facts."""
+
+    def refuse(self) -> int | None:
+        """Take part in the step that the others are at, where this rank was called for none: which it is, if
+        they save it. If not, they raise CheckpointError at their next one, which names this rank."""
+        return None
 
     def any_rank(self, value: bool) -> bool:
         """Whether ``value`` is true on any rank, now: waits for all of them."""
@@ -125,15 +131,26 @@ class RankAgreement(Agreement):
         is_due = saves(agreed)
         if self._calls % self._every_steps == 0:
             self._step = step
-            self._begin(votes.without(agreed), _Turn(step, -step, self._ranks.rank, _NOBODY, int(is_due)))
+            self._begin(votes.without(agreed), _Turn(step, -step, self._ranks.rank, saves=int(is_due)))
         self._calls += 1
         return agreed
 
     def meet(self) -> None:
         """See `Agreement`."""
         self._kept = self._read().with_(self._kept)
-        self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, _NOBODY, self._ranks.rank, 0))
+        self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, restores=self._ranks.rank))
         self._read()
+
+    def refuse(self) -> int | None:
+        """See `Agreement`."""
+        if self._calls % self._every_steps:  # the others exchange nothing now
+            return None
+        self._kept = self._read().with_(self._kept)
+        self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, refuses=self._ranks.rank))
+        votes, turn = self._completed()
+        self._calls += 1
+        self._kept = self._kept.with_(votes)
+        return turn.latest if turn.saves else None
 
     def _begin(self, votes: Votes, turn: _Turn) -> None:
         options = dist.AllreduceOptions()
@@ -144,10 +161,14 @@ class RankAgreement(Agreement):
     def _read(self) -> Votes:
         if self._work is None:
             return Votes()
-        self._ranks.complete("agree", self._work)
-        self._work = None
-        values = self._cast.tolist()
-        turn = _Turn(*values[-len(_Turn._fields) :])
+        votes, turn = self._completed()
+        if turn.refuses != _NOBODY:
+            if turn.saves:  # which fails, and tells why
+                return votes
+            raise CheckpointError(
+                f"rank {turn.refuses} refused what the manager was called with there: its exception says why",
+                ranks=[turn.refuses],
+            )
         if turn.restores != _NOBODY and turn.steps != _NOBODY:
             raise PlanError(
                 f"the ranks are not about the same: rank {turn.steps}: save() or should_save() of step "
@@ -164,7 +185,14 @@ class RankAgreement(Agreement):
                 step=self._step,
                 rank=self._ranks.rank,
             )
-        return Votes(*map(bool, values[: -len(_Turn._fields)]))
+        return votes
+
+    def _completed(self) -> tuple[Votes, _Turn]:
+        self._ranks.complete("agree", self._work)
+        self._work = None
+        values = self._cast.tolist()
+        end = len(values) - len(_Turn._fields)
+        return Votes(*map(bool, values[:end])), _Turn(*values[end:])
 
     def any_rank(self, value: bool) -> bool:
         """See `Agreement`."""

@@ -80,6 +80,16 @@ class StepCoordinator:
         if self._exchanges:
             self._agreement.meet()
 
+    def refuse(self) -> bool:
+        """This rank refuses the step that it was called with; whether the others save theirs, which then
+        counts here, too. See `Agreement.refuse`."""
+        saved = self._agreement.refuse() if self._exchanges else None
+        if saved is not None:
+            self._step = saved
+            self._schedule.begin(saved, time_is_up=False)
+            self.saved(saved, "call")
+        return saved is not None
+
     def reason(self, step: int, *, last: bool) -> Reason | None:
         """Why ``step``, which was begun, has to be saved; None if it has not."""
         return self._schedule.reason(step, last=last, stop=self.stopping and not self._stop_saved)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession
+from dcp.background.worker import RefusedWriter
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import AsyncCheckpointerType, save_with
 from dcp.storage.errors import CheckpointError
@@ -81,6 +82,11 @@ class SaveExecutor:
             self._current = None
         return future
 
+    def refuse(self, error: Exception) -> None:
+        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+        if not self._settings.no_dist:
+            self.begin({}, RefusedWriter(error), {}, overlap=False)
+
     def under_way(self) -> list[SaveFuture]:
         """The saves that have not ended; from any thread."""
         current = self._current
@@ -121,6 +127,9 @@ class _BackgroundExecutor(SaveExecutor):
             options=settings.options_of(user),
             overlap=overlap,
         )
+
+    def refuse(self, error: Exception) -> None:
+        self._session.refuse(error)
 
     def under_way(self) -> list[SaveFuture]:
         return self._session.under_way()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ _CAUTION = 2.0
 
 @dataclass(frozen=True)
 class LastSave:
-    """Saves ``state_dict`` as ``step``, by writers of ``make_writer``; all ranks do so alike.
+    """Saves ``state_dict`` as ``step``, by writers and with metadata that ``prepare`` gives; all ranks do so
+    alike.
 
     Where the time may be too short for all of it the entries ``weights`` are saved first, alone, and then all
     over them. What a deadline finds under way is called off by `Notices`. ``is_whole``: whether, by this
@@ -32,8 +33,7 @@ class LastSave:
     saver: StepSaver
     step: int
     state_dict: dict[str, Any]
-    make_writer: Callable[[], FileSystemWriter]
-    user_metadata: Mapping[str, Any]
+    prepare: Callable[[], tuple[FileSystemWriter, dict[str, Any]]]
     weights: tuple[str, ...]
     is_whole: Callable[[], bool]
 
@@ -47,11 +47,10 @@ class LastSave:
             return None
         end, first = time.monotonic() + left, None
         if self._comes_first(left, expected):
-            described = {**self.user_metadata, PARTIAL: list(self.weights)}
-            first = self._save(weights_of(self.state_dict, self.weights), described, end)
+            first = self._save(end, self.weights)
             if not first.done() or first.cancelled():  # the same on all ranks
                 return first
-        whole = self._save(self.state_dict, self.user_metadata, end)
+        whole = self._save(end)
         saver.ledger.raise_failure(damage=False)
         return first if first is not None and first.exception() is None and whole.cancelled() else whole
 
@@ -60,9 +59,13 @@ class LastSave:
             return False
         return not self.saver.coordinator.any_rank(self.is_whole())
 
-    def _save(self, state_dict: dict[str, Any], described: Mapping[str, Any], end: float) -> SaveFuture:
-        saver = self.saver
-        future = saver.begin(self.step, "stop", state_dict, self.make_writer(), described, overlap=False)
+    def _save(self, end: float, weights: tuple[str, ...] = ()) -> SaveFuture:
+        """All of the state, or the ``weights`` alone."""
+        saver, (writer, described) = self.saver, self.prepare()
+        state_dict = self.state_dict
+        if weights:
+            state_dict, described = weights_of(state_dict, weights), {**described, PARTIAL: list(weights)}
+        future = saver.begin(self.step, "stop", state_dict, writer, described, overlap=False)
         if math.isinf(end):
             saver.ledger.settle(saver.timeout_seconds)
         elif not saver.ledger.wait(max(0.0, end - time.monotonic()) + HANG_SECONDS):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,20 +31,6 @@ HANG_SECONDS = 2.0
 
 _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 """Saves that wait for the one before, whatever ``when_busy`` says."""
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """An entry of a state dict that fails its save."""
-
-    error: CheckpointError
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to save."""
-        raise self.error
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +121,18 @@ class StepSaver:
             self.ledger.raise_failure(damage=False)
         return future
 
-    def refuse(self, writer: FileSystemWriter, error: CheckpointError) -> None:
-        """Fail the save by ``writer`` that other ranks have begun, with ``error``, which they all get."""
-        self.executor.begin({"refused": _Refused(error)}, writer, {}, overlap=False)
+    @contextmanager
+    def refused_by_all(self, step: int | None = None, reason: Reason | None = None) -> Iterator[None]:
+        """Around what a rank does before `begin`: what it raises fails the save that other ranks begin, on
+        all of them. That is of ``step``; of what they are at where this rank was called for no step."""
+        try:
+            yield
+        except Exception as error:
+            if step is not None and reason is not None:
+                self.coordinator.saved(step, reason)
+            if step is not None or self.coordinator.refuse():
+                self.executor.refuse(error)
+            raise
 
     def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
         """In the thread that carried out the save."""

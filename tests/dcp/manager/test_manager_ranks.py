@@ -465,3 +465,81 @@ def test_ranks_never_save_alone_because_the_group_is_not_there(tmp_path: Path) -
         assert "made before init_process_group()" in before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thread"]
     assert loaded_step(str(tmp_path / "thread" / "step-00000001")) == 1
+
+
+class _Nameless:
+    """Makes writers, but not of the first step."""
+
+    def __call__(self, place: str) -> dcp.FileSystemWriter:
+        """Of the other ones."""
+        if place.endswith("1"):
+            raise ValueError("no writer for this one")
+        return plain_writer(place)
+
+
+_MISTAKES: dict[str, dict[str, Any]] = {
+    "metric": {"metrics": {"loss": "low"}},
+    "metadata": {"user_metadata": {"run": object()}},
+    "state": {"state_dict": [1]},
+    "step": {"step": 1.5},
+    "writer": {},
+}
+
+
+def _one_is_mistaken(rank: int, world_size: int, root: str, mode: str, mistake: str, how: str) -> list[str]:
+    """What each step's save says, of which the first one is called wrongly on rank 1; the last one waits."""
+    options: dict[str, Any] = {"mode": mode, "on_failure": "raise", "retries": 0}
+    if rank == 1 and mistake == "writer":
+        options["writer"] = _Nameless()
+    manager = manager_of(root, every_steps=2 if how == "interval" else None, **options)
+    said = []
+    for step in (1, 2, 3):
+        given: dict[str, Any] = {"step": step, "state_dict": state_at(step, rank)}
+        if step == 1 and rank == 1:
+            given |= _MISTAKES[mistake]
+        if step == 1 and how == "stop":
+            manager.request_stop()
+            manager.should_save(0)
+        try:
+            manager.save(**given, last=how == "interval" and step == 3)
+            manager.wait()
+            said.append("fine")
+        except dcp.CheckpointError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        except ValueError as error:
+            said.append(str(error))
+    manager.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("mode", "mistake", "how"),
+    [
+        ("thread", "metric", "call"),
+        ("thread", "step", "call"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                *(("thread", mistake, "call") for mistake in ("metadata", "state", "writer")),
+                *((mode, mistake, "call") for mode in ("sync", "process") for mistake in ("metric", "step")),
+                ("thread", "metric", "stop"),
+                ("thread", "state", "stop"),
+            ]
+        ),
+    ],
+)
+def test_what_one_rank_calls_wrongly_fails_the_save_of_all(
+    tmp_path: Path, mode: str, mistake: str, how: str
+) -> None:
+    """At once and with its name, where the others had waited for it; the next step is saved."""
+    own, other = reversed(run_ranks(2, _one_is_mistaken, str(tmp_path), mode, mistake, how))
+    assert "rank" not in own[0] and own[0] != "fine"
+    assert "rank 1" in other[0] and own[0].split(": ")[-1][:30] in other[0]
+    assert own[1:] == other[1:] == ["fine", "fine"]
+
+
+def test_a_step_that_is_none_is_told_also_where_nothing_is_saved(tmp_path: Path) -> None:
+    """At the others' next one."""
+    own, other = reversed(run_ranks(2, _one_is_mistaken, str(tmp_path), "thread", "step", "interval"))
+    assert "whole number" in own[0]
+    assert other[0] == "fine" and "rank 1 refused" in other[1]
